@@ -1,0 +1,7 @@
+"""Attention kernels for one device: forward and backward over interval masks.
+
+Every kernel module offers the same two functions, `forward` and `backward`, with the contract written down in
+`kernels.reference`; `kernels.dispatch` picks one by device, dtype and shape. Nothing here knows a process group.
+"""
+
+OWNER = "ringattn"  # a package of the same name exists elsewhere: ringattn checks that it got this one

@@ -1,0 +1,211 @@
+"""Portable Triton backward: the contract of `kernels.reference.backward`, deterministic and without atomics.
+
+One kernel holds a tile of keys and walks over the query tiles that see it, by the transposed intervals, for every query
+head of the group in turn; the other holds a tile of queries and walks over its key tiles as the forward does. Both
+recompute p = exp(s - lse), in log2 units, and add into fp32 accumulators.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import checks, intervals, tiles
+from kernels.tiles import LOG2_E, edge_start, load_intervals, load_rows, visible, walk
+
+
+@triton.jit
+def _key_step(
+    q, dout, lse, delta, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dk, dv, log2_scale,
+    NUM_HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(dk / scale, dv) of the key tile after the query tile at `start`; scores are held transposed, (keys, queries)."""
+    query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
+    rows = start + tl.arange(0, STEP)
+    row_mask = rows < num_queries
+    log2_lse = tl.load(lse + rows * NUM_HEADS, mask=row_mask, other=0.0) * LOG2_E
+    p = tl.exp2(tl.dot(key, tl.trans(query), input_precision="ieee") * log2_scale - log2_lse[None, :])
+    if MASKED:
+        p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
+    grad = load_rows(dout, start, dout_stride, num_queries, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+    row_delta = tl.load(delta + rows * NUM_HEADS, mask=row_mask, other=0.0)
+    ds = p * (tl.dot(value, tl.trans(grad), input_precision="ieee") - row_delta[None, :])
+    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def _key_gradient_kernel(
+    q, k, v, dout, lse, delta, query_lo, query_hi, dk, dv,
+    q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
+    num_tiles = tl.cdiv(num_keys, KEYS)
+    # the first tile first: under a causal mask it is the heaviest
+    first = tl.program_id(0) % num_tiles * KEYS
+    key_head = tl.program_id(0) // num_tiles % NUM_KEY_HEADS
+    batch = (tl.program_id(0) // num_tiles // NUM_KEY_HEADS).to(tl.int64)
+    k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
+    v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
+    q += batch * q_strides[0]
+    dout += batch * dout_strides[0]
+    lse += batch * num_queries * NUM_HEADS
+    delta += batch * num_queries * NUM_HEADS
+    query_lo += batch * interval_stride
+    query_hi += batch * interval_stride
+
+    key = load_rows(k, first, k_strides[1], num_keys, KEYS, DIM, PADDED, True)
+    value = load_rows(v, first, v_strides[1], num_keys, KEYS, VALUE_DIM, VALUE_PADDED, True)
+    lo, hi = load_intervals(query_lo, query_hi, first, num_keys, KEYS)
+    begin, num_head, num_full, num_edge = walk(query_lo, query_hi, first, num_keys, KEYS, QUERIES)
+    log2_scale = scale * LOG2_E
+    key_grad = tl.zeros([KEYS, PADDED], tl.float32)
+    value_grad = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
+    # each loop runs over all heads of the group: nested loops would drain the load pipeline and spill registers;
+    # the pipeline computes the first address even of an empty loop, so no divisor may be 0
+    per_head = tl.maximum(num_full, 1)
+    for step in range(0, GROUP * num_full):
+        head = (key_head * GROUP + step // per_head).to(tl.int64)
+        key_grad, value_grad = _key_step(
+            q + head * q_strides[2], dout + head * dout_strides[2], lse + head, delta + head, q_strides[1],
+            dout_strides[1], begin + (num_head + step % per_head) * QUERIES, num_queries, key, value,
+            lo, hi, key_grad, value_grad, log2_scale, NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+        )  # fmt: skip
+    per_head = tl.maximum(num_edge, 1)
+    for step in range(0, GROUP * num_edge):
+        head = (key_head * GROUP + step // per_head).to(tl.int64)
+        key_grad, value_grad = _key_step(
+            q + head * q_strides[2], dout + head * dout_strides[2], lse + head, delta + head, q_strides[1],
+            dout_strides[1], edge_start(begin, num_head, num_full, step % per_head, QUERIES), num_queries, key, value,
+            lo, hi, key_grad, value_grad, log2_scale, NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+        )  # fmt: skip
+
+    base = batch * num_keys * NUM_KEY_HEADS + key_head
+    _add_rows(dk + base * DIM, key_grad * scale, first, num_keys, NUM_KEY_HEADS, KEYS, DIM, PADDED)
+    _add_rows(dv + base * VALUE_DIM, value_grad, first, num_keys, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED)
+
+
+@triton.jit
+def _add_rows(
+    base, tile, first, num_rows, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
+):
+    """Add `tile` into rows [first, first + ROWS) of one head of a contiguous (num_rows, NUM_HEADS, DIM) accumulator."""
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
+    mask = (rows < num_rows - first) & (columns < DIM)
+    tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + tile, mask=mask)
+
+
+@triton.jit
+def _query_step(
+    query, grad, k, v, k_stride, v_stride, start, num_keys, lo, hi, log2_lse, delta, dq, log2_scale,
+    STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dq / scale of the query tile after the key tile at `start`."""
+    key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
+    value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+    p = tl.exp2(tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale - log2_lse[:, None])
+    if MASKED:
+        p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
+    ds = p * (tl.dot(grad, tl.trans(value), input_precision="ieee") - delta[:, None])
+    return tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def _query_gradient_kernel(
+    q, k, v, dout, lse, delta, lo, hi, dq,
+    q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_queries, QUERIES)
+    first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
+    head = (tl.program_id(0) // num_tiles % NUM_HEADS).to(tl.int64)
+    batch = (tl.program_id(0) // num_tiles // NUM_HEADS).to(tl.int64)
+    q += batch * q_strides[0] + head * q_strides[2]
+    k += batch * k_strides[0] + head // GROUP * k_strides[2]
+    v += batch * v_strides[0] + head // GROUP * v_strides[2]
+    dout += batch * dout_strides[0] + head * dout_strides[2]
+    lo += batch * interval_stride
+    hi += batch * interval_stride
+
+    query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
+    grad = load_rows(dout, first, dout_strides[1], num_queries, QUERIES, VALUE_DIM, VALUE_PADDED, True)
+    rows = first + tl.arange(0, QUERIES)
+    row_index = (batch * num_queries + rows) * NUM_HEADS + head
+    log2_lse = tl.load(lse + row_index, mask=rows < num_queries, other=0.0) * LOG2_E
+    row_delta = tl.load(delta + row_index, mask=rows < num_queries, other=0.0)
+    row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
+    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    log2_scale = scale * LOG2_E
+    query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
+    for tile in range(num_head, num_head + num_full):
+        query_grad = _query_step(
+            query, grad, k, v, k_strides[1], v_strides[1], begin + tile * KEYS, num_keys,
+            row_lo, row_hi, log2_lse, row_delta, query_grad, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+        )  # fmt: skip
+    for edge in range(0, num_edge):
+        query_grad = _query_step(
+            query, grad, k, v, k_strides[1], v_strides[1], edge_start(begin, num_head, num_full, edge, KEYS), num_keys,
+            row_lo, row_hi, log2_lse, row_delta, query_grad, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+        )  # fmt: skip
+    base = batch * num_queries * NUM_HEADS + head
+    _add_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Add this block's gradients into `dq`, `dk`, `dv`.
+
+    Args:
+        q, k, v, lo, hi, scale: as for `kernels.forward.forward`.
+        dout: gradient of the output (B, Nq, Hq, Dv) in q's dtype.
+        lse, delta: fp32 (B, Nq, Hq); lse over all keys of the row, those of other blocks included, and delta from
+            `kernels.reference.row_delta`.
+        dq, dk, dv: contiguous fp32 accumulators with the shapes of q, k, v; updated in place.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, head dims or scale outside the above.
+    """
+    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_supported(q, v)
+    checks.check_gradients(q, k, v, dout, lse, delta, dq, dk, dv)
+    if q.numel() == 0 or k.numel() == 0:
+        return
+    (batch, num_queries, num_heads), (num_keys, num_key_heads) = q.shape[:3], k.shape[1:3]
+    q, k, v, dout = (tiles.as_rows(x) for x in (q, k, v, dout))
+    operands = q, k, v, dout, lse.contiguous(), delta.contiguous()
+    strides = [x.stride()[:3] for x in (q, k, v, dout)]
+    sizes = num_queries, num_keys, float(scale)
+    shape = tiles.shape_constants(q, k, v)
+    head_dim = max(shape["PADDED"], shape["VALUE_PADDED"])
+    with torch.cuda.device_of(q):
+        tile = tiles.choose_tile("key_gradient", q.dtype, head_dim)
+        query_lo, query_hi, stride = tiles.as_intervals(*intervals.transpose(lo, hi, num_keys))
+        _key_gradient_kernel[(triton.cdiv(num_keys, tile.keys) * batch * num_key_heads,)](
+            *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, **shape, **tile.options()
+        )
+        tile = tiles.choose_tile("query_gradient", q.dtype, head_dim)
+        lo, hi, stride = tiles.as_intervals(lo, hi)
+        _query_gradient_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
+            *operands, lo, hi, dq, *strides, stride, *sizes, **shape, **tile.options()
+        )

@@ -1,0 +1,161 @@
+"""Portable Triton forward: the contract of `kernels.reference.forward`, by tiles (Dao 2023, algorithm 1).
+
+A program owns one tile of query rows of one head and walks over the key tiles that the rows' intervals reach: tiles that
+no row sees are never loaded, and only those at the two ends of the walk are masked. Scores are in log2 units.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels import checks, tiles
+from kernels.reference import State
+from kernels.tiles import LN_2, LOG2_E, edge_start, load_intervals, load_rows, visible, walk
+
+
+@triton.jit
+def _step(
+    q, k, v, k_stride, v_stride, start, num_keys, lo, hi, m, l, o, log2_scale,
+    STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The state (m, l, o) of the query tile after the key tile at `start`; m is in log2 units."""
+    key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
+    scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+    if MASKED:
+        scores = tl.where(visible(lo, hi, start, STEP), scores, float("-inf"))
+    new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
+    # a row that has seen no key yet keeps m = -inf: subtract 0 there, exp2(-inf - 0) = 0
+    origin = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
+    p = tl.exp2(scores * log2_scale - origin[:, None])
+    alpha = tl.exp2(m - origin)
+    value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+    o = tl.dot(p.to(value.dtype), value, o * alpha[:, None], input_precision="ieee")
+    return new_m, l * alpha + tl.sum(p, 1), o
+
+
+@triton.jit
+def _merge(m, l, o, other_m, other_l, other_o):
+    """`kernels.reference.merge` with m in log2 units."""
+    new_m = tl.maximum(m, other_m)
+    origin = tl.where(new_m == float("-inf"), 0.0, new_m)
+    alpha, beta = tl.exp2(m - origin), tl.exp2(other_m - origin)
+    return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+def _forward_kernel(
+    q, k, v, lo, hi, state_m, state_l, state_o, out, lse,
+    q_strides, k_strides, v_strides, interval_stride, num_queries, num_keys, scale,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+):  # fmt: skip
+    num_tiles = tl.cdiv(num_queries, QUERIES)
+    # the last tile first: under a causal mask it is the heaviest
+    first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
+    head = tl.program_id(0) // num_tiles % NUM_HEADS
+    batch = (tl.program_id(0) // num_tiles // NUM_HEADS).to(tl.int64)
+    head_index = head.to(tl.int64)
+    q += batch * q_strides[0] + head_index * q_strides[2]
+    k += batch * k_strides[0] + head_index // GROUP * k_strides[2]
+    v += batch * v_strides[0] + head_index // GROUP * v_strides[2]
+    lo += batch * interval_stride
+    hi += batch * interval_stride
+
+    query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
+    row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
+    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    log2_scale = scale * LOG2_E
+    m = tl.full([QUERIES], float("-inf"), tl.float32)
+    l = tl.zeros([QUERIES], tl.float32)
+    o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
+    for tile in range(num_head, num_head + num_full):
+        m, l, o = _step(
+            query, k, v, k_strides[1], v_strides[1], begin + tile * KEYS, num_keys,
+            row_lo, row_hi, m, l, o, log2_scale, KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+        )  # fmt: skip
+    for edge in range(0, num_edge):
+        m, l, o = _step(
+            query, k, v, k_strides[1], v_strides[1], edge_start(begin, num_head, num_full, edge, KEYS), num_keys,
+            row_lo, row_hi, m, l, o, log2_scale, KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+        )  # fmt: skip
+
+    rows = first + tl.arange(0, QUERIES)
+    columns = tl.arange(0, VALUE_PADDED)
+    row_mask = rows < num_queries
+    mask = row_mask[:, None] & (columns[None, :] < VALUE_DIM)
+    row_index = (batch * num_queries + rows) * NUM_HEADS + head
+    index = row_index[:, None] * VALUE_DIM + columns[None, :]
+    if HAS_STATE:
+        other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
+        other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
+        other_o = tl.load(state_o + index, mask=mask, other=0.0)
+        m, l, o = _merge(m, l, o, other_m, other_l, other_o)
+    if FINAL:
+        o = o / tl.where(l == 0.0, 1.0, l)[:, None]
+        tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)
+        tl.store(lse + row_index, (m + tl.log2(l)) * LN_2, mask=row_mask)
+    else:
+        tl.store(state_m + row_index, m * LN_2, mask=row_mask)
+        tl.store(state_l + row_index, l, mask=row_mask)
+        tl.store(state_o + index, o, mask=mask)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    state: State | None = None,
+    final: bool = False,
+) -> State | tuple[Tensor, Tensor]:
+    """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
+
+    Args:
+        q: queries (B, Nq, Hq, D), fp16, bf16 or fp32, D at most 256; a contiguous last dimension saves a copy.
+        k, v: keys (B, Nk, Hkv, D) and values (B, Nk, Hkv, Dv) of q's dtype; Hkv divides Hq.
+        lo, hi: int32 (B or 1, Nq), see `kernels.intervals`.
+        scale: positive factor on the scores, usually D ** -0.5.
+        state: contiguous fp32 (m, l, o) of the keys seen before; without `final` it is updated in place.
+        final: whether these are the last keys.
+
+    Returns:
+        The new state, fp32 m, l (B, Nq, Hq) and o (B, Nq, Hq, Dv), or with `final` the pair out (B, Nq, Hq, Dv) in q's
+        dtype and lse (B, Nq, Hq) in fp32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices, head dims or scale outside the above.
+    """
+    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_supported(q, v)
+    if state is not None:
+        checks.check_state(state, q, v)
+    rows, value_dim = q.shape[:3], v.shape[-1]
+    out = lse = None
+    m, l, o = (None, None, None) if state is None else state
+    if final:
+        out, lse = q.new_empty(*rows, value_dim), q.new_empty(rows, dtype=torch.float32)
+    elif state is None:
+        m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        o = q.new_empty(*rows, value_dim, dtype=torch.float32)
+    if q.numel() > 0:
+        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), state is not None)
+    return (out, lse) if final else (m, l, o)
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple, has_state: bool) -> None:
+    """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
+    (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
+    q, k, v = (tiles.as_rows(x) for x in (q, k, v))
+    lo, hi, interval_stride = tiles.as_intervals(lo, hi)
+    shape = tiles.shape_constants(q, k, v)
+    tile = tiles.choose_tile("forward", q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"]))
+    with torch.cuda.device_of(q):
+        _forward_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
+            *(q, k, v, lo, hi), *results, *(x.stride()[:3] for x in (q, k, v)),
+            *(interval_stride, num_queries, num_keys, float(scale)),
+            HAS_STATE=has_state, FINAL=results[-1] is not None, **shape, **tile.options(),
+        )  # fmt: skip

@@ -1,0 +1,23 @@
+"""Exact attention over sequences that are spread over a ring of ranks.
+
+layout = Layout.zigzag(seq_len=S, ranks=P)
+mask = Mask.causal()
+out = ring_attention(q, k, v, layout=layout, mask=mask, group=group)
+"""
+
+import kernels
+
+if getattr(kernels, "OWNER", None) != "ringattn":
+    raise ImportError(
+        f"the name 'kernels' belongs to another package here ({getattr(kernels, '__file__', None)}), and ringattn's own "
+        "kernels cannot be loaded beside it: uninstall the package 'kernels', use a separate environment, or put the "
+        "root of the ringattn source first on PYTHONPATH"
+    )
+
+from ringattn.attention import ring_attention
+from ringattn.layout import Layout
+from ringattn.mask import Mask
+from ringattn.state import PartialState
+from ringattn.transport import simulate
+
+__all__ = ["Layout", "Mask", "PartialState", "ring_attention", "simulate"]

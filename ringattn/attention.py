@@ -1,0 +1,201 @@
+"""The public call: exact attention over a sequence whose rows are spread over the ranks of a ring."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.reference import row_delta, state_dtype
+from ringattn import transport
+from ringattn.layout import Layout
+from ringattn.mask import Mask
+from ringattn.plan import SCHEDULES, plan
+from ringattn.ring import Ring
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask,
+    group: dist.ProcessGroup | transport.SimulatedRank | None = None,
+    scale: float | None = None,
+    schedule: str = "auto",
+    backend: str = "auto",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + mask) v over the whole sequence; every rank of `group` calls it with its own rows.
+
+    One operator with autograd: gradients of q, k, v follow from those of the output and of lse. Exact: partial results stay
+    in fp32 between tiles and hops (Dao et al. 2022; Liu et al. 2023, Ring Attention).
+
+    Args:
+        q: (B, N, Hq, D), this rank's rows in layout order; N = layout.rows(rank), which may be 0.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. All of one dtype (fp16, bf16, fp32, fp64) and device.
+        layout: which positions each rank holds, the same on all ranks.
+        mask: which keys a position may see, the same on all ranks.
+        group: the ring; None: this process alone.
+        scale: factor on the scores; None: D ** -0.5.
+        schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
+            whose busiest rank sends fewer bytes.
+        backend: the kernels, see `kernels.dispatch`.
+        return_lse: also return the log of the softmax's denominator.
+
+    Returns:
+        out (B, N, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, N, Hq) in fp32 (fp64 for fp64 inputs). A row
+        that may see no key gives 0 and -inf.
+
+    Raises:
+        ValueError: shapes, dtypes, layout, mask, group or schedule that contradict each other, before any work starts.
+    """
+    _check(q, k, v, layout, mask, group, schedule, backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    out, lse = torch.ops.ringattn.ring_attention(
+        q,
+        k,
+        v,
+        mask.lengths,
+        mask.is_causal,
+        mask.window or 0,
+        layout.kind,
+        layout.seq_len,
+        layout.ranks,
+        "" if group is None else group.group_name,
+        scale,
+        schedule,
+        backend,
+    )
+    return (out, lse) if return_lse else out
+
+
+def _rank_and_size(group: dist.ProcessGroup | transport.SimulatedRank | None) -> tuple[int, int]:
+    if group is None:
+        return 0, 1
+    if isinstance(group, transport.SimulatedRank):
+        return group.rank, group.size
+    return group.rank(), group.size()
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    mask: Mask,
+    group: dist.ProcessGroup | transport.SimulatedRank | None,
+    schedule: str,
+    backend: str,
+) -> None:
+    rank, size = _rank_and_size(group)
+    if size != layout.ranks:
+        raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
+            "v (B, N, Hkv, Dv)"
+        )
+    if q.shape[1] != layout.rows(rank):
+        raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads do not divide into {k.shape[2]} key heads: Hkv must divide Hq")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
+        )
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    mask.check(layout.seq_len, q.shape[0])
+    dispatch.choose(q.device, q.dtype, backend)
+
+
+def _ring(
+    q: Tensor,
+    documents: Tensor,
+    is_causal: bool,
+    window: int,
+    layout_kind: str,
+    seq_len: int,
+    ranks: int,
+    group: str,
+    scale: float,
+    backend: str,
+) -> Ring:
+    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
+    ends = transport.resolve(group)
+    return Ring(plan(mask, Layout(layout_kind, seq_len, ranks), ends.rank, q.device), ends, scale, backend)
+
+
+# The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
+@torch.library.custom_op("ringattn::ring_attention", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor,
+    is_causal: bool,
+    window: int,
+    layout_kind: str,
+    seq_len: int,
+    ranks: int,
+    group: str,
+    scale: float,
+    schedule: str,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    ring = _ring(q, documents, is_causal, window, layout_kind, seq_len, ranks, group, scale, backend)
+    return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule)
+
+
+@_forward.register_fake
+def _(q, k, v, *_):
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+@torch.library.custom_op("ringattn::ring_attention_backward", mutates_args=())
+def _backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor,
+    documents: Tensor,
+    is_causal: bool,
+    window: int,
+    layout_kind: str,
+    seq_len: int,
+    ranks: int,
+    group: str,
+    scale: float,
+    schedule: str,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    ring = _ring(q, documents, is_causal, window, layout_kind, seq_len, ranks, group, scale, backend)
+    q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
+    delta = row_delta(out, dout, dlse).contiguous()
+    dq, dk, dv = ring.backward(q, k, v, dout, lse, delta, schedule)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+@_backward.register_fake
+def _(q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, documents, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+
+
+def _differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, documents = ctx.saved_tensors
+    grads = torch.ops.ringattn.ring_attention_backward(q, k, v, out, lse, dout, dlse, documents, *ctx.settings)
+    return *grads, *[None] * (1 + len(ctx.settings))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,117 @@
+"""Masks as intervals: every query may see one contiguous range of key positions, and the ranges never move back.
+
+Causal, window, packed documents, full attention and any intersection of them have this form, so one pair of integers a query
+row is all that the ring and the kernels ever see of a mask.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+Lengths = Sequence[int] | Sequence[Sequence[int]]
+
+
+def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
+    """One tuple of lengths a batch row; a flat list is one row that all share."""
+    if documents is None:
+        return None
+    rows = tuple(documents)
+    if not rows or not all(isinstance(row, Sequence) for row in rows):
+        rows = (rows,)
+    return tuple(tuple(int(length) for length in row) for row in rows)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query may see. Build one with `Mask.causal` or `Mask.full`."""
+
+    is_causal: bool
+    window: int | None = None
+    documents: tuple[tuple[int, ...], ...] | None = None
+    # all rows' document lengths in one flat int64 tensor (empty: no documents): how an operator carries them
+    lengths: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window = {self.window}: a query sees at least itself; give a window of 1 or more, or None")
+        for row in self.documents or ():
+            if any(length < 1 for length in row):
+                raise ValueError(f"a document of {min(row)} tokens: every length must be at least 1")
+        lengths = [length for row in self.documents or () for length in row]
+        object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64))
+
+    @classmethod
+    def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
+        """A query sees the keys at and before its own position.
+
+        Args:
+            window: only the last `window` of them, its own included. None: all.
+            documents: lengths of packed documents that sum to S; a query sees its own document only. One list, or one a
+                batch row. None: the sequence is one document.
+
+        Raises:
+            ValueError: a window or a length below 1.
+        """
+        return cls(True, window, _per_row(documents))
+
+    @classmethod
+    def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
+        """A query sees keys on both sides; with `window`, those less than `window` positions away. Else as `causal`."""
+        return cls(False, window, _per_row(documents))
+
+    def check(self, seq_len: int, batch: int) -> None:
+        """Refuse documents that do not describe `batch` sequences of `seq_len` tokens.
+
+        Raises:
+            ValueError: lengths that do not sum to `seq_len`, or neither one row of them nor `batch`.
+        """
+        if self.documents is None:
+            return
+        for row in self.documents:
+            if sum(row) != seq_len:
+                raise ValueError(f"documents sum to {sum(row)} tokens but the sequence has {seq_len}: they must be equal")
+        if len(self.documents) not in (1, batch):
+            raise ValueError(f"documents for {len(self.documents)} batch rows but the batch has {batch}: give 1 or {batch}")
+
+    def intervals(self, seq_len: int) -> tuple[Tensor, Tensor]:
+        """(lo, hi), int64 (1 or B, seq_len) on the CPU: position i sees the positions [lo, hi). Neither ever decreases."""
+        return _intervals(self, seq_len)
+
+    def pairs(self, seq_len: int) -> list[int]:
+        """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask."""
+        lo, hi = self.intervals(seq_len)
+        return (hi - lo).sum(-1).tolist()
+
+    @classmethod
+    def from_lengths(cls, is_causal: bool, window: int | None, lengths: Tensor, seq_len: int) -> "Mask":
+        """The mask whose `lengths` these are: a row ends where its documents sum to `seq_len`."""
+        rows, row, total = [], [], 0
+        for length in lengths.tolist():
+            row.append(length)
+            total += length
+            if total == seq_len:
+                rows.append(tuple(row))
+                row, total = [], 0
+        return cls(is_causal, window, tuple(rows) or None)
+
+
+@lru_cache(maxsize=8)
+def _intervals(mask: Mask, seq_len: int) -> tuple[Tensor, Tensor]:
+    position = torch.arange(seq_len)
+    documents = mask.documents or ((seq_len,),)
+    lo, hi = [], []
+    for row in documents:
+        lengths = torch.tensor(row, dtype=torch.int64)
+        end = torch.repeat_interleave(lengths.cumsum(0), lengths)
+        lo.append(end - torch.repeat_interleave(lengths, lengths))
+        hi.append(end)
+    lo, hi = torch.stack(lo), torch.stack(hi)
+    if mask.is_causal:
+        hi = torch.minimum(hi, position + 1)
+    if mask.window is not None:
+        lo = torch.maximum(lo, position - mask.window + 1)
+        hi = torch.minimum(hi, position + mask.window)
+    return lo, hi

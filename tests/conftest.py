@@ -1,0 +1,25 @@
+"""Where tests run: on the CUDA device, or else on the CPU with Triton's interpreter."""
+
+import os
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("shared-machine", deadline=None)
+settings.load_profile("shared-machine")
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,44 @@
+"""Comparison row by row: an error in a few rows would hide in the norm of the whole."""
+
+import torch
+from torch import Tensor
+
+# allowed error of a row relative to its scale, by the dtype of the inputs: some units of rounding of p, ds and the output
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+
+def max_row_error(actual: Tensor, expected: Tensor, floor: float = 1e-30) -> float:
+    """Largest over rows (all but the last dimension) of |actual - expected| relative to the row's scale; NaN counts as inf.
+
+    A row's scale is its largest element, but at least `floor` and a tenth of the largest element of all: the gradients of
+    single rows may vanish.
+    """
+    assert actual.shape == expected.shape, f"{tuple(actual.shape)} != {tuple(expected.shape)}"
+    if expected.numel() == 0:
+        return 0.0
+    expected = expected.detach().double()
+    scale = expected.abs().amax(-1)
+    scale = scale.clamp(min=max(floor, 0.1 * scale.max().item()))
+    error = (actual.detach().double() - expected).abs().amax(-1) / scale
+    return error.nan_to_num(nan=float("inf")).max().item()
+
+
+def assert_rows_close(name: str, actual: Tensor, expected: Tensor, tolerance: float, floor: float = 1e-30) -> None:
+    """Fail unless every row is within `tolerance` of its scale, see `max_row_error`."""
+    error = max_row_error(actual, expected, floor)
+    assert error <= tolerance, f"{name}: row error {error:.2e} exceeds {tolerance:.0e}"
+
+
+def assert_states_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float) -> None:
+    """Compare (m, l, o), or (out, lse), part by part; the scalars of a row are compared each on its own scale."""
+    names = ("m", "l", "o") if len(expected) == 3 else ("out", "lse")
+    for name, x, y in zip(names, actual, expected, strict=True):
+        if name in ("m", "l", "lse"):
+            assert_scalars_close(name, x, y, tolerance)
+        else:
+            assert_rows_close(name, x, y, tolerance)
+
+
+def assert_scalars_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    """Elements within `tolerance` of max(1, their magnitude); infinities must agree."""
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")

@@ -1,0 +1,83 @@
+"""Compile the Triton kernels for sm_90 without a GPU and print a JSON line of resources for each.
+
+A program of its own: where tests set TRITON_INTERPRET=1, @triton.jit makes functions that cannot be compiled.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from kernels import backward, forward, tiles  # noqa: E402
+
+KERNELS = {
+    "forward": forward._forward_kernel,
+    "key_gradient": backward._key_gradient_kernel,
+    "query_gradient": backward._query_gradient_kernel,
+}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
+    """The type of a kernel argument in Triton's notation."""
+    if name.endswith("_strides"):
+        return ("i32",) * 3
+    if name in ("interval_stride", "num_queries", "num_keys"):
+        return "i32"
+    if name in ("lo", "hi", "query_lo", "query_hi"):
+        return "*i32"
+    return {"scale": "fp32"}.get(name, f"*{dtype}" if name in ("q", "k", "v", "dout", "out") else "*fp32")
+
+
+def aligned(signature: dict) -> dict[tuple[int, ...], list]:
+    """The attributes of a usual call: all pointers and strides are multiples of 16."""
+    attributes = {}
+    for index, (name, kind) in enumerate(signature.items()):
+        if name.endswith("_strides"):
+            attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(3)}
+        elif kind[0] == "*":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    return attributes
+
+
+def compile_kernel(name: str, dtype: str, head_dim: int) -> triton.compiler.CompiledKernel:
+    """The kernel as it would be launched on a Hopper GPU for grouped heads and `head_dim`."""
+    kernel, tile = KERNELS[name], tiles.choose_tile(name, DTYPES[dtype], head_dim)
+    q = torch.empty(1, 1, 4, head_dim, device="meta")
+    k = torch.empty(1, 1, 2, head_dim, device="meta")
+    constants = tiles.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, aligned(signature))
+    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
+    """Registers a thread, bytes spilled to the stack a thread, and bytes of shared memory of a program."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
+    return dict(registers=int(registers), stack=int(stack), shared=compiled.metadata.shared)
+
+
+def main() -> None:
+    for argument in sys.argv[1:]:
+        name, dtype, head_dim = argument.split(":")
+        compiled = compile_kernel(name, dtype, int(head_dim))
+        print(json.dumps(dict(kernel=name, dtype=dtype, head_dim=int(head_dim)) | resources(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

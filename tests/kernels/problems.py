@@ -1,0 +1,66 @@
+"""Random attention problems for tests."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels import reference
+
+
+@dataclass
+class Problem:
+    """Inputs of `forward` and `backward`; lse and delta, fp32, are those of the float64 reference."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lo: Tensor
+    hi: Tensor
+    scale: float
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+
+    def forward(self, module, **options):
+        return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **options)
+
+    def backward(self, module) -> tuple[Tensor, ...]:
+        """(dq, dk, dv), added into zeros."""
+        state_dtype = reference.state_dtype(self.q.dtype)
+        gradients = tuple(torch.zeros(x.shape, dtype=state_dtype, device=x.device) for x in (self.q, self.k, self.v))
+        module.backward(*(self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale), *gradients)
+        return gradients
+
+    def double(self) -> "Problem":
+        values = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in vars(self).items()}
+        return Problem(**values)
+
+
+def make_problem(
+    lo: Tensor,
+    hi: Tensor,
+    num_keys: int,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 1,
+    heads: tuple[int, int] = (2, 1),
+    dims: tuple[int, int] = (16, 16),
+    device: torch.device | str = "cpu",
+) -> Problem:
+    """Standard normal inputs under the intervals; `heads` is (Hq, Hkv) and `dims` is (D, Dv)."""
+    generator = torch.Generator().manual_seed(0)
+    num_queries = lo.shape[1]
+
+    def normal(rows: int, num_heads: int, dim: int) -> Tensor:
+        return torch.randn(batch, rows, num_heads, dim, generator=generator).to(device, dtype)
+
+    q, k, v = (
+        normal(num_queries, heads[0], dims[0]),
+        normal(num_keys, heads[1], dims[0]),
+        normal(num_keys, heads[1], dims[1]),
+    )
+    dout, scale = normal(num_queries, heads[0], dims[1]), dims[0] ** -0.5
+    lo, hi = lo.to(device), hi.to(device)
+    out, lse = reference.forward(q.double(), k.double(), v.double(), lo, hi, scale, final=True)
+    delta = reference.row_delta(out, dout.double())
+    return Problem(q, k, v, lo, hi, scale, dout, lse.float(), delta.float())

@@ -1,0 +1,254 @@
+"""The Triton kernels against the float64 reference: on the GPU, or in Triton's interpreter."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kernels import backward, forward, reference, tiles
+from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
+from tests.kernels.masks import MASKS, intervals_of, random_intervals
+from tests.kernels.problems import Problem, make_problem
+
+ON_GPU = torch.cuda.is_available()
+# the interpreter computes bf16 wrongly
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
+SMALL_TILE = tiles.Tile(64, 64, 8, 2) if ON_GPU else tiles.Tile(32, 16, 8, 1)
+
+SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
+    "one-query": ((1, 63), (2, 1), (64, 64), 1),
+    "one-key": ((63, 1), (2, 1), (64, 64), 1),
+    "63": ((63, 63), (4, 2), (16, 16), 2),
+    "111x130": ((111, 130), (3, 1), (80, 80), 1),
+    "130x111": ((130, 111), (2, 2), (64, 48), 1),
+    "128": ((128, 128), (2, 1), (128, 128), 1),
+    "value-dim-wider": ((65, 65), (2, 1), (16, 96), 1),
+}
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles for short sequences, so that every edge of the walk occurs."""
+    table = tiles.choose_tile
+
+    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> tiles.Tile:
+        # the fp32 tile of the table is small, and a larger one may not fit into a GPU's shared memory
+        return table(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
+
+    monkeypatch.setattr(tiles, "choose_tile", choose_tile)
+
+
+def check_gradients(problem: Problem, tolerance: float, floor: float) -> None:
+    expected = problem.double().backward(reference)
+    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(backward), expected, strict=True):
+        assert_rows_close(name, x, y, tolerance, floor)
+
+
+def check_all(problem: Problem, floor: float = 1e-30) -> None:
+    """State, output, lse and gradients; `floor` is the least scale of a gradient row.
+
+    It is 1, the scale of the inputs, where rows may see one key only: then dq and dk are differences of equal numbers.
+    """
+    tolerance = TOLERANCE[problem.q.dtype]
+    for final in (False, True):
+        expected = problem.double().forward(reference, final=final)
+        assert_states_close(problem.forward(forward, final=final), expected, tolerance)
+    check_gradients(problem, tolerance, floor)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dtype, device):
+    check_all(make_problem(*intervals_of(mask, 100, 130), 130, dtype, device=device))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, dtype, device):
+    rows, heads, dims, batch = SHAPES[shape]
+    problem = make_problem(*intervals_of("window", *rows), rows[1], dtype, batch, heads, dims, device)
+    check_all(problem, floor=1.0 if rows[1] == 1 else 1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_tiles_of_the_table(dim, dtype, device):
+    check_all(make_problem(*intervals_of("causal", 150, 150), 150, dtype, heads=(1, 1), dims=(dim, dim), device=device))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_each_batch_entry_has_its_own_intervals(device):
+    check_all(make_problem(*random_intervals(70, 90, seed=1, batch=2), 90, batch=2, heads=(2, 2), device=device))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("rows", [(0, 20), (20, 0), (0, 0)], ids=str)
+def test_no_rows(rows, device):
+    check_all(make_problem(*intervals_of("full", *rows), rows[1], device=device))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("layout", ["heads-first", "every-other-row", "strided-head-dim"])
+def test_strided_inputs(layout, device):
+    def strided(x: torch.Tensor) -> torch.Tensor:
+        batch, rows, heads, dim = x.shape
+        if layout == "heads-first":
+            y = torch.zeros(batch, heads, rows, dim, dtype=x.dtype, device=device).transpose(1, 2)
+        elif layout == "every-other-row":
+            y = torch.zeros(batch, 2 * rows, heads + 1, dim, dtype=x.dtype, device=device)[:, ::2, 1:]
+        else:
+            y = torch.zeros(batch, rows, heads, 2 * dim, dtype=x.dtype, device=device)[..., ::2]
+        return y.copy_(x)
+
+    problem = make_problem(*intervals_of("causal", 70, 70), 70, batch=2, device=device)
+    for name in ("q", "k", "v", "dout"):
+        setattr(problem, name, strided(getattr(problem, name)))
+    assert not problem.q.is_contiguous()
+    check_all(problem)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_chain_over_pieces_of_the_keys(mask, final, device):
+    whole = make_problem(*intervals_of(mask, 90, 110), 110, device=device)
+    state, bounds = None, [0, 17, 60, 61, 110]
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        lo, hi = ((bound - first).clamp(0, last - first) for bound in (whole.lo, whole.hi))
+        state = forward.forward(
+            *(whole.q, whole.k[:, first:last], whole.v[:, first:last], lo, hi, whole.scale),
+            state=state,
+            final=final and last == 110,
+        )
+    assert_states_close(state, whole.double().forward(reference, final=final), TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_state_is_updated_in_place(device):
+    problem = make_problem(*intervals_of("causal", 40, 40), 40, device=device)
+    state = reference.empty_state(problem.q, problem.v.shape[-1])
+    result = problem.forward(forward, state=state)
+    assert all(x.data_ptr() == y.data_ptr() for x, y in zip(result, state, strict=True))
+    assert_states_close(result, problem.double().forward(reference), TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_gradients_are_added_to_the_accumulators(device):
+    problem = make_problem(*intervals_of("causal", 40, 40), 40, device=device)
+    start = [torch.randn_like(x) for x in (problem.q, problem.k, problem.v)]
+    total = [x.clone() for x in start]
+    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
+    backward.backward(*arguments, problem.scale, *total)
+    for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
+        assert_rows_close("accumulator", x, y + z, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_the_backward_is_deterministic(device):
+    problem = make_problem(*intervals_of("documents", 90, 90), 90, torch.float16, heads=(4, 2), device=device)
+    for x, y in zip(problem.backward(backward), problem.backward(backward), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("factor", [1e-3, 30.0])
+def test_scores_of_any_size(factor, device):
+    """Scores up to some hundreds: only differences to the row maximum may be exponentiated."""
+    problem = make_problem(*intervals_of("causal", 60, 60), 60, device=device)
+    problem.q *= factor
+    tolerance = TOLERANCE[torch.float32] * max(1.0, factor)
+    assert_states_close(problem.forward(forward, final=True), problem.double().forward(reference, final=True), tolerance)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("fault", ["one-key", "one-tile"])
+def test_the_comparison_catches_a_fault(fault, dtype, device):
+    """Drop the last key of one row, or one tile of keys of one tile of rows: out and dq must fail their tolerance."""
+    problem = make_problem(*intervals_of("causal", 130, 130), 130, dtype, dims=(64, 64), device=device)
+    expected = problem.double()
+    if fault == "one-key":
+        problem.hi = torch.where(problem.hi == 101, 100, problem.hi)
+    else:
+        problem.lo = torch.where(problem.hi > 96, 16, problem.lo)
+    tolerance = TOLERANCE[dtype]
+    assert max_row_error(problem.forward(forward, final=True)[0], expected.forward(reference, final=True)[0]) > tolerance
+    faulty, correct = problem.backward(backward), expected.backward(reference)
+    assert any(max_row_error(x, y) > tolerance for x, y in zip(faulty, correct, strict=True))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 2), st.sampled_from([(1, 1), (2, 1)]), st.integers(0, 2**32))
+def test_random_intervals(device, num_queries, num_keys, batch, heads, seed):
+    lo, hi = random_intervals(num_queries, num_keys, seed, batch)
+    check_all(make_problem(lo, hi, num_keys, batch=batch, heads=heads, device=device), floor=1.0)
+
+
+REFUSED = {  # changed argument -> part of the message
+    "mixed dtypes": (lambda p: dict(k=p.k.half()), "k is torch.float16 and q is torch.float32"),
+    "fp64": (lambda p: vars(p.double()), "use kernels.reference"),
+    "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 17), k=p.k.repeat(1, 1, 1, 17)), "query head dim 272"),
+    "value head dim": (lambda p: dict(v=p.v.repeat(1, 1, 1, 17)), "value head dim 272"),
+    "heads": (lambda p: dict(q=p.q[:, :, :3]), "3 query heads"),
+    "keys and values": (lambda p: dict(v=p.v[:, 1:]), "v has shape"),
+    "three dimensions": (lambda p: dict(q=p.q[0]), "must be (batch, rows, heads, head dim)"),
+    "interval rows": (lambda p: dict(lo=p.lo[:, 1:]), "lo has shape"),
+    "interval batch": (lambda p: dict(hi=p.hi.repeat(3, 1)), "hi has shape"),
+    "interval dtype": (lambda p: dict(hi=p.hi.long()), "torch.int32"),
+    "scale": (lambda p: dict(scale=-1.0), "must be positive"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_inputs_are_refused(case, device):
+    problem = make_problem(*intervals_of("full", 5, 7), 7, heads=(4, 2), device=device)
+    change, message = REFUSED[case]
+    problem = Problem(**vars(problem) | change(problem))
+    for function, module in ((problem.forward, forward), (problem.backward, backward)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            function(module)
+
+
+@pytest.mark.skipif(ON_GPU, reason="about the interpreter")
+def test_bf16_is_refused_by_the_interpreter():
+    with pytest.raises(ValueError, match="interpreter"):
+        make_problem(*intervals_of("full", 5, 7), 7, torch.bfloat16).forward(forward)
+
+
+def test_bad_states_and_accumulators_are_refused(device):
+    problem = make_problem(*intervals_of("full", 5, 7), 7, heads=(2, 2), device=device)
+    m, l, o = reference.empty_state(problem.q, 16)
+    for state in ((m, l, o.half()), (m, l[:, 1:], o), (m, l, o.mT.contiguous().mT)):
+        with pytest.raises(ValueError, match="must be|has shape"):
+            problem.forward(forward, state=state)
+    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
+    dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
+    for gradients in ((dq.half(), dk, dv), (dq, dk[:, 1:], dv), (dq, dk, dv.mT.contiguous().mT)):
+        with pytest.raises(ValueError, match="must be|has shape"):
+            backward.backward(*arguments, problem.scale, *gradients)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_odd_length(dtype, device):
+    rows = (2049, 3001)
+    check_all(make_problem(*intervals_of("causal", *rows), rows[1], dtype, heads=(4, 2), dims=(128, 128), device=device))
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device):
+    """Rows whose first element lies past 2**31: only the last rows are compared."""
+    num_keys, num_heads, dim = 2**17 + 5, 128, 128
+    q = torch.randn(1, 3, num_heads, dim, device=device).half()
+    k, v = (torch.randn(1, num_keys, num_heads, dim, device=device, dtype=torch.float16) for _ in range(2))
+    hi = torch.full((1, 3), num_keys, dtype=torch.int32, device=device)
+    lo = hi - 200
+    out, _ = forward.forward(q, k, v, lo, hi, dim**-0.5, final=True)
+    tail = (x[:, -200:].double() for x in (k, v))
+    expected, _ = reference.forward(q.double(), *tail, lo - lo, hi - lo, dim**-0.5, final=True)
+    assert_rows_close("out", out, expected, TOLERANCE[torch.float16])

@@ -1,0 +1,104 @@
+"""Worked examples of the online softmax with known answers: golden tests of the reference's state."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import intervals, reference
+
+
+def rows(*values: list[float]) -> Tensor:
+    """(1, N, 1, D) float64 from N rows."""
+    return torch.tensor(values, dtype=torch.float64)[None, :, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, state: reference.State | None = None) -> reference.State:
+    return reference.forward(q, k, v, *intervals.full(q.shape[1], k.shape[1]), scale, state)
+
+
+def score_states(*piles: list[float]) -> list[reference.State]:
+    """The states of one query after each pile of scores: keys are the scores, the query is 1 and so is the scale."""
+    states: list[reference.State] = []
+    for pile in piles:
+        keys = rows(*([score] for score in pile))
+        states.append(attend(rows([1.0]), keys, torch.ones_like(keys), 1.0, states[-1] if states else None))
+    return states
+
+
+def test_two_piles_of_two():
+    first, second = score_states([1, 3], [2, 5])
+    assert (first[0].item(), second[0].item()) == (3, 5)
+    assert first[1].item() == pytest.approx(1.135, abs=5e-4)
+    assert math.exp(3 - 5) == pytest.approx(0.135, abs=5e-4)
+    assert second[1].item() == pytest.approx(1.203, abs=5e-4)
+    assert second[1].item() == pytest.approx(sum(math.exp(s - 5) for s in (1, 3, 2, 5)), rel=1e-14)
+
+
+def test_two_piles_of_four():
+    first, second = score_states([3, 1, 2, 4], [5, 1, 3, 1])
+    assert (first[0].item(), second[0].item()) == (4, 5)
+    assert first[1].item() == pytest.approx(1.553, abs=5e-4)
+    rescaled = first[1].item() * math.exp(4 - 5)
+    assert rescaled == pytest.approx(0.571, abs=5e-4)
+    assert second[1].item() == pytest.approx(rescaled + sum(math.exp(s - 5) for s in (5, 1, 3, 1)), rel=1e-14)
+
+
+def test_one_query_over_two_blocks():
+    q = rows([1, 0, 2, 1])
+    k = rows([1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1])
+    v = rows([2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3])
+    m, l, o = state = attend(q, k[:, :4], v[:, :4], 1.0)
+    assert m.item() == 4
+    assert l.item() == pytest.approx(1.3205, abs=5e-5)
+    assert o.flatten().tolist() == pytest.approx([0.641, 2.185, 1.135, 1.420], abs=5e-4)
+    m, l, o = state = attend(q, k[:, 4:], v[:, 4:], 1.0, state)
+    assert m.item() == 5
+    assert l.item() == pytest.approx(1.6577, abs=5e-5)
+    out, lse = reference.finalize(state, torch.float64)
+    assert out.flatten().tolist() == pytest.approx([0.9198, 2.3057, 1.5401, 0.4520], abs=5e-5)
+    assert lse.item() == pytest.approx(5 + math.log(1.6577), abs=5e-5)
+
+
+def test_five_tokens_in_tiles_of_two():
+    q = rows([1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1])
+    k = rows([0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5])
+    v = rows([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5])
+    state = None
+    for first in (0, 2, 4):
+        state = attend(q, k[:, first : first + 2], v[:, first : first + 2], 0.5, state)
+    assert state[0].flatten().tolist() == pytest.approx([1.0, 1.5, 1.0, 1.0, 0.75], abs=1e-15)
+    assert state[1].flatten().tolist() == pytest.approx([3.3597, 2.4840, 3.9919, 3.1875, 4.1152], abs=5e-5)
+    out, _ = reference.finalize(state, torch.float64)
+    expected = rows(
+        [0.2254, 0.4135, 0.2964, 0.2964],
+        [0.4602, 0.1475, 0.3018, 0.2058],
+        [0.2495, 0.3481, 0.3481, 0.2495],
+        [0.2854, 0.2854, 0.2106, 0.4089],
+        [0.3108, 0.3108, 0.3108, 0.3108],
+    )
+    torch.testing.assert_close(out, expected, rtol=0, atol=5e-5)
+    direct = torch.softmax(0.5 * q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0]
+    torch.testing.assert_close(out[0, :, 0], direct, rtol=0, atol=2e-16)
+
+
+def test_4096_rows_in_tiles_of_128():
+    """Relative error about 2e-15 against the direct softmax; a tile's live intermediates are 24,832 numbers, not N * N."""
+    num_rows, dim, tile = 4096, 64, 128
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, num_rows, 1, dim, generator=generator, dtype=torch.float64) for _ in range(3))
+    state = None
+    for keys, values in zip(k.split(tile, 1), v.split(tile, 1), strict=True):
+        state = attend(q, keys, values, dim**-0.5, state)
+    out, _ = reference.finalize(state, torch.float64)
+    direct = torch.softmax(dim**-0.5 * q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0]
+    assert (out[0, :, 0] - direct).norm() / direct.norm() < 4e-15
+    live = tile * tile + tile * dim + 2 * tile  # scores, o, m and l
+    assert live == 24_832
+    assert num_rows**2 / live == pytest.approx(675.6, abs=0.05)
+
+
+def test_scores_written_down_for_8192_rows():
+    assert 8192**2 * torch.float32.itemsize == 256 * 2**20
+    assert 8192 / 128 == 64  # traffic ratio N / d

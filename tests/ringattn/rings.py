@@ -1,0 +1,96 @@
+"""Running the same attention on one rank and on a ring, for the tests of this folder."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringattn import Layout, Mask, ring_attention, simulate
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+@dataclass
+class Case:
+    """One attention problem over the whole sequence: what the ring's answer is held to."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        seq_len: int,
+        batch: int = 1,
+        heads: int = 4,
+        key_heads: int = 2,
+        dim: int = 8,
+        value_dim: int = 8,
+        dtype: torch.dtype = torch.float64,
+        seed: int = 0,
+    ) -> "Case":
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(batch, seq_len, *shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        return cls(
+            normal(heads, dim), normal(key_heads, dim), normal(key_heads, value_dim), normal(heads, value_dim), normal(heads)
+        )
+
+    def to(self, target: torch.dtype | str) -> "Case":
+        """In another dtype, or on another device."""
+        return Case(*(x.to(target) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
+
+    def on_rank(self, layout: Layout, mask: Mask, rank: int, group, **options) -> list[Tensor]:
+        """A rank's rows of (out, lse, dq, dk, dv), for the loss sum(out * dout) + sum(lse * dlse)."""
+        q, k, v = (layout.shard(x, rank).requires_grad_() for x in (self.q, self.k, self.v))
+        out, lse = ring_attention(q, k, v, layout=layout, mask=mask, group=group, return_lse=True, **options)
+        upstream = layout.shard(self.dout, rank), layout.shard(self.dlse, rank).to(lse.dtype)
+        return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)]
+
+    def on_ring(self, layout: Layout, mask: Mask, **options) -> list[Tensor]:
+        """(out, lse, dq, dk, dv) over the whole sequence, from a simulated ring."""
+        ranks = simulate(layout.ranks, lambda rank, group: self.on_rank(layout, mask, rank, group, **options))
+        return [layout.unshard([shards[i] for shards in ranks]) for i in range(len(NAMES))]
+
+    def unsharded(self, mask: Mask, backend: str = "reference") -> list[Tensor]:
+        """(out, lse, dq, dk, dv) from one rank that holds it all."""
+        return self.on_rank(Layout.contiguous(len(self.q[0]), 1), mask, 0, None, backend=backend)
+
+
+def relative_errors(got: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
+    """The worst row's error beside the largest row of each tensor, by name: a few wrong rows cannot hide in a norm."""
+    errors = {}
+    for name, x, y in zip(NAMES, got, expected, strict=True):
+        x, y = x.double().flatten(0, 1).flatten(1), y.double().flatten(0, 1).flatten(1)
+        errors[name] = ((x - y).norm(dim=1).max() / y.norm(dim=1).max()).item()
+    return errors
+
+
+def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    errors = relative_errors(got, expected)
+    assert all(error <= tolerance for error in errors.values()), errors
+
+
+def documents(seq_len: int) -> list[int]:
+    """Lengths with one-token documents at both ends and in the middle, and one that spans many shards."""
+    half = seq_len // 2
+    return [1, half, 1, seq_len - half - 3, 1]
+
+
+def masks(seq_len: int) -> dict[str, Mask]:
+    """The kinds of mask that every layout and schedule is held to."""
+    return {
+        "causal": Mask.causal(),
+        "full": Mask.full(),
+        "window": Mask.causal(window=7),
+        "documents": Mask.causal(documents=documents(seq_len)),
+        "window+documents": Mask.causal(window=5, documents=documents(seq_len)),
+    }
+
+
+MASK_NAMES = tuple(masks(8))

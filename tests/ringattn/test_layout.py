@@ -1,0 +1,54 @@
+"""Which positions a rank holds, by literal integers and by property."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringattn import Layout
+from ringattn.layout import KINDS
+
+LITERAL = {
+    "contiguous-8-over-4": (Layout.contiguous(8, 4), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+    "contiguous-7-over-3": (Layout.contiguous(7, 3), [[0, 1], [2, 3], [4, 5, 6]]),
+    "zigzag-8-over-4": (Layout.zigzag(8, 4), [[0, 7], [1, 6], [2, 5], [3, 4]]),
+    "zigzag-12-over-2": (Layout.zigzag(12, 2), [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]),
+    "zigzag-7-over-2": (Layout.zigzag(7, 2), [[0, 5, 6], [1, 2, 3, 4]]),
+    "striped-8-over-3": (Layout.striped(8, 3), [[0, 3, 6], [1, 4, 7], [2, 5]]),
+    "striped-2-over-3": (Layout.striped(2, 3), [[0], [1], []]),
+}
+
+
+@pytest.mark.parametrize("layout, expected", LITERAL.values(), ids=LITERAL)
+def test_positions(layout: Layout, expected: list[list[int]]) -> None:
+    assert [layout.positions(rank).tolist() for rank in range(layout.ranks)] == expected
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 200), st.integers(1, 20))
+def test_every_position_has_one_owner_and_shards_are_sorted(kind: str, seq_len: int, ranks: int) -> None:
+    layout = Layout(kind, seq_len, ranks)
+    shards = [layout.positions(rank) for rank in range(ranks)]
+    assert torch.cat(shards).sort().values.tolist() == list(range(seq_len))
+    assert all((shard.diff() > 0).all() for shard in shards)
+    rows = [layout.rows(rank) for rank in range(ranks)]
+    assert max(rows) - min(rows) <= (2 if kind == "zigzag" else 1)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 50), st.integers(1, 9), st.integers(0, 2))
+def test_unshard_undoes_shard(kind: str, seq_len: int, ranks: int, dim: int) -> None:
+    layout = Layout(kind, seq_len, ranks)
+    x = torch.randn(2, 3, seq_len).movedim(-1, dim)
+    assert torch.equal(layout.unshard([layout.shard(x, rank, dim) for rank in range(ranks)], dim=dim), x)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown layout 'spiral'"):
+        Layout("spiral", 8, 2)
+    with pytest.raises(ValueError, match="seq_len = 0"):
+        Layout.zigzag(0, 2)
+    with pytest.raises(ValueError, match="rank 2 of a layout over 2 ranks"):
+        Layout.zigzag(8, 2).positions(2)
+    with pytest.raises(ValueError, match="dimension 1 has 7 rows"):
+        Layout.zigzag(8, 2).shard(torch.zeros(1, 7), 0)
+    with pytest.raises(ValueError, match="unshard passes no gradient"):
+        Layout.zigzag(8, 2).unshard(torch.zeros(1, 4, requires_grad=True))

@@ -1,0 +1,62 @@
+"""Masks as intervals, against masks written out from their definition."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import intervals
+from ringattn import Mask
+
+
+def by_definition(seq_len: int, is_causal: bool, window: int | None, documents: list[int]) -> Tensor:
+    """allowed[i, j], from the words of the docstring."""
+    document = [d for d, length in enumerate(documents) for _ in range(length)]
+    allowed = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for i in range(seq_len):
+        for j in range(seq_len):
+            near = window is None or abs(i - j) < window
+            allowed[i, j] = document[i] == document[j] and near and (j <= i or not is_causal)
+    return allowed
+
+
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=6),
+    st.booleans(),
+    st.none() | st.integers(1, 8),
+)
+def test_intervals_are_the_definition(documents: list[int], is_causal: bool, window: int | None) -> None:
+    seq_len = sum(documents)
+    mask = Mask.causal(window, documents) if is_causal else Mask.full(window, documents)
+    lo, hi = mask.intervals(seq_len)
+    expected = by_definition(seq_len, is_causal, window, documents)
+    clipped = lo.clamp(0, seq_len), hi.clamp(0, seq_len)
+    assert torch.equal(intervals.dense(*clipped, seq_len)[0], expected)
+    assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
+    assert mask.pairs(seq_len) == [int(expected.sum())]
+
+
+def test_intervals_of_packed_documents() -> None:
+    lo, hi = Mask.causal(window=2, documents=[3, 1, 2]).intervals(6)
+    assert lo.tolist() == [[0, 0, 1, 3, 4, 4]]
+    assert hi.tolist() == [[1, 2, 3, 4, 5, 6]]
+
+
+def test_each_batch_row_has_its_own_documents() -> None:
+    mask = Mask.causal(documents=[[2, 1], [3]])
+    assert mask.intervals(3)[0].tolist() == [[0, 0, 2], [0, 0, 0]]
+    assert mask.pairs(3) == [4, 6]
+
+
+@pytest.mark.parametrize("documents", (None, [3, 1, 2], [[3, 1, 2], [6], [1] * 6]), ids=("none", "one", "per-row"))
+def test_a_mask_survives_its_lengths(documents: list | None) -> None:
+    mask = Mask.causal(window=4, documents=documents)
+    assert Mask.from_lengths(True, 4, mask.lengths, 6) == mask
+
+
+def test_bad_masks_are_refused() -> None:
+    with pytest.raises(ValueError, match="window = 0"):
+        Mask.causal(window=0)
+    with pytest.raises(ValueError, match="a document of 0 tokens"):
+        Mask.causal(documents=[3, 0])
