@@ -37,7 +37,7 @@ def ring_attention(
         layout: which positions each rank holds, the same on all ranks.
         mask: which keys a position may see, the same on all ranks.
         group: the ring; None: this process alone.
-        scale: factor on the scores; None: D ** -0.5.
+        scale: positive factor on the scores; None: D ** -0.5.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
             whose busiest rank sends fewer bytes.
         backend: the kernels, see `kernels.dispatch`.
@@ -50,8 +50,8 @@ def ring_attention(
     Raises:
         ValueError: shapes, dtypes, layout, mask, group or schedule that contradict each other, before any work starts.
     """
-    _check(q, k, v, layout, mask, group, schedule, backend)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    _check(q, k, v, layout, mask, group, scale, schedule, backend)
     out, lse = torch.ops.ringattn.ring_attention(
         q,
         k,
@@ -85,6 +85,7 @@ def _check(
     layout: Layout,
     mask: Mask,
     group: dist.ProcessGroup | transport.SimulatedRank | None,
+    scale: float,
     schedule: str,
     backend: str,
 ) -> None:
@@ -106,6 +107,8 @@ def _check(
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
         )
+    if not 0 < scale < float("inf"):
+        raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     mask.check(layout.seq_len, q.shape[0])

@@ -67,14 +67,19 @@ class Plan:
         for candidate, (traveller, result) in (("kv", row_bytes.kv), ("state", row_bytes.state)):
             busiest[candidate] = max(self.schedule(candidate, result > 0).bytes_sent(self.rows, traveller, result))
         chosen = min(busiest, key=busiest.get)
-        _log_choice(direction, chosen, *busiest.items())
+        _log_choice(direction, chosen, busiest)
         return chosen
 
 
-@lru_cache(maxsize=64)
-def _log_choice(direction: str, chosen: str, *busiest: tuple[str, int]) -> None:
-    counts = ", ".join(f"{name} {count:,}" for name, count in busiest)
-    log.info("%s: %s schedule (bytes sent by the busiest rank and batch row: %s)", direction, chosen, counts)
+_logged: set[tuple[str, str]] = set()
+
+
+def _log_choice(direction: str, chosen: str, busiest: dict[str, int]) -> None:
+    """Say it once for each outcome: packed documents change the counts at every step."""
+    if (direction, chosen) not in _logged:
+        _logged.add((direction, chosen))
+        counts = ", ".join(f"{name} {count:,}" for name, count in busiest.items())
+        log.info("%s: %s schedule; bytes sent by the busiest rank, a batch row: %s", direction, chosen, counts)
 
 
 def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -84,7 +89,7 @@ def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int, device: t
     return lo.to(device), hi.to(device)
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=8)
 def needs(mask: Mask, layout: Layout) -> tuple[tuple[bool, ...], ...]:
     """needs[query rank][key rank]: whether any query of the one sees a key of the other."""
     lo, hi = mask.intervals(layout.seq_len)
@@ -105,9 +110,12 @@ _planning = threading.Lock()  # autograd and simulated ranks call from several t
 def plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
     """The plan of `mask` over `layout` for `rank`, made once."""
     with _planning:
-        return _plan(mask, layout, rank, device)
+        plans = _plans(mask, layout)
+        if (rank, device) not in plans:
+            plans[rank, device] = Plan(mask, layout, rank, device)
+        return plans[rank, device]
 
 
-@lru_cache(maxsize=128)
-def _plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    return Plan(mask, layout, rank, device)
+@lru_cache(maxsize=4)  # few: each holds intervals on the device, and packed documents make a new mask every step
+def _plans(mask: Mask, layout: Layout) -> dict[tuple[int, torch.device], Plan]:
+    return {}

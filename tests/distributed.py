@@ -1,5 +1,6 @@
 """Run a function on P ranks: processes of this machine, joined by gloo or NCCL."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,3 +24,4 @@ def _rank(rank: int, ranks: int, store: str, backend: str, function: Callable, a
         function(*args)
     finally:
         dist.destroy_process_group()
+    os._exit(0)  # gloo's threads sometimes abort a process that ends in the usual way

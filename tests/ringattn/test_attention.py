@@ -1,8 +1,11 @@
 """The ring against one rank: outputs and every gradient, on a simulated ring of up to 64 ranks."""
 
+import threading
+
 import pytest
 import torch
 
+from kernels import dispatch
 from ringattn import Layout, Mask, ring_attention, simulate
 from ringattn.layout import KINDS
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
@@ -41,6 +44,33 @@ def test_sharded_equals_float64_in_fp32(layout: str, mask: str, schedule: str) -
     mask = masks(203)[mask]
     got = case.to(torch.float32).on_ring(Layout(layout, 203, 4), mask, schedule=schedule)
     assert_close(got, case.unsharded(mask), 1e-5)
+
+
+@pytest.fixture
+def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter runs one program at a time in a process, and the ranks of a simulated ring are threads."""
+    lock = threading.Lock()
+    for direction in ("forward", "backward"):
+        kernel = getattr(dispatch, direction)
+
+        def locked(*arguments, kernel=kernel, **options):
+            with lock:
+                return kernel(*arguments, **options)
+
+        monkeypatch.setattr(dispatch, direction, locked)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("mask", MASK_NAMES)
+@pytest.mark.parametrize("layout", KINDS)
+def test_triton_kernels_on_the_ring(
+    layout: str, mask: str, schedule: str, one_kernel_at_a_time: None, device: torch.device
+) -> None:
+    case = Case.random(seq_len=50, heads=2, key_heads=1, dim=16, value_dim=16)
+    mask = masks(50)[mask]
+    ring_case = case.to(torch.float32).to(device)
+    got = ring_case.on_ring(Layout(layout, 50, 3), mask, schedule=schedule, backend="triton")
+    assert_close([x.cpu() for x in got], case.unsharded(mask), 1e-5)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -117,6 +147,7 @@ REFUSED = {
     "three-dimensions": ({"q": torch.zeros(8, 4, 8)}, "3, 4, 4 dimensions"),
     "another-head-dim": ({"q": torch.zeros(1, 8, 4, 16)}, "give q .B, N, Hq, D."),
     "another-dtype": ({"q": torch.zeros(1, 8, 4, 8)}, "give one dtype and device"),
+    "negative-scale": ({"scale": -0.5}, "scale = -0.5"),
     "unknown-schedule": ({"schedule": "star"}, "unknown schedule 'star'"),
     "unknown-backend": ({"backend": "cuda"}, "unknown kernel backend 'cuda'"),
     "backend-without-the-dtype": ({"backend": "triton"}, "Triton kernels have no torch.float64"),

@@ -1,0 +1,36 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from train import memory
+from train.config import ConfigError, ModelConfig, ParallelConfig
+
+LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
+
+
+def total(rows: int, ranks: int, **parallel) -> float:
+    """GiB a rank."""
+    needed = memory.estimate(LLAMA, ParallelConfig(**parallel), 128_256, rows, ranks, bf16=True)
+    return sum(needed.values()) / memory.GIB
+
+
+def test_sharded_state_is_16_bytes_a_parameter():
+    needed = memory.estimate(LLAMA, ParallelConfig(), 128_256, rows=1, ranks=8, bf16=True)
+    assert needed["parameters, gradients and optimizer, fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
+
+
+def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
+    assert total(8192, 8) < total(8192, 4) < total(16384, 4)
+    assert total(8192, 8, activation_checkpointing=True) < total(8192, 8)
+
+
+def test_what_cannot_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
+    memory.check({"activations": 79 * memory.GIB}, torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), and has 80.0: use more"):
+        memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, torch.device("cuda", 0))
+
+
+def test_a_cpu_is_not_checked():
+    memory.check({"activations": 1e30}, torch.device("cpu"))

@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from train import optim
+from train.config import ModelConfig, OptimConfig
+from train.model import GPT
+
+
+def rates(steps: int, **settings) -> list[float]:
+    config = OptimConfig(lr=1.0, **settings)
+    return [round(optim.learning_rate(step, steps, config), 4) for step in range(1, steps + 1)]
+
+
+def test_cosine():
+    assert rates(6, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1) == [0.5, 1.0, 0.8682, 0.55, 0.2318, 0.1]
+
+
+def test_wsd():
+    assert rates(10, schedule="wsd", warmup_steps=2, decay_fraction=0.4, min_lr_ratio=0.2) == [
+        *(0.5, 1.0, 1.0, 1.0, 1.0, 1.0),
+        *(0.8, 0.6, 0.4, 0.2),
+    ]
+
+
+def test_decay_never_reaches_into_the_warmup():
+    assert rates(4, schedule="wsd", warmup_steps=2, decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 5, 30])
+@pytest.mark.parametrize("warmup_steps", [None, 0, 1])
+def test_every_rate_lies_between_0_and_lr(schedule, steps, warmup_steps):
+    assert all(0 < rate <= 1 for rate in rates(steps, schedule=schedule, warmup_steps=warmup_steps))
+
+
+def test_warmup_is_a_tenth_of_the_steps_by_default():
+    assert rates(100)[:11] == rates(100, warmup_steps=10)[:11]
+
+
+def test_only_matrices_decay():
+    with torch.device("meta"):
+        model = GPT(ModelConfig(), vocab_size=10)
+    decaying, constant = optim.build(model, OptimConfig(weight_decay=0.1)).param_groups
+    assert decaying["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decaying["params"])
+    assert constant["weight_decay"] == 0.0 and all(p.ndim == 1 for p in constant["params"])
+    assert len(decaying["params"]) + len(constant["params"]) == len(list(model.parameters()))

@@ -1,0 +1,145 @@
+"""Training does not depend on how many ranks share a sequence, nor on what is recomputed or how the ring turns."""
+
+import json
+import os
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn.attention
+from tests.distributed import run_ranks
+from tests.train.launch import write_corpus
+from train import loop, parallel
+from train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from train.generate import generate
+
+STEPS = 20
+SEQUENCES = 4  # a step
+
+
+def job(corpus: str, dp: int, **settings) -> Config:
+    """Four sequences a step, whatever the number of data-parallel ranks; 61 tokens divide by no ring."""
+    trainer = TrainerConfig(
+        steps=STEPS,
+        batch_size=1,
+        accumulate=SEQUENCES // dp,
+        checkpoint_every=0,
+        sample_tokens=0,
+        device="cpu",
+    )
+    return Config(
+        name="ranks",
+        model=ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, window=40),
+        data=DataConfig(source="text", path=corpus, seq_len=61),
+        parallel=ParallelConfig(**settings),
+        optim=OptimConfig(lr=3e-3, clip=1e9),
+        trainer=trainer,
+        logger=LoggerConfig(wandb="off"),
+    )
+
+
+def gradients(config: Config, path: Path) -> None:
+    """Write the gradients of all parameters in the first step, whole, to `path`."""
+    run = loop.build(config)
+    run.optimizer.zero_grad = lambda: None
+    loop.take_step(run, 1, consumed=0)
+    whole = {name: parameter.grad.full_tensor() for name, parameter in run.model.named_parameters()}
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+
+
+def greedy(config: Config, prompt: list[int]) -> list[int]:
+    """Eight tokens after a prompt, by a fresh model."""
+    run = loop.build(config)
+    group, vocab_size = run.mesh.ring.get_group(), run.tokenizer.vocab_size
+    return generate(run.model, prompt, 8, group=group, device=run.device, vocab_size=vocab_size, eos=256, temperature=0.0)
+
+
+def work(corpus: str, directory: Path) -> None:
+    """All jobs of this world size: 20 steps, gradients and a few tokens for every ring that divides it."""
+    world_size = dist.get_world_size()
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    for ring in (r for r in (1, 2, 4) if world_size % r == 0):
+        config = job(corpus, world_size // ring, ring=ring)
+        out = directory / f"world{world_size}_ring{ring}"
+        loop.train(config, out)
+        gradients(config, out / "gradients.pt")
+        tokens = [greedy(config, prompt) for prompt in ([], [65], list(range(40, 80)))]
+        if dist.get_rank() == 0:
+            (out / "tokens.json").write_text(json.dumps(tokens))
+    for layout, schedule in (("contiguous", "state"), ("striped", "kv")):
+        config = job(corpus, 1, ring=world_size, layout=layout, schedule=schedule)
+        config.parallel.activation_checkpointing = True
+        gradients(config, directory / f"world{world_size}_{layout}.pt")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("ranks")
+    corpus = write_corpus(directory / "corpus")
+    run_ranks(work, 4, directory / "store", corpus, directory)
+    threads = torch.get_num_threads()
+    parallel.start()
+    try:
+        work(corpus, directory)
+    finally:
+        parallel.stop()
+        torch.set_num_threads(threads)
+    return directory
+
+
+def losses(path: Path) -> torch.Tensor:
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    return torch.tensor([row["loss"] for row in rows])
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_twenty_steps_are_those_of_one_rank(results, ring):
+    alone, shared = losses(results / "world1_ring1"), losses(results / f"world4_ring{ring}")
+    assert len(shared) == STEPS and alone[-1] < 0.8 * alone[0]
+    torch.testing.assert_close(shared, alone, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["world4_ring1/gradients.pt", "world4_ring2/gradients.pt", "world4_ring4/gradients.pt"]
+    + ["world4_contiguous.pt", "world4_striped.pt", "world1_striped.pt"],
+)
+def test_gradients_of_every_parameter_are_those_of_one_rank(results, name):
+    alone, shared = torch.load(results / "world1_ring1" / "gradients.pt"), torch.load(results / name)
+    assert alone.keys() == shared.keys() and len(alone) == 2 + 2 * 9
+    for key, gradient in alone.items():
+        scale = float(gradient.abs().max())
+        assert scale > 0
+        torch.testing.assert_close(shared[key], gradient, rtol=1e-4, atol=1e-5 * scale, msg=lambda m, k=key: f"{k}: {m}")
+
+
+@pytest.mark.parametrize("ring", [1, 2, 4])
+def test_the_same_text_is_generated(results, ring):
+    alone, shared = (json.loads((results / f"{x}/tokens.json").read_text()) for x in ("world1_ring1", f"world4_ring{ring}"))
+    assert shared == alone
+    assert [len(tokens) for tokens in alone] == [8, 9, 48]
+
+
+def test_activation_checkpointing_never_runs_attention_twice(results, monkeypatch):
+    calls = []
+    forward = ringattn.attention.Ring.forward
+
+    def count(*arguments):
+        calls.append(arguments)
+        return forward(*arguments)
+
+    monkeypatch.setattr(ringattn.attention.Ring, "forward", count)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
+    threads = torch.get_num_threads()
+    parallel.start()
+    try:
+        gradients(job(str(results / "corpus" / "*.txt"), 1, activation_checkpointing=True), results / "again.pt")
+    finally:
+        parallel.stop()
+        torch.set_num_threads(threads)
+    assert len(calls) == SEQUENCES * 2  # micro-steps, layers

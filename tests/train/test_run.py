@@ -1,0 +1,165 @@
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+
+from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
+from train import loop, parallel, run
+from train.config import ConfigError, TrainerConfig
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def corpus(tmp_path, monkeypatch) -> str:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    yield write_corpus(tmp_path / "corpus")
+    torch.set_num_threads(threads)
+
+
+def main(monkeypatch, *arguments: str) -> int:
+    """The exit status of train/run.py, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
+    return run.main()
+
+
+BAD = {
+    "unknown option": (["model.width=3"], "unknown option model.width: choose one of vocab_size, layers, dim"),
+    "unknown option, forced": (["+model.width=3"], "unknown option model.width"),
+    "unknown group": (["color=red"], "unknown option color: choose one of name, model, data"),
+    "unknown file of a group": (["model=huge"], "Available options in 'model': 1.4b 124m 350m 8b tiny"),
+    "wrong type": (["model.layers=two"], "model.layers: Value 'two' of type 'str' could not be converted to Integer"),
+    "no value": (["trainer.steps"], "missing EQUAL"),
+    "heads that do not divide": (["model.heads=3"], "model.kv_heads=2 does not divide model.heads=3"),
+    "sequence shorter than the ring": (["data.seq_len=0"], "data.seq_len=0 makes no sense: it must be at least 1"),
+    "window below 1": (["model.window=0"], "model.window=0 makes no sense: it must be at least 1"),
+    "unknown layout": (["parallel.layout=spiral"], "choose one of contiguous, zigzag, striped"),
+    "ring that does not divide": (["parallel.ring=2"], "parallel.ring=2 does not divide the 1 ranks launched"),
+    "no GPU": (["trainer.device=cuda"], "usable GPUs for 1 ranks"),
+    "vocabulary below the tokenizer's": (["model.vocab_size=100"], "model.vocab_size=100 is less than the tokenizer's 257"),
+    "kernel without its device": (["parallel.kernel=triton"], "parallel.kernel=triton needs a GPU"),
+    "missing data file": (["data.path=/missing/*.txt"], "data.path=/missing/*.txt matches no file"),
+    "no data path": (["data.path=null"], "data.source=text needs data.path"),
+    "corpus shorter than a sequence": (["data.seq_len=1000000"], "data.seq_len=1000000 needs 1,000,001"),
+    "missing checkpoint": (["trainer.resume=/missing"], "/missing is no checkpoint"),
+    "W&B without a login": (["logger.wandb=online"], "W&B is not logged in"),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), BAD.values(), ids=BAD.keys())
+def test_a_mistake_is_one_line(overrides, message, corpus, monkeypatch, capfd):
+    if "device=cuda" in overrides[0] and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    if "wandb" in overrides[0]:
+        monkeypatch.setenv("NETRC", "/dev/null")
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    assert main(monkeypatch, *SMALL, f"data.path={corpus}", *overrides) == 1
+    output = capfd.readouterr()
+    errors = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0]
+    assert "Traceback" not in output.err and "step 1/" not in output.out
+
+
+def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3"]
+    assert main(monkeypatch, *settings, "trainer.sample_tokens=5", "trainer.batch_size=2") == 0
+    output = capfd.readouterr()
+    assert "step 3/3" in output.out and "sample" in output.out
+    files = {path.name for path in (tmp_path / "outputs" / "a").iterdir()}
+    assert {".hydra", "checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
+
+    assert main(monkeypatch, *settings) == 0  # the same again finds nothing left to do
+    assert "all 3 steps" in capfd.readouterr().out
+
+    assert main(monkeypatch, *settings, "trainer.steps=4", "model.dim=64") == 1
+    assert_one_error(capfd, "model.embedding has shape (320, 32), in this run (320, 64)")
+
+    assert main(monkeypatch, *settings, "trainer.steps=4", "data.seed=1") == 1
+    assert_one_error(capfd, "stands in another corpus")
+
+    checkpoint = tmp_path / "outputs" / "a" / "checkpoints" / "step_00000003"
+    (checkpoint / "__0_0.distcp").write_bytes(b"junk")
+    assert main(monkeypatch, *settings, "trainer.steps=4") == 1
+    assert_one_error(capfd, "step_00000003 is damaged")
+
+    assert main(monkeypatch, *settings, "trainer.resume=never") == 1
+    assert_one_error(capfd, "step_00000003 would be overwritten: give the run another name")
+    assert main(monkeypatch, *settings, "name=b", "trainer.steps=1", "trainer.resume=never") == 0
+
+
+def test_divergence_stops_with_the_step(corpus, monkeypatch, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "trainer.steps=5", "optim.warmup_steps=0", "optim.lr=1e30"]
+    assert main(monkeypatch, *settings) == 1
+    assert_one_error(capfd, "error: step 2: the loss is")
+
+
+def assert_one_error(capfd, message: str) -> None:
+    output = capfd.readouterr()
+    errors = [line for line in output.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and message in errors[0], output.err
+    assert "Traceback" not in output.err
+
+
+def test_the_first_failure_alone_is_reported(tmp_path):
+    """Rank 1 fails amid training; rank 0, which then waits for it in vain, says nothing."""
+    script = tmp_path / "fail.py"
+    script.write_text(
+        f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+import torch.distributed as dist
+from train import loop, run
+
+take_step = loop.take_step
+
+def fail(*arguments):
+    if dist.get_rank() == 1:
+        raise RuntimeError("out of luck")
+    return take_step(*arguments)
+
+loop.take_step = fail
+run.main()
+"""
+    )
+    arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3"]
+    result = launch(2, tmp_path, *arguments, script=script)
+    assert result.returncode != 0
+    errors = own_errors(result.stderr)
+    assert errors.count("Traceback (most recent call last)") == 1
+    assert "rank 1 failed:" in errors and "RuntimeError: out of luck" in errors
+
+
+def test_our_packages_win_over_others_of_the_same_name(tmp_path):
+    """Neither an installed `kernels` nor a `train/data.py` found as `data` gets in the way."""
+    for name in ("kernels", "train", "ringattn"):
+        (tmp_path / "decoy" / name).mkdir(parents=True)
+        (tmp_path / "decoy" / name / "__init__.py").write_text("raise ImportError('a decoy')")
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "train" / "run.py"), "--cfg", "job", "trainer.steps=7"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path / "decoy")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "steps: 7" in result.stdout and not (tmp_path / "outputs").exists()
+
+
+def test_ranks_agree_on_an_error():
+    parallel.start()
+    try:
+        with parallel.agreed():
+            pass
+        with pytest.raises(ConfigError, match="one file is missing"), parallel.agreed():
+            raise ConfigError("one file is missing")
+    finally:
+        parallel.stop()
+
+
+def test_checkpoints_come_regularly_and_at_the_end():
+    assert [step for step in range(1, 8) if loop.is_due(step, TrainerConfig(steps=7, checkpoint_every=3))] == [3, 6, 7]
+    assert [step for step in range(1, 4) if loop.is_due(step, TrainerConfig(steps=3, checkpoint_every=0))] == [3]

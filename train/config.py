@@ -1,0 +1,217 @@
+"""The typed configuration: defaults here < YAML in configs/ < the command line, checked once before anything starts."""
+
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from kernels import dispatch
+from ringattn import layout, plan
+
+
+class ConfigError(ValueError):
+    """A setting, file or combination that cannot be honoured: the message says what, why and what to do."""
+
+
+@dataclass
+class ModelConfig:
+    """A GPT."""
+
+    vocab_size: int | None = None  # None: the tokenizer's; a larger one keeps a model's published size
+    layers: int = 4
+    dim: int = 128
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None  # None: dim / heads
+    ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = True
+    window: int | None = None  # keys a query may see, itself included; None: all before it
+
+
+@dataclass
+class DataConfig:
+    """Where documents come from and how they are cut into sequences."""
+
+    source: str = "stdlib"  # stdlib | text | jsonl | parquet | hub
+    path: str | None = None  # a file or glob for text, jsonl, parquet; a dataset name for hub
+    subset: str | None = None  # hub: the dataset's configuration
+    split: str = "train"
+    column: str = "text"
+    tokenizer: str = "bytes"  # bytes | the path of a tokenizer.json
+    seq_len: int = 1024  # tokens a sequence, over all ranks of its ring
+    mask_documents: bool = True  # a token sees its own document only
+    seed: int = 0  # of the order of documents, reshuffled every epoch
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks share the work: a mesh of data-parallel x ring ranks, parameters sharded over both."""
+
+    ring: int | None = None  # ranks that share one sequence; None: all ranks
+    layout: str = "zigzag"  # contiguous | zigzag | striped
+    schedule: str = "auto"  # auto | state | kv
+    kernel: str = "auto"  # auto | triton | tiled | reference
+    activation_checkpointing: bool = False  # recompute blocks in the backward, attention excepted
+    timeout_s: int = 600  # of a collective
+
+
+@dataclass
+class OptimConfig:
+    """AdamW, gradient clipping and the learning-rate schedule."""
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip: float = 1.0  # global gradient norm
+    schedule: str = "cosine"  # cosine | wsd
+    warmup_steps: int | None = None  # None: a tenth of the steps
+    decay_fraction: float = 0.2  # wsd: the share of the steps, at the end, over which lr falls
+    min_lr_ratio: float = 0.1
+
+
+@dataclass
+class TrainerConfig:
+    """One run: how long, on what, and what it leaves behind."""
+
+    steps: int = 300
+    batch_size: int = 2  # sequences a data-parallel rank and micro-step
+    accumulate: int = 1  # micro-steps an optimizer step
+    seed: int = 0  # of the initial parameters
+    device: str = "auto"  # auto | cpu | cuda
+    precision: str = "auto"  # auto (bf16 on cuda, else fp32) | fp32 | bf16
+    compile: bool | None = None  # fuse what lies around attention with torch.compile; None: on cuda
+    checkpoint_every: int = 50  # steps; 0: only at the end
+    keep_checkpoints: int = 2
+    resume: str = "auto"  # auto (the newest in this run's directory, if any) | never | the path of a checkpoint
+    log_every: int = 1
+    sample_tokens: int = 128  # generated at the end; 0: none
+    sample_prompt: str = "def "
+    peak_tflops: float | None = None  # of one device, for MFU; None: known for the device, else MFU is left out
+
+
+@dataclass
+class LoggerConfig:
+    """Where metrics go besides the console and metrics.jsonl."""
+
+    wandb: str = "auto"  # auto (online when logged in, else offline) | online | offline | off
+    project: str = "ringattn"
+
+
+@dataclass
+class Config:
+    """A whole run. `name` is its directory under `outputs/`; the same name again resumes it."""
+
+    name: str | None = None  # None: the time of the launch
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+
+
+CHOICES = {
+    "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
+    "parallel.layout": layout.KINDS,
+    "parallel.schedule": plan.SCHEDULES,
+    "parallel.kernel": dispatch.BACKENDS,
+    "optim.schedule": ("cosine", "wsd"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "trainer.precision": ("auto", "fp32", "bf16"),
+    "logger.wandb": ("auto", "online", "offline", "off"),
+}
+AT_LEAST_ONE = (
+    *(
+        "model.vocab_size",
+        "model.layers",
+        "model.dim",
+        "model.heads",
+        "model.kv_heads",
+        "model.head_dim",
+        "model.ffn_dim",
+        "model.window",
+    ),
+    *("data.seq_len", "parallel.ring", "parallel.timeout_s"),
+    *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
+)
+AT_LEAST_ZERO = (
+    *("optim.warmup_steps", "optim.weight_decay", "optim.min_lr_ratio", "data.seed", "trainer.seed"),
+    *("trainer.checkpoint_every", "trainer.sample_tokens"),
+)
+POSITIVE = ("model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "optim.clip", "trainer.peak_tflops")
+
+
+def check(config: Config, world_size: int) -> None:
+    """Refuse settings that make no sense by themselves or together, before anything is built.
+
+    Args:
+        world_size: how many ranks were launched.
+
+    Raises:
+        ConfigError: the first setting found wrong.
+    """
+    for name, allowed in CHOICES.items():
+        value = attrgetter(name)(config)
+        if value not in allowed:
+            raise ConfigError(f"unknown {name}={value}: choose one of {', '.join(allowed)}")
+    for names, bound, holds in (
+        (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
+        (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
+        (POSITIVE, "positive", lambda value: value > 0),
+    ):
+        for name in names:
+            value = attrgetter(name)(config)
+            if value is not None and not holds(value):  # None stands for a default, NaN for nothing
+                raise ConfigError(f"{name}={value} makes no sense: it must be {bound}")
+    _check_model(config.model)
+    _check_ring(config, world_size)
+    _check_optim(config.optim, config.trainer.steps)
+
+
+def _check_model(model: ModelConfig) -> None:
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}: every key head serves "
+            f"the same number of query heads; choose one of {_divisors(model.heads)}"
+        )
+    if model.head_dim is None and model.dim % model.heads:
+        raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
+    head_dim = model.head_dim or model.dim // model.heads
+    if head_dim % 2 or head_dim > 256:
+        raise ConfigError(
+            f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most 256, so "
+            "it must be even and at most 256; set model.head_dim, or change model.dim or model.heads"
+        )
+
+
+def _check_ring(config: Config, world_size: int) -> None:
+    ring = config.parallel.ring or world_size
+    if world_size % ring:
+        raise ConfigError(
+            f"parallel.ring={ring} does not divide the {world_size} ranks launched: ranks form a mesh of data-parallel "
+            f"x ring; choose one of {_divisors(world_size)}, or launch another number of ranks"
+        )
+    if config.data.seq_len < ring:
+        raise ConfigError(
+            f"data.seq_len={config.data.seq_len} is a sequence shorter than the ring of {ring} ranks, some of which "
+            f"would hold no token: make it at least {ring}, or lower parallel.ring"
+        )
+
+
+def _check_optim(optim: OptimConfig, steps: int) -> None:
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        raise ConfigError(f"optim.betas={list(optim.betas)}: AdamW takes two numbers from 0 to below 1, such as [0.9,0.95]")
+    if not 0 < optim.decay_fraction <= 1:
+        raise ConfigError(f"optim.decay_fraction={optim.decay_fraction} is a share of the steps: above 0, at most 1")
+    if not optim.min_lr_ratio <= 1:
+        raise ConfigError(f"optim.min_lr_ratio={optim.min_lr_ratio} is a share of optim.lr: from 0 to 1")
+    if (optim.warmup_steps or 0) > steps:
+        raise ConfigError(
+            f"optim.warmup_steps={optim.warmup_steps} exceeds trainer.steps={steps}, so that lr is never reached: "
+            "lower it, or train longer"
+        )
+
+
+def _divisors(n: int) -> str:
+    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)

@@ -1,0 +1,220 @@
+"""Documents to tokens to full sequences, read at random so that resuming needs one integer.
+
+    documents --Dataset.map--> tokens + [EOS], on disk
+    epoch e  = all documents in an order drawn from (seed, e), joined into one stream of T tokens
+    sequence = S tokens of the stream, and the one after them as the last label: floor((T - 1) / S) an epoch
+
+No padding; the tail of an epoch that fills no sequence is dropped. Documents are cut where a sequence ends and continue
+in the next. The only state is the number of sequences consumed.
+"""
+
+import glob
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from train.config import ConfigError, DataConfig
+from train.tokenizer import Tokenizer
+
+IGNORE = -100  # a label that no loss is taken on
+
+TOKENS = datasets.Features(
+    {"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")},
+)
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sequences of S tokens.
+
+    tokens: (B, S) int64.
+    labels: (B, S) int64, the token after each; IGNORE at the last token (EOS) of every document, for what follows it
+        belongs to another one. They are shifted here, before any sharding.
+    documents: per row, the lengths of the parts of documents in it, in order; they sum to S.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    documents: tuple[tuple[int, ...], ...]
+
+
+class PackedDataset:
+    """Sequences 0, 1, 2, ... without end, each a function of (documents, seq_len, seed, index) alone."""
+
+    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int):
+        """`documents` has a row a document: `tokens` int32, ending in EOS, and their number `length`.
+
+        Raises ConfigError when they do not fill one sequence.
+        """
+        self.seq_len = seq_len
+        self.seed = seed
+        self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
+        self.tokens_per_epoch = int(self.lengths.sum())
+        self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
+        self._documents = documents.with_format("arrow")  # rows are views of the file, not copies
+        self._shuffle = (-1, self.lengths, self.lengths)
+        if self.sequences_per_epoch < 1:
+            raise ConfigError(
+                f"the corpus has {self.tokens_per_epoch:,} tokens, data.seq_len={seq_len} needs {seq_len + 1:,}: "
+                f"give more text or a shorter data.seq_len"
+            )
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """The sequences of these indices, in this order."""
+        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
+        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """One row of a Batch: tokens (S,) int64, labels (S,) int64, lengths of the parts of documents."""
+        epoch, position = divmod(index, self.sequences_per_epoch)
+        order, ends = self._shuffled(epoch)
+        start, stop = position * self.seq_len, (position + 1) * self.seq_len
+        first, last = np.searchsorted(ends, (start, stop), side="right")  # the documents of tokens start and stop
+        parts = []
+        for place in range(first, last + 1):
+            tokens = self._documents[int(order[place])]["tokens"][0].values
+            begin = int(ends[place]) - len(tokens)
+            parts.append(tokens[max(start - begin, 0) : stop + 1 - begin].to_numpy())
+        stream = np.concatenate(parts).astype(np.int64)
+        cuts = ends[first:last] - start
+        labels = stream[1:].copy()
+        labels[cuts - 1] = IGNORE
+        edges = np.unique([0, *cuts, self.seq_len])
+        return stream[:-1], labels, tuple(np.diff(edges).tolist())
+
+    def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of the documents in this epoch, and where each ends in its stream."""
+        if self._shuffle[0] != epoch:
+            # numpy promises the same raw Philox words everywhere and for ever, but not the same permutations.
+            words = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(len(self.lengths))
+            order = np.argsort(words, kind="stable")
+            self._shuffle = (epoch, order, np.cumsum(self.lengths[order]))
+        return self._shuffle[1:]
+
+
+def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
+    """The corpus of `config`, tokenised once and kept in the cache of `datasets`. All ranks call it.
+
+    Raises ConfigError when a file, a column or a dataset is missing, cannot be read or holds no text.
+    """
+    with _rank_zero_first():
+        try:
+            documents, column = _documents(config)
+            _check_column(documents, column, config)
+            tokens = documents.map(
+                _tokenise,
+                input_columns=[column],
+                fn_kwargs={"tokenizer": tokenizer},
+                batched=True,
+                batch_size=100,
+                remove_columns=documents.column_names,
+                features=TOKENS,
+                desc="tokenise",
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # each reader, and the hub, has its own
+            raise ConfigError(f"{_name(config)} cannot be read: {_reason(error)}; {_advice(config)}") from error
+    if len(tokens) == 0:
+        raise ConfigError(f"{_name(config)} holds no text: give files or rows that are not empty")
+    return PackedDataset(tokens, config.seq_len, config.seed)
+
+
+def _documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
+    """The documents, a row each, and the name of their column of text."""
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask, or obey the environment
+    match config.source:
+        case "stdlib":
+            return _text_files(_library_files(), config.split, errors="replace"), "text"
+        case "text":
+            return _text_files(_files(config), config.split, errors="strict"), "text"
+        case "jsonl":
+            return datasets.load_dataset("json", data_files=_files(config), split=config.split), config.column
+        case "parquet":
+            return datasets.load_dataset("parquet", data_files=_files(config), split=config.split), config.column
+        case "hub":
+            return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
+    raise ConfigError(f"data.source={config.source} is unknown: use stdlib, text, jsonl, parquet or hub")
+
+
+def _text_files(files: list[str], split: str, errors: str) -> datasets.Dataset:
+    return datasets.load_dataset("text", data_files=files, sample_by="document", encoding_errors=errors, split=split)
+
+
+def _library_files() -> list[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(str(file) for file in root.rglob("*.py") if not NOT_LIBRARY & {*file.relative_to(root).parts})
+
+
+def _files(config: DataConfig) -> list[str]:
+    if not config.path:
+        raise ConfigError(f"data.source={config.source} needs data.path: a file or a glob such as 'corpus/**/*.txt'")
+    pattern = str(Path(config.path).expanduser())
+    names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+    files = sorted(name for name in names if Path(name).is_file())
+    if not files:
+        raise ConfigError(f"data.path={config.path} matches no file: give a file or a glob such as 'corpus/**/*.txt'")
+    return [glob.escape(str(Path(name).resolve())) for name in files]
+
+
+def _hub_name(config: DataConfig) -> str:
+    # A bare name may mean a reader of local files, one of which unpickles them; a local path is no dataset of the hub.
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path or "") or Path(config.path).exists():
+        raise ConfigError(f"data.path={config.path} names no dataset of the hub: give owner/name")
+    return config.path
+
+
+def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) -> None:
+    columns = documents.features
+    if column not in columns:
+        raise ConfigError(f"{_name(config)} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+    if getattr(columns[column], "dtype", None) not in ("string", "large_string"):
+        raise ConfigError(f"{_name(config)}: column {column!r} holds {columns[column]}, not text: set data.column")
+
+
+def _tokenise(texts: list[str | None], tokenizer: Tokenizer) -> dict[str, list]:
+    """Rows of TOKENS; a row without text makes none."""
+    tokens = [np.append(tokenizer.encode(text), np.int32(tokenizer.eos)) for text in texts if text]
+    return {"tokens": tokens, "length": [len(document) for document in tokens]}
+
+
+@contextmanager
+def _rank_zero_first() -> Iterator[None]:
+    """Rank 0 fills the cache, and shows its progress, while the others wait; they then find it filled."""
+    if not dist.is_initialized():
+        yield
+        return
+    if dist.get_rank() != 0:
+        datasets.disable_progress_bars()
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if dist.get_rank() == 0:
+            dist.barrier()
+
+
+def _name(config: DataConfig) -> str:
+    return f"data.source={config.source}" + (f" data.path={config.path}" if config.path else "")
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the innermost cause."""
+    while error.__cause__:
+        error = error.__cause__
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
+
+
+def _advice(config: DataConfig) -> str:
+    if config.source == "hub":
+        return "check the name, the split and the network, or download it and use data.source=parquet"
+    return "check the file, its encoding (UTF-8) and data.split"

@@ -1,0 +1,349 @@
+"""Training: build the pieces, say what they amount to, resume, step, and leave a summary."""
+
+import gc
+import json
+import logging
+import math
+import resource
+import statistics
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kernels import dispatch
+from ringattn import Layout, Mask, ring_attention
+from train import checkpoint, flops, memory, metrics, optim, parallel
+from train.config import Config, ConfigError, TrainerConfig, check
+from train.data import IGNORE, Batch, PackedDataset, load
+from train.generate import generate
+from train.loss import cross_entropy
+from train.model import GPT
+from train.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class Diverged(RuntimeError):
+    """The loss or the gradients are not finite: going on would only write bad checkpoints."""
+
+
+def train(config: Config, directory: Path) -> dict[str, Any]:
+    """Run one job. All ranks call it with the same arguments.
+
+    Args:
+        directory: gets checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json.
+
+    Returns:
+        The summary, on every rank.
+
+    Raises:
+        ConfigError: on every rank, before training starts: settings or files that cannot be honoured.
+        Diverged: on every rank.
+    """
+    run = build(config)
+    describe(run, directory)
+    done, consumed = resume(run, directory)
+    if done >= config.trainer.steps:
+        return read_summary(directory, done)
+    with parallel.agreed():
+        recorder = metrics.Recorder(config, directory, done, run.peak_flops)
+    with closing(recorder):
+        rows = []
+        for step in range(done + 1, config.trainer.steps + 1):
+            began = time.perf_counter()
+            row = take_step(run, step, consumed)
+            consumed += run.sequences_per_step
+            rows.append(row | {"seconds": time.perf_counter() - began})
+            total_tokens = consumed * config.data.seq_len
+            memory_gib = peak_memory_gib(run.device)
+            recorder.log(step, tokens=run.tokens_per_step, **rows[-1], total_tokens=total_tokens, peak_memory_gib=memory_gib)
+            if is_due(step, config.trainer):
+                save(run, directory, step, consumed)
+    return finish(run, directory, rows)
+
+
+@dataclass
+class Run:
+    """What a job is made of, on this rank."""
+
+    config: Config
+    device: torch.device
+    mesh: parallel.Mesh
+    tokenizer: Tokenizer
+    data: PackedDataset
+    layout: Layout
+    bf16: bool
+    model: GPT
+    optimizer: torch.optim.AdamW
+    peak_flops: float | None  # of one device
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.mesh.dp.size() * self.config.trainer.accumulate * self.config.trainer.batch_size
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.config.data.seq_len
+
+
+def build(config: Config) -> Run:
+    """Check the settings against the machine, load the data, and make a sharded model with its optimizer."""
+    with parallel.agreed():
+        check(config, dist.get_world_size())
+        device = parallel.pick_device(config.trainer.device)
+        if device.type == "cpu" and config.parallel.kernel == "triton":
+            raise ConfigError("parallel.kernel=triton needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
+                "leave it out, or raise it"
+            )
+    mesh = parallel.build_mesh(device.type, config.parallel.ring or dist.get_world_size())
+    parallel.set_timeout(mesh, config.parallel.timeout_s)
+    layout = Layout(config.parallel.layout, config.data.seq_len, mesh.ring.size())
+    bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
+    with parallel.agreed():
+        data = load(config.data, tokenizer)
+        _free_memory(device)
+        memory.check(_needed_memory(config, tokenizer, layout, bf16), device)
+    torch.manual_seed(config.trainer.seed + dist.get_rank())
+    with torch.device("meta"):
+        model = GPT(config.model, tokenizer.vocab_size)
+    if device.type == "cuda" if config.trainer.compile is None else config.trainer.compile:
+        parallel.compile_blocks(model)
+    if config.parallel.activation_checkpointing:
+        parallel.checkpoint_activations(model)
+    parallel.shard(model, mesh, device, config.trainer.seed, bf16)
+    optimizer = optim.build(model, config.optim)
+    peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
+    return Run(config, device, mesh, tokenizer, data, layout, bf16, model, optimizer, peak_flops)
+
+
+def _free_memory(device: torch.device) -> None:
+    """Give back what an earlier job of a sweep has left, and measure the peak anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _needed_memory(config: Config, tokenizer: Tokenizer, layout: Layout, bf16: bool) -> dict[str, float]:
+    rows = config.trainer.batch_size * max(layout.rows(rank) for rank in range(layout.ranks))
+    return memory.estimate(config.model, config.parallel, tokenizer.vocab_size, rows, dist.get_world_size(), bf16)
+
+
+def describe(run: Run, directory: Path) -> None:
+    """Log what the settings amount to."""
+    config, seq_len = run.config, run.config.data.seq_len
+    kernel = dispatch.choose(run.device, torch.bfloat16 if run.bf16 else torch.float32, config.parallel.kernel)
+    needed = sum(_needed_memory(config, run.tokenizer, run.layout, run.bf16).values())
+    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
+    flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
+    lines = {
+        "directory": directory,
+        "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
+        "data": f"{run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
+        "mesh": f"{run.mesh.dp.size()} data-parallel x {run.mesh.ring.size()} ring ranks on {run.device.type}",
+        "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
+        "ring": f"layout {run.layout.kind}, {run.layout.rows(0):,} rows a rank, schedule {config.parallel.schedule}",
+        "kernel": f"{kernel.backend}: {kernel.why}",
+        "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
+        "FLOPs": f"{flops_per_token:.3g} a token, in a sequence of one document",
+        "memory": f"about {needed / memory.GIB:.1f} GiB a rank",
+    }
+    for name, value in lines.items():
+        log.info(f"{name:<12}{value}")
+
+
+def take_step(run: Run, step: int, consumed: int) -> dict[str, float]:
+    """One optimizer step on the sequences from `consumed` on.
+
+    Args:
+        step: from 1.
+
+    Returns:
+        loss (nats a token), grad_norm (before clipping), lr, flops (of all ranks).
+    """
+    batches = fetch(run, consumed)
+    masks = [mask_of(run.config, batch) for batch in batches]
+    totals = torch.tensor([[int((batch.labels != IGNORE).sum()) for batch in batches], list(map(_pairs, masks, batches))])
+    dist.all_reduce(totals, group=run.mesh.dp.get_group())
+    num_valid, num_pairs = totals.sum(1).tolist()
+    loss = torch.zeros((), device=run.device)
+    for batch, mask in zip(batches, masks, strict=True):
+        share = share_of_loss(run, batch, mask, num_valid)
+        share.backward()
+        loss += share.detach()
+    dist.all_reduce(loss)
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.optim.clip).full_tensor()
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        raise Diverged(
+            f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped before this "
+            "update: lower optim.lr, raise optim.warmup_steps, or resume from an earlier checkpoint"
+        )
+    lr = optim.learning_rate(step, run.config.trainer.steps, run.config.optim)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
+    return {"loss": float(loss), "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops}
+
+
+def fetch(run: Run, consumed: int) -> list[Batch]:
+    """This rank's whole sequences of a step, one batch a micro-step.
+
+    In each micro-step every data-parallel rank takes the next `batch_size` sequences; the ranks of a ring share them.
+    """
+    size, dp = run.config.trainer.batch_size, run.mesh.dp
+    starts = [
+        consumed + (micro_step * dp.size() + dp.get_local_rank()) * size for micro_step in range(run.config.trainer.accumulate)
+    ]
+    return [run.data.batch(range(start, start + size)) for start in starts]
+
+
+def mask_of(config: Config, batch: Batch) -> Mask:
+    """Which tokens of a batch see each other."""
+    return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
+
+
+def _pairs(mask: Mask, batch: Batch) -> int:
+    pairs = mask.pairs(batch.tokens.shape[1])
+    return sum(pairs) * (len(batch.tokens) // len(pairs))  # one entry stands for all rows where they share the mask
+
+
+def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
+    """The loss on this rank's rows of the batch, divided by the number of valid labels of the whole step."""
+    ring, rank = run.mesh.ring, run.mesh.ring.get_local_rank()
+    attend = partial(
+        ring_attention,
+        layout=run.layout,
+        mask=mask,
+        group=ring.get_group(),
+        schedule=run.config.parallel.schedule,
+        backend=run.config.parallel.kernel,
+    )
+    tokens, labels = (run.layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
+    finish = partial(cross_entropy, labels=labels, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1))
+    return run.model(tokens, run.layout.positions(rank).to(run.device), attend, finish)
+
+
+def resume(run: Run, directory: Path) -> tuple[int, int]:
+    """Load the checkpoint to go on from, if any. Returns the steps done and the sequences consumed before."""
+    choice = run.config.trainer.resume
+    newest = parallel.share(checkpoint.latest(directory / "checkpoints"))
+    if choice == "never" and newest is not None:
+        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
+    path = Path(choice) if choice not in ("auto", "never") else newest
+    if path is None:
+        return 0, 0
+    with parallel.agreed():
+        meta = checkpoint.read_meta(path)
+        if meta.get("corpus") != corpus(run):
+            raise ConfigError(
+                f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
+                "nothing: resume with the data, data.seq_len and data.seed it was saved with"
+            )
+    checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
+    log.info(f"{'resumed':<12}{path}")
+    if not checkpoint.load_rng(path):
+        log.info(f"{'':<12}on another number of ranks: random generators start anew")
+    return meta["step"], meta["consumed"]
+
+
+def corpus(run: Run) -> dict[str, int]:
+    """What gives a number of sequences its meaning as a position in the data."""
+    data = run.data
+    return {"tokens_per_epoch": data.tokens_per_epoch, "seq_len": data.seq_len, "seed": data.seed}
+
+
+def is_due(step: int, trainer: TrainerConfig) -> bool:
+    """Whether a checkpoint is written after `step`: regularly, and at the end."""
+    return step == trainer.steps or (trainer.checkpoint_every > 0 and step % trainer.checkpoint_every == 0)
+
+
+def save(run: Run, directory: Path, step: int, consumed: int) -> None:
+    """Write a checkpoint from which `resume` goes on with the very same numbers."""
+    tensors = checkpoint.train_state(run.model, run.optimizer) | checkpoint.rng_state()
+    meta = {"consumed": consumed, "corpus": corpus(run), "config": asdict(run.config)}
+    checkpoint.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory used so far: of the GPU by this job, or of the machine by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / memory.GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
+
+
+def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
+    """Sample from the model, plot the loss, and write and return the summary."""
+    text = sample(run) if run.config.trainer.sample_tokens else None
+    summary = summarise(run, rows)
+    log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
+    if dist.get_rank() == 0:
+        if text is not None:
+            log.info(f"sample      {text!r}")
+            (directory / "sample.txt").write_text(text)
+        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return summary
+
+
+def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
+    """What a job comes down to.
+
+    The loss is a mean over the last tenth of all steps, since it depends on the text of a step. Rates are of the median
+    step; the first, which warms up, counts only when alone.
+    """
+    world_size = dist.get_world_size()
+    steady, last = rows[1:] or rows, rows[-max(run.config.trainer.steps // 10, 1) :]
+    seconds = statistics.median(row["seconds"] for row in steady)
+    flops_per_s = statistics.median(row["flops"] / row["seconds"] for row in steady) / world_size
+    return {
+        "seq_len": run.config.data.seq_len,
+        "ranks": world_size,
+        "ring": run.mesh.ring.size(),
+        "steps": run.config.trainer.steps,
+        "final_loss": statistics.fmean(row["loss"] for row in last),
+        "seconds_per_step": seconds,
+        "tokens_per_s": run.tokens_per_step / seconds,
+        "tflops_per_rank": flops_per_s / 1e12,
+        "mfu": flops_per_s / run.peak_flops if run.peak_flops else None,
+        "peak_memory_gib": peak_memory_gib(run.device),
+    }
+
+
+def read_summary(directory: Path, done: int) -> dict[str, Any]:
+    """The summary of a job that has nothing left to train."""
+    path = directory / "summary.json"
+    with parallel.agreed():
+        if not path.exists():
+            raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
+        log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
+        return json.loads(path.read_text())
+
+
+def sample(run: Run) -> str:
+    """What the model writes after the prompt, and the prompt."""
+    trainer, tokenizer = run.config.trainer, run.tokenizer
+    tokens = generate(
+        run.model,
+        tokenizer.encode(trainer.sample_prompt).tolist(),
+        trainer.sample_tokens,
+        group=run.mesh.ring.get_group(),
+        device=run.device,
+        vocab_size=tokenizer.vocab_size,
+        eos=tokenizer.eos,
+        backend=run.config.parallel.kernel,
+    )
+    return tokenizer.decode(tokens)

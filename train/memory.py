@@ -1,0 +1,60 @@
+"""What a rank needs of its GPU's memory, roughly: a length that cannot fit is refused before anything large is made."""
+
+import torch
+
+from train.config import ConfigError, ModelConfig, ParallelConfig
+from train.loss import CHUNK
+from train.model import padded_vocabulary, round_up
+
+GIB = 2**30
+
+
+def estimate(
+    model: ModelConfig, parallel: ParallelConfig, vocab_size: int, rows: int, ranks: int, bf16: bool
+) -> dict[str, float]:
+    """Bytes a rank needs, by what for. From shapes alone: what an allocator wastes and kernels borrow is not in it.
+
+    Args:
+        rows: tokens of a micro-step on this rank, batch_size * N.
+        ranks: over how many the parameters are sharded.
+    """
+    size = 2 if bf16 else 4
+    vocab = padded_vocabulary(model, vocab_size)
+    head_dim = model.head_dim or model.dim // model.heads
+    ffn_dim = model.ffn_dim or round_up(8 * model.dim // 3, 64)
+    query, keys = model.heads * head_dim, 2 * model.kv_heads * head_dim
+    block = model.dim * (2 * query + keys + 3 * ffn_dim)
+    ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
+    total = model.layers * block + ends
+    # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
+    # rotation, attention's output, and three of SwiGLU
+    kept = size * (4 * model.dim + 3 * query + 2 * keys + 4 * ffn_dim) + 4 * model.heads
+    checkpointed = size * (model.dim + query) + 4 * model.heads
+    if parallel.activation_checkpointing:
+        activations = rows * (model.layers * checkpointed + kept)
+    else:
+        activations = rows * model.layers * kept
+    return {
+        "parameters, gradients and optimizer, fp32": 16 * total / ranks,
+        "whole parameters and gradients in use": (2 * size + 4) * (ends + 2 * block),
+        "activations": activations,
+        "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
+        "logits of a chunk": 12 * min(rows, CHUNK) * vocab,
+    }
+
+
+def check(needed: dict[str, float], device: torch.device) -> None:
+    """Refuse what exceeds the memory of a GPU.
+
+    Raises:
+        ConfigError: with what needs how much.
+    """
+    if device.type != "cuda":
+        return
+    available = torch.cuda.get_device_properties(device).total_memory
+    if sum(needed.values()) > available:
+        parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
+        raise ConfigError(
+            f"a rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), and has {available / GIB:.1f}: "
+            "use more ranks, a shorter data.seq_len, a smaller model or batch, or activation_checkpointing"
+        )

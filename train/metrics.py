@@ -1,0 +1,186 @@
+"""What every step did: a line on the console, one in metrics.jsonl, a point in W&B; all on rank 0 alone."""
+
+import json
+import logging
+import math
+import os
+import secrets
+import statistics
+from collections import deque
+from dataclasses import asdict
+from datetime import timedelta
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from train.config import Config, ConfigError
+
+log = logging.getLogger(__name__)
+
+# The console line, in order; what a step does not know is left out.
+COLUMNS = {
+    "loss": "loss {:.4f}",
+    "grad_norm": "grad norm {:.3g}",
+    "lr": "lr {:.2e}",
+    "tokens_per_s_per_rank": "{:,.0f} tokens/s a rank",
+    "tflops_per_rank": "{:.3g} TFLOP/s",
+    "mfu": "MFU {:.1%}",
+    "peak_memory_gib": "{:.2f} GiB",
+}
+
+
+class Recorder:
+    """Records steps 1, 2, ... `trainer.steps` of a run, `done` of which were taken before.
+
+    On ranks other than 0 it does nothing.
+    """
+
+    def __init__(self, config: Config, directory: Path, done: int = 0, peak_flops: float | None = None):
+        """
+        directory: gets metrics.jsonl, of which lines of steps after `done` are dropped, and W&B's files.
+        peak_flops: FLOP/s of one device; None: MFU is left out.
+        Raises ConfigError, on rank 0, when W&B shall be online and is not logged in.
+        """
+        self._active = not dist.is_initialized() or dist.get_rank() == 0
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._steps, self._every = config.trainer.steps, config.trainer.log_every
+        self._peak_flops = peak_flops
+        self._seconds: deque[float] = deque(maxlen=20)
+        if self._active:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._wandb = _start_wandb(config, directory, done)
+            self._file = _reopen(directory / "metrics.jsonl", done)
+
+    def log(self, step: int, *, tokens: int, seconds: float, flops: float | None = None, **values: float | None) -> None:
+        """Record a step.
+
+        step: from 1, how many are done.
+        tokens: of this step, on all ranks together.
+        seconds: this step took.
+        flops: model FLOPs of this step, on all ranks together.
+        values: what else is known, as `loss`, `grad_norm`, `lr`, `total_tokens` (up to here, what the loss is plotted
+            over) and `peak_memory_gib`; None is left out.
+        """
+        if not self._active:
+            return
+        rates = {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
+        if flops is not None:
+            rates["tflops_per_rank"] = flops / seconds / self._ranks / 1e12
+            if self._peak_flops is not None:
+                rates["mfu"] = flops / seconds / self._ranks / self._peak_flops
+        row = {"step": step} | {name: value for name, value in (values | rates).items() if value is not None}
+        self._file.write(_json_line(row))
+        self._file.flush()
+        self._seconds.append(seconds)
+        if step % self._every == 0 or step == self._steps:
+            log.info(self._line(row))
+        self._send(row)
+
+    def close(self) -> None:
+        """Finish the file and the W&B run."""
+        if not self._active:
+            return
+        self._file.close()
+        if self._wandb is not None:
+            try:
+                self._wandb.finish()
+            except Exception as error:  # whatever it is, the run itself is done
+                log.warning("W&B: %s", error)
+
+    def _line(self, row: dict[str, float]) -> str:
+        width = len(str(self._steps))
+        remaining = (self._steps - row["step"]) * statistics.median(self._seconds)  # the first step, slow, counts little
+        known = [form.format(row[name]) for name, form in COLUMNS.items() if name in row]
+        return "  ".join([f"step {row['step']:>{width}}/{self._steps}", *known, f"ETA {timedelta(seconds=round(remaining))}"])
+
+    def _send(self, row: dict[str, float]) -> None:
+        if self._wandb is None:
+            return
+        try:
+            self._wandb.log(row)
+        except Exception as error:  # a lost curve is no reason to lose a run
+            log.warning("W&B: %s; training goes on without it", error)
+            self._wandb = None
+
+
+def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl up to step `until`; the half line of a killed run is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if row["step"] <= until:
+            rows.append(row)
+    return rows
+
+
+def plot_loss(path: Path, image: Path) -> None:
+    """Draw the loss in the metrics.jsonl `path` over tokens, or over steps where tokens are unknown, as PNG `image`."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, no display; here, as it is slow to import
+
+    rows = [row for row in read(path) if row.get("loss") is not None]
+    x = "total_tokens" if rows and all("total_tokens" in row for row in rows) else "step"
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot([row[x] for row in rows], [row["loss"] for row in rows], linewidth=1.2)
+    axes.set_xlabel("tokens" if x == "total_tokens" else "step")
+    axes.set_ylabel("training loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(image, dpi=150)
+
+
+def _json_line(row: dict[str, float]) -> str:
+    """JSON knows no NaN: null stands for it."""
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
+    return json.dumps(finite) + "\n"
+
+
+def _reopen(path: Path, done: int):
+    """The file, open for appending, with the steps up to `done` alone: replaced whole, never half written."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as file:
+        file.writelines(map(_json_line, read(path, until=done)))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return open(path, "a")
+
+
+def _start_wandb(config: Config, directory: Path, done: int):
+    """The W&B run, or None. A resumed run goes on with the one it began."""
+    choice = config.logger.wandb
+    if choice == "off":
+        return None
+    import wandb  # here, as it is slow to import
+
+    wandb.setup(settings=wandb.Settings(silent=True))
+    if choice != "offline" and not _logged_in(wandb):
+        if choice == "online":
+            raise ConfigError("logger.wandb=online: W&B is not logged in; run `wandb login`, or use offline or auto")
+        choice = "offline"
+    file = directory / "wandb_id"
+    if not (done and file.exists()):
+        file.write_text(secrets.token_hex(4))
+    settings = dict(project=config.logger.project, name=config.name, id=file.read_text(), config=asdict(config))
+    for mode in ("offline",) if choice == "offline" else ("online", "offline"):
+        try:
+            quiet = wandb.Settings(silent=True, console="off", init_timeout=30)
+            run = wandb.init(dir=directory, mode=mode, resume="allow", settings=quiet, **settings)
+            # after resuming, steps come again, which W&B's own step counter would drop
+            run.define_metric("*", step_metric="step")
+            return run
+        except Exception as error:  # no network, a wrong key, a full disk: training does not need it
+            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
+            wandb.teardown()  # or the next try finds the run's id in use
+    return None
+
+
+def _logged_in(wandb) -> bool:
+    if "prompt" in signature(wandb.login).parameters:
+        return wandb.login(prompt=False, verify=False)
+    return wandb.api.api_key is not None  # before `prompt`, login would ask

@@ -1,0 +1,144 @@
+"""Train a GPT over a ring of ranks.
+
+    torchrun --nproc_per_node=N train/run.py [overrides]        N ranks
+    python train/run.py [overrides]                             one
+    torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: every combination, one after the other
+
+Rank 0 alone reads the command line and hands each job, settings and output directory, to the other ranks: all do the
+same thing, in one directory, and a mistake is reported once. `--help` and `--cfg job` show the settings.
+"""
+
+import logging
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import NoReturn
+
+if __name__ == "__main__":
+    # Python searches a script's folder first and would find train/data.py as "data": the root takes its place
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [str(here.parent)] + [entry for entry in sys.path if entry != str(here)]
+
+import hydra
+import torch.distributed as dist
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from train import parallel, sweep
+from train.config import Config, ConfigError
+from train.loop import Diverged, train
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
+
+
+def main() -> int:
+    """Join the other ranks and work off the jobs of the command line. Returns the exit status."""
+    store = parallel.start()
+    try:
+        status = lead(store) if dist.get_rank() == 0 else follow()
+    except Exception:
+        crash(store)
+    parallel.stop()
+    return status
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once: gloo's threads sometimes abort one that ends in the usual way, after all is done."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def lead(store: dist.Store) -> int:
+    """Rank 0: run every job that Hydra makes of the command line, the other ranks with it. Returns the exit status."""
+    outcomes: list[sweep.Outcome] = []
+
+    def job(settings: DictConfig) -> None:
+        context = HydraConfig.get()
+        overrides = [override for override in context.overrides.task if not override.startswith("hydra")]
+        try:
+            config, directory = typed(settings), Path(context.runtime.output_dir)
+            parallel.share((config, directory))
+            outcomes.append(sweep.Outcome(overrides, train(config, directory)))
+        except USER_ERRORS as error:
+            complain(error)
+            outcomes.append(sweep.Outcome(overrides, None))
+        except Exception:
+            crash(store)  # here, because Hydra would go on with the next job
+        if context.mode == RunMode.MULTIRUN:  # after every job: a later one may crash
+            (Path(context.sweep.dir) / "sweep.md").write_text(sweep.table(outcomes) + "\n")
+
+    status = run_hydra(job)
+    parallel.share(None)
+    if len(outcomes) > 1:
+        print(sweep.table(outcomes), flush=True)
+    return status or int(any(outcome.summary is None for outcome in outcomes))
+
+
+def run_hydra(job: Callable[[DictConfig], None]) -> int:
+    """Let Hydra compose the settings and call `job`, once or for every job of a sweep. Returns the exit status."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
+    except USER_ERRORS as error:
+        complain(error)
+        return 1
+    except SystemExit as end:  # --help, --cfg, a flag that does not exist
+        return int(end.code or 0)
+    return 0
+
+
+def typed(settings: DictConfig) -> Config:
+    """The settings as dataclasses; an option forced in with `+` is refused as any other unknown one."""
+    return OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.to_container(settings, resolve=True)))
+
+
+def follow() -> int:
+    """Any other rank: run the jobs that rank 0 hands out. A mistake ends a job on all ranks, and rank 0 reports it."""
+    while (job := parallel.share(None)) is not None:
+        try:
+            train(*job)
+        except USER_ERRORS:
+            continue
+    return 0
+
+
+def complain(error: Exception) -> None:
+    """One line for a mistake of the user's."""
+    print("error:", describe(error), file=sys.stderr, flush=True)
+
+
+def describe(error: Exception) -> str:
+    """What is wrong, in one line; Hydra spreads it over several, and over the error's cause."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
+        known = ", ".join(field.name for field in fields(cause.object_type))
+        return f"unknown option {cause.full_key}: choose one of {known}"
+    if isinstance(cause, OmegaConfBaseException):
+        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+    return " ".join(re.split("Config search path|See https", str(error))[0].split())
+
+
+def crash(store: dist.Store) -> NoReturn:
+    """End this process at once, since others may wait for it for ever in a collective; torchrun then ends them.
+
+    Only the first rank to fail prints its traceback: the failures of the others follow from it.
+    """
+    if store.add("failures", 1) == 1:
+        print(f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,38 @@
+"""The table at the end of a sweep: one line a job."""
+
+from dataclasses import dataclass
+from typing import Any
+
+COLUMNS = {
+    "final loss": ("final_loss", "{:.4f}"),
+    "tokens/s": ("tokens_per_s", "{:,.0f}"),
+    "TFLOP/s a rank": ("tflops_per_rank", "{:.3g}"),
+    "MFU": ("mfu", "{:.1%}"),
+    "peak GiB a rank": ("peak_memory_gib", "{:.2f}"),
+}
+
+
+@dataclass
+class Outcome:
+    """A job's overrides and its summary; None: it failed."""
+
+    overrides: list[str]
+    summary: dict[str, Any] | None
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Markdown; overrides that all jobs share stand above it, not in every line."""
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
+    lines += ["| " + " | ".join(["overrides", *COLUMNS]) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+    for outcome in outcomes:
+        overrides = " ".join(o for o in outcome.overrides if o not in common)
+        lines.append("| " + " | ".join([overrides, *_cells(outcome.summary)]) + " |")
+    return "\n".join(lines)
+
+
+def _cells(summary: dict[str, Any] | None) -> list[str]:
+    if summary is None:
+        return ["failed"] + ["-"] * (len(COLUMNS) - 1)
+    values = [(summary[key], form) for key, form in COLUMNS.values()]
+    return ["-" if value is None else form.format(value) for value, form in values]
