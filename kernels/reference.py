@@ -8,7 +8,7 @@ Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, 
     lse, delta (B, Nq, Hq)                                         the same dtype as the state
 
 With s = scale * q k^T over the keys seen so far, m is the row maximum, l = sum exp(s - m), o = sum exp(s - m) v. A row that has
-seen no key is the empty state (-inf, 0, 0); its final output is 0 and its lse -inf. Query head h reads key head h // (Hq / Hkv).
+seen no key is the empty state (-inf, 0, 0); its output is 0 and its lse -inf. Query head h reads key head h // (Hq / Hkv).
 """
 
 import torch
