@@ -11,37 +11,74 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks, intervals, tiles
-from kernels.tiles import LOG2_E, edge_start, load_intervals, load_rows, visible, walk
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
+from kernels.tiles import (
+    LOG2_E,
+    block_column,
+    draw,
+    edge_tile,
+    kept_blocks,
+    load_intervals,
+    load_positions,
+    load_rows,
+    plan_walk,
+    tile_start,
+    visible,
+)  # fmt: skip
 
 
 @triton.jit
 def _key_step(
-    q, dout, lse, delta, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dk, dv, log2_scale,
+    q, dout, lse, delta, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dropout, head, dk, dv, log2_scale,
     NUM_HEADS: tl.constexpr, STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(dk / scale, dv) of the key tile after the query tile at `start`; scores are held transposed, (keys, queries)."""
+    """(dk / scale, dv / factor) of the key tile after the query tile at `start`; scores are transposed, (keys, queries).
+
+    `dropout` is None or as in `kernels.tiles.draw`.
+    """
     query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
     rows = start + tl.arange(0, STEP)
     row_mask = rows < num_queries
     log2_lse = tl.load(lse + rows * NUM_HEADS, mask=row_mask, other=0.0) * LOG2_E
-    p = tl.exp2(tl.dot(key, tl.trans(query), input_precision="ieee") * log2_scale - log2_lse[None, :])
+    p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=PRECISION) * log2_scale - log2_lse[None, :])
     if MASKED:
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
     grad = load_rows(dout, start, dout_stride, num_queries, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
     row_delta = tl.load(delta + rows * NUM_HEADS, mask=row_mask, other=0.0)
-    ds = p * (tl.dot(value, tl.trans(grad), input_precision="ieee") - row_delta[None, :])
-    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+    dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    dropped = p
+    if dropout is not None:
+        keep = draw(dropout, head, start, num_queries, STEP, True, MASKED)
+        dropped, dp = tl.where(keep, p, 0.0), tl.where(keep, dp * dropout[5], 0.0)
+    ds = p * (dp - row_delta[None, :])
+    dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=PRECISION)
+    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit
+def _group_tile(
+    begin, num_head, num_full, step, per_head, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    EDGE: tl.constexpr,
+):  # fmt: skip
+    """First query row of a step, and its head of the group: head by head, or in the order of the list of blocks."""
+    # the pipeline computes the first address even of an empty loop, so the divisor may not be 0
+    per_head = tl.maximum(per_head, 1)
+    index = step % per_head if BLOCK == 0 else step
+    tile = edge_tile(num_head, num_full, index) if EDGE else num_head + index
+    head = step // per_head if BLOCK == 0 else column % GROUP
+    return tile_start(begin, tile, column, STEP, BLOCK, GROUP), head
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
 def _key_gradient_kernel(
     q, k, v, dout, lse, delta, query_lo, query_hi, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
     num_tiles = tl.cdiv(num_keys, KEYS)
@@ -61,28 +98,42 @@ def _key_gradient_kernel(
     key = load_rows(k, first, k_strides[1], num_keys, KEYS, DIM, PADDED, True)
     value = load_rows(v, first, v_strides[1], num_keys, KEYS, VALUE_DIM, VALUE_PADDED, True)
     lo, hi = load_intervals(query_lo, query_hi, first, num_keys, KEYS)
-    begin, num_head, num_full, num_edge = walk(query_lo, query_hi, first, num_keys, KEYS, QUERIES)
+    blocks, dropout = None, None
+    if block_lists is not None:
+        blocks = kept_blocks(block_lists, block_strides, batch, key_head, first // BLOCK, num_queries, BLOCK, GROUP)
+    if query_positions is not None:
+        row_positions = load_positions(key_positions, first, num_keys, KEYS, True)
+        dropout = (row_positions, query_positions, batch, seed, threshold, factor)
+    begin, num_head, num_full, num_edge = plan_walk(query_lo, query_hi, first, num_keys, blocks, KEYS, QUERIES, BLOCK, GROUP)
     log2_scale = scale * LOG2_E
     key_grad = tl.zeros([KEYS, PADDED], tl.float32)
     value_grad = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
-    # each loop runs over all heads of the group: nested loops would drain the load pipeline and spill registers;
-    # the pipeline computes the first address even of an empty loop, so no divisor may be 0
-    per_head = tl.maximum(num_full, 1)
-    for step in range(0, GROUP * num_full):
-        head = (key_head * GROUP + step // per_head).to(tl.int64)
+    # each loop runs over all heads of the group: nested loops would drain the load pipeline and spill registers
+    HEADS: tl.constexpr = GROUP if blocks is None else 1
+    column = block_column(blocks, begin, num_head, QUERIES, BLOCK)
+    for step in range(0, HEADS * num_full):
+        next_column = block_column(blocks, begin, num_head + step + 1, QUERIES, BLOCK)
+        start, head = _group_tile(begin, num_head, num_full, step, num_full, column, QUERIES, BLOCK, GROUP, False)
+        head = (key_head * GROUP + head).to(tl.int64)
         key_grad, value_grad = _key_step(
             q + head * q_strides[2], dout + head * dout_strides[2], lse + head, delta + head, q_strides[1],
-            dout_strides[1], begin + (num_head + step % per_head) * QUERIES, num_queries, key, value,
-            lo, hi, key_grad, value_grad, log2_scale, NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+            dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head, key_grad, value_grad, log2_scale,
+            NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
         )  # fmt: skip
-    per_head = tl.maximum(num_edge, 1)
-    for step in range(0, GROUP * num_edge):
-        head = (key_head * GROUP + step // per_head).to(tl.int64)
+        column = next_column
+    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), QUERIES, BLOCK)
+    for step in range(0, HEADS * num_edge):
+        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, step + 1), QUERIES, BLOCK)
+        start, head = _group_tile(begin, num_head, num_full, step, num_edge, column, QUERIES, BLOCK, GROUP, True)
+        head = (key_head * GROUP + head).to(tl.int64)
         key_grad, value_grad = _key_step(
             q + head * q_strides[2], dout + head * dout_strides[2], lse + head, delta + head, q_strides[1],
-            dout_strides[1], edge_start(begin, num_head, num_full, step % per_head, QUERIES), num_queries, key, value,
-            lo, hi, key_grad, value_grad, log2_scale, NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+            dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head, key_grad, value_grad, log2_scale,
+            NUM_HEADS, QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
         )  # fmt: skip
+        column = next_column
+    if dropout is not None:
+        value_grad *= factor
 
     base = batch * num_keys * NUM_KEY_HEADS + key_head
     _add_rows(dk + base * DIM, key_grad * scale, first, num_keys, NUM_KEY_HEADS, KEYS, DIM, PADDED)
@@ -102,26 +153,30 @@ def _add_rows(
 
 @triton.jit
 def _query_step(
-    query, grad, k, v, k_stride, v_stride, start, num_keys, lo, hi, log2_lse, delta, dq, log2_scale,
+    query, grad, k, v, k_stride, v_stride, start, num_keys, lo, hi, log2_lse, delta, dropout, head, dq, log2_scale,
     STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dq / scale of the query tile after the key tile at `start`."""
+    """dq / scale of the query tile after the key tile at `start`; `dropout` as in `_key_step`."""
     key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
     value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
-    p = tl.exp2(tl.dot(query, tl.trans(key), input_precision="ieee") * log2_scale - log2_lse[:, None])
+    p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=PRECISION) * log2_scale - log2_lse[:, None])
     if MASKED:
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
-    ds = p * (tl.dot(grad, tl.trans(value), input_precision="ieee") - delta[:, None])
-    return tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
+    dp = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    if dropout is not None:
+        dp = tl.where(draw(dropout, head, start, num_keys, STEP, False, MASKED), dp * dropout[5], 0.0)
+    ds = p * (dp - delta[:, None])
+    return tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
 def _query_gradient_kernel(
     q, k, v, dout, lse, delta, lo, hi, dq,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_queries, QUERIES)
     first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
@@ -141,21 +196,35 @@ def _query_gradient_kernel(
     log2_lse = tl.load(lse + row_index, mask=rows < num_queries, other=0.0) * LOG2_E
     row_delta = tl.load(delta + row_index, mask=rows < num_queries, other=0.0)
     row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
-    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    blocks, dropout = None, None
+    if block_lists is not None:
+        blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
+    if query_positions is not None:
+        row_positions = load_positions(query_positions, first, num_queries, QUERIES, True)
+        dropout = (row_positions, key_positions, batch, seed, threshold, factor)
+    begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
+    column = block_column(blocks, begin, num_head, KEYS, BLOCK)
     for tile in range(num_head, num_head + num_full):
+        next_column = block_column(blocks, begin, tile + 1, KEYS, BLOCK)
+        start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
         query_grad = _query_step(
-            query, grad, k, v, k_strides[1], v_strides[1], begin + tile * KEYS, num_keys,
-            row_lo, row_hi, log2_lse, row_delta, query_grad, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+            query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
+            row_lo, row_hi, log2_lse, row_delta, dropout, head, query_grad, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
         )  # fmt: skip
+        column = next_column
+    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), KEYS, BLOCK)
     for edge in range(0, num_edge):
+        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, edge + 1), KEYS, BLOCK)
+        start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
         query_grad = _query_step(
-            query, grad, k, v, k_strides[1], v_strides[1], edge_start(begin, num_head, num_full, edge, KEYS), num_keys,
-            row_lo, row_hi, log2_lse, row_delta, query_grad, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+            query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
+            row_lo, row_hi, log2_lse, row_delta, dropout, head, query_grad, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
         )  # fmt: skip
+        column = next_column
     base = batch * num_queries * NUM_HEADS + head
     _add_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED)
 
@@ -173,21 +242,26 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> None:
     """Add this block's gradients into `dq`, `dk`, `dv`.
 
     Args:
-        q, k, v, lo, hi, scale: as for `kernels.forward.forward`.
+        q, k, v, lo, hi, scale, dropout, blocks, precision: as for `kernels.forward.forward`.
         dout: gradient of the output (B, Nq, Hq, Dv) in q's dtype.
         lse, delta: fp32 (B, Nq, Hq); lse over all keys of the row, those of other blocks included, and delta from
             `kernels.reference.row_delta`.
         dq, dk, dv: contiguous fp32 accumulators with the shapes of q, k, v; updated in place.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head dims or scale outside the above.
+        ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
     """
     checks.check_inputs(q, k, v, lo, hi, scale)
     checks.check_supported(q, v)
+    checks.check_options(q, k, dropout, blocks, precision)
     checks.check_gradients(q, k, v, dout, lse, delta, dq, dk, dv)
     if q.numel() == 0 or k.numel() == 0:
         return
@@ -196,16 +270,21 @@ def backward(
     operands = q, k, v, dout, lse.contiguous(), delta.contiguous()
     strides = [x.stride()[:3] for x in (q, k, v, dout)]
     sizes = num_queries, num_keys, float(scale)
-    shape = tiles.shape_constants(q, k, v)
-    head_dim = max(shape["PADDED"], shape["VALUE_PADDED"])
+    drop = tiles.dropout_arguments(dropout)
+    constants = tiles.shape_constants(q, k, v) | dict(BLOCK=0 if blocks is None else blocks.size, PRECISION=precision)
+    head_dim = max(constants["PADDED"], constants["VALUE_PADDED"])
     with torch.cuda.device_of(q):
-        tile = tiles.choose_tile("key_gradient", q.dtype, head_dim)
+        tile = tiles.fit_tile(tiles.choose_tile("key_gradient", q.dtype, head_dim), blocks)
         query_lo, query_hi, stride = tiles.as_intervals(*intervals.transpose(lo, hi, num_keys))
+        lists = None if blocks is None else blocks.key_lists(num_heads // num_key_heads)
         _key_gradient_kernel[(triton.cdiv(num_keys, tile.keys) * batch * num_key_heads,)](
-            *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, **shape, **tile.options()
-        )
-        tile = tiles.choose_tile("query_gradient", q.dtype, head_dim)
+            *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, *drop,
+            *tiles.block_arguments(lists, batch, num_key_heads), **constants, **tile.options(),
+        )  # fmt: skip
+        tile = tiles.fit_tile(tiles.choose_tile("query_gradient", q.dtype, head_dim), blocks)
         lo, hi, stride = tiles.as_intervals(lo, hi)
+        lists = None if blocks is None else blocks.query_lists
         _query_gradient_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
-            *operands, lo, hi, dq, *strides, stride, *sizes, **shape, **tile.options()
-        )
+            *operands, lo, hi, dq, *strides, stride, *sizes, *drop,
+            *tiles.block_arguments(lists, batch, num_heads), **constants, **tile.options(),
+        )  # fmt: skip

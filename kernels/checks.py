@@ -5,7 +5,11 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
+
 MAX_HEAD_DIM = 256
+PRECISIONS = ("ieee", "tf32")
 
 
 def _require_shape(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -84,3 +88,18 @@ def check_gradients(
         _require_shape(name, x, tuple(like.shape), q.device)
         _require_fp32(name, x)
         _require_updatable(name, x)
+
+
+def check_options(q: Tensor, k: Tensor, dropout: Dropout | None, blocks: BlockMask | None, precision: str) -> None:
+    """Raise ValueError unless the optional arguments fit q and k."""
+    (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
+    if dropout is not None:
+        _require_shape("query_positions", dropout.query_positions, (num_queries,), q.device)
+        _require_shape("key_positions", dropout.key_positions, (num_keys,), q.device)
+    if blocks is not None:
+        shape = blocks.keep.shape
+        batch, num_heads = 1 if shape[0] == 1 else batch, 1 if shape[1] == 1 else num_heads
+        num_blocks = (-(-rows // blocks.size) for rows in (num_queries, num_keys))
+        _require_shape("the block mask", blocks.keep, (batch, num_heads, *num_blocks), q.device)
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")

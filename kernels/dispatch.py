@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
 from kernels.reference import State
 
 BACKENDS = ("auto", "triton", "tiled", "reference")
@@ -55,10 +57,15 @@ def forward(
     state: State | None = None,
     final: bool = False,
     backend: str = "auto",
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """`kernels.reference.forward` by the chosen kernel."""
     chosen = choose(q.device, q.dtype, backend).backend
-    return _module(chosen, "forward").forward(q, k, v, lo, hi, scale, state, final)
+    options = dict(dropout=dropout, blocks=blocks, precision=precision)
+    return _module(chosen, "forward").forward(q, k, v, lo, hi, scale, state, final, **options)
 
 
 def backward(
@@ -75,7 +82,12 @@ def backward(
     dk: Tensor,
     dv: Tensor,
     backend: str = "auto",
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> None:
     """`kernels.reference.backward` by the chosen kernel."""
     chosen = choose(q.device, q.dtype, backend).backend
-    _module(chosen, "backward").backward(q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv)
+    options = dict(dropout=dropout, blocks=blocks, precision=precision)
+    _module(chosen, "backward").backward(q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv, **options)

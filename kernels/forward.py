@@ -10,19 +10,37 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels import checks, tiles
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
 from kernels.reference import State
-from kernels.tiles import LN_2, LOG2_E, edge_start, load_intervals, load_rows, visible, walk
+from kernels.tiles import (
+    LN_2,
+    LOG2_E,
+    block_column,
+    draw,
+    edge_tile,
+    kept_blocks,
+    load_intervals,
+    load_positions,
+    load_rows,
+    plan_walk,
+    tile_start,
+    visible,
+)  # fmt: skip
 
 
 @triton.jit
 def _step(
-    q, k, v, k_stride, v_stride, start, num_keys, lo, hi, m, l, o, log2_scale,
+    q, k, v, k_stride, v_stride, start, num_keys, lo, hi, dropout, head, m, l, o, log2_scale,
     STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, MASKED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The state (m, l, o) of the query tile after the key tile at `start`; m is in log2 units."""
+    """The state (m, l, o) of the query tile after the key tile at `start`; m is in log2 units.
+
+    `dropout` is None or as in `kernels.tiles.draw`; o is left to be scaled by its factor.
+    """
     key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
-    scores = tl.dot(q, tl.trans(key), input_precision="ieee")
+    scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, STEP), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
@@ -30,8 +48,11 @@ def _step(
     origin = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - origin[:, None])
     alpha = tl.exp2(m - origin)
+    dropped = p
+    if dropout is not None:
+        dropped = tl.where(draw(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
-    o = tl.dot(p.to(value.dtype), value, o * alpha[:, None], input_precision="ieee")
+    o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=PRECISION)
     return new_m, l * alpha + tl.sum(p, 1), o
 
 
@@ -44,12 +65,14 @@ def _merge(m, l, o, other_m, other_l, other_o):
     return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
 def _forward_kernel(
     q, k, v, lo, hi, state_m, state_l, state_o, out, lse,
     q_strides, k_strides, v_strides, interval_stride, num_queries, num_keys, scale,
+    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_queries, QUERIES)
     # the last tile first: under a causal mask it is the heaviest
@@ -65,21 +88,37 @@ def _forward_kernel(
 
     query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
-    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    blocks, dropout = None, None
+    if block_lists is not None:
+        blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
+    if query_positions is not None:
+        row_positions = load_positions(query_positions, first, num_queries, QUERIES, True)
+        dropout = (row_positions, key_positions, batch, seed, threshold, factor)
+    begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
+    column = block_column(blocks, begin, num_head, KEYS, BLOCK)
     for tile in range(num_head, num_head + num_full):
+        next_column = block_column(blocks, begin, tile + 1, KEYS, BLOCK)
+        start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
         m, l, o = _step(
-            query, k, v, k_strides[1], v_strides[1], begin + tile * KEYS, num_keys,
-            row_lo, row_hi, m, l, o, log2_scale, KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, False,
+            query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
         )  # fmt: skip
+        column = next_column
+    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), KEYS, BLOCK)
     for edge in range(0, num_edge):
+        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, edge + 1), KEYS, BLOCK)
+        start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
         m, l, o = _step(
-            query, k, v, k_strides[1], v_strides[1], edge_start(begin, num_head, num_full, edge, KEYS), num_keys,
-            row_lo, row_hi, m, l, o, log2_scale, KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, True,
+            query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
+            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
         )  # fmt: skip
+        column = next_column
+    if dropout is not None:
+        o *= factor
 
     rows = first + tl.arange(0, QUERIES)
     columns = tl.arange(0, VALUE_PADDED)
@@ -111,6 +150,10 @@ def forward(
     scale: float,
     state: State | None = None,
     final: bool = False,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
 
@@ -121,16 +164,20 @@ def forward(
         scale: positive factor on the scores, usually D ** -0.5.
         state: contiguous fp32 (m, l, o) of the keys seen before; without `final` it is updated in place.
         final: whether these are the last keys.
+        dropout: probabilities to drop; o sums the kept ones, scaled, while m, l and lse do not change. None: all are kept.
+        blocks: pairs of blocks that are seen at all. None: all are.
+        precision: of products of fp32 inputs, "ieee", or "tf32" for the tensor cores.
 
     Returns:
         The new state, fp32 m, l (B, Nq, Hq) and o (B, Nq, Hq, Dv), or with `final` the pair out (B, Nq, Hq, Dv) in q's
         dtype and lse (B, Nq, Hq) in fp32.
 
     Raises:
-        ValueError: shapes, dtypes, devices, head dims or scale outside the above.
+        ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
     """
     checks.check_inputs(q, k, v, lo, hi, scale)
     checks.check_supported(q, v)
+    checks.check_options(q, k, dropout, blocks, precision)
     if state is not None:
         checks.check_state(state, q, v)
     rows, value_dim = q.shape[:3], v.shape[-1]
@@ -142,20 +189,27 @@ def forward(
         m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
         o = q.new_empty(*rows, value_dim, dtype=torch.float32)
     if q.numel() > 0:
-        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), state is not None)
+        options = dict(HAS_STATE=state is not None, FINAL=final, PRECISION=precision)
+        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), dropout, blocks, options)
     return (out, lse) if final else (m, l, o)
 
 
-def _launch(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple, has_state: bool) -> None:
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple,
+    dropout: Dropout | None, blocks: BlockMask | None, options: dict,
+) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
     q, k, v = (tiles.as_rows(x) for x in (q, k, v))
     lo, hi, interval_stride = tiles.as_intervals(lo, hi)
     shape = tiles.shape_constants(q, k, v)
     tile = tiles.choose_tile("forward", q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"]))
+    tile = tiles.fit_tile(tile, blocks)
     with torch.cuda.device_of(q):
+        lists = None if blocks is None else blocks.query_lists
         _forward_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
             *(q, k, v, lo, hi), *results, *(x.stride()[:3] for x in (q, k, v)),
             *(interval_stride, num_queries, num_keys, float(scale)),
-            HAS_STATE=has_state, FINAL=results[-1] is not None, **shape, **tile.options(),
+            *tiles.dropout_arguments(dropout), *tiles.block_arguments(lists, batch, num_heads),
+            BLOCK=0 if blocks is None else blocks.size, **options, **shape, **tile.options(),
         )  # fmt: skip

@@ -9,12 +9,18 @@ Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, 
 
 With s = scale * q k^T over the keys seen so far, m is the row maximum, l = sum exp(s - m), o = sum exp(s - m) v. A row that has
 seen no key is the empty state (-inf, 0, 0); its output is 0 and its lse -inf. Query head h reads key head h // (Hq / Hkv).
+
+Both functions take three options. `dropout` drops probabilities: o sums those kept, scaled; m, l and lse do not change.
+`blocks` hides blocks of keys from blocks of queries. `precision` is that of products of fp32 inputs: "ieee", or "tf32", which
+lets the Triton kernels round their operands to 11 bits; this module and `kernels.tiled` always compute exactly.
 """
 
 import torch
 from torch import Tensor
 
-from kernels import intervals
+from kernels import checks, intervals
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout, keep_mask
 
 State = tuple[Tensor, Tensor, Tensor]
 
@@ -51,11 +57,22 @@ def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out.to(dtype), m + torch.log(l)
 
 
-def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, scale: float, blocks: BlockMask | None) -> Tensor:
     """Masked scores (B, Hkv, G, Nq, Nk) in the state dtype, -inf where the key is not seen; G = Hq / Hkv."""
     q, k = _by_group(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
     mask = intervals.dense(lo, hi, k.shape[-1])[:, None, None]
+    if blocks is not None:
+        seen = blocks.dense(q.shape[3], k.shape[-1])
+        mask = mask & (seen.unflatten(1, q.shape[1:3]) if seen.shape[1] > 1 else seen[:, :, None])
     return (scale * (q @ k)).masked_fill(~mask, float("-inf"))
+
+
+def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
+    """`x` (B, Hkv, G, Nq, Nk) where kept, scaled, and 0 where dropped."""
+    if dropout is None:
+        return x
+    keep = keep_mask(dropout, x.shape[0], x.shape[1] * x.shape[2]).unflatten(1, x.shape[1:3])
+    return (x * dropout.factor).masked_fill(~keep, 0.0)
 
 
 def _by_group(x: Tensor, num_key_heads: int) -> Tensor:
@@ -77,6 +94,10 @@ def forward(
     scale: float,
     state: State | None = None,
     final: bool = False,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
 
@@ -85,17 +106,22 @@ def forward(
         scale: factor on the scores, usually D ** -0.5.
         state: what the rows have seen before; it is consumed, its memory may be reused for the result.
         final: whether these are the last keys.
+        dropout, blocks, precision: see the module's docstring; default: off, off, "ieee".
 
     Returns:
         The new state, or with `final` the pair (out in q's dtype, lse).
+
+    Raises:
+        ValueError: `dropout` or `blocks` do not fit q and k, or an unknown precision.
     """
-    scores = _scores(q, k, lo, hi, scale)
+    checks.check_options(q, k, dropout, blocks, precision)
+    scores = _scores(q, k, lo, hi, scale, blocks)
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
         m = scores.amax(-1, keepdim=True)
         p = torch.exp(scores - m.masked_fill(m == float("-inf"), 0.0))
-        o = p @ v.to(p.dtype).permute(0, 2, 1, 3)[:, :, None]
+        o = _drop(p, dropout) @ v.to(p.dtype).permute(0, 2, 1, 3)[:, :, None]
         new = (_by_row(m)[..., 0], _by_row(p.sum(-1, keepdim=True))[..., 0], _by_row(o))
     if state is not None:
         new = merge(state, new)
@@ -125,23 +151,32 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> None:
     """Add this block's gradients into `dq`, `dk`, `dv`, with the probabilities recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
+    With dropout p in dv and dout v^T are dropped and scaled, delta and lse are as they are.
 
     Args:
-        q, k, v, lo, hi, scale: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
+        q, k, v, lo, hi, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
         lse: over all keys of the row, those of other blocks included. delta: from `row_delta`.
         dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; updated in place.
+
+    Raises:
+        ValueError: as for `forward`.
     """
+    checks.check_options(q, k, dropout, blocks, precision)
     num_key_heads = k.shape[2]
     lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))
-    scores = _scores(q, k, lo, hi, scale)
+    scores = _scores(q, k, lo, hi, scale, blocks)
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _by_group(q, num_key_heads), _by_group(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
-    ds = p * (dout @ v.mT - delta)
+    ds = p * (_drop(dout @ v.mT, dropout) - delta)
     dq += scale * _by_row(ds @ k)
     dk += scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
-    dv += (p.mT @ dout).sum(2).permute(0, 2, 1, 3)
+    dv += (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)

@@ -1,31 +1,43 @@
 """Attention tile by tile in plain PyTorch: what CPU ranks train with. Memory grows with the tile, never with Nq * Nk.
 
 The loops of the Triton kernels around the maths of `kernels.reference`: for every query tile, the key tiles that its intervals
-touch are folded into the running state. Contract and shapes: `kernels.reference`.
+touch are folded into the running state. With a block mask the tiles are its blocks. Contract and shapes: `kernels.reference`.
 """
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-from kernels import reference
+from kernels import checks, reference
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
 from kernels.reference import State
 
 QUERY_TILE = 256
 KEY_TILE = 512
 
 
-def _query_tiles(num_queries: int) -> Iterator[slice]:
-    for start in range(0, num_queries, QUERY_TILE):
-        yield slice(start, min(start + QUERY_TILE, num_queries))
+def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
+    size = QUERY_TILE if blocks is None else blocks.size
+    for start in range(0, num_queries, size):
+        yield slice(start, min(start + size, num_queries))
 
 
-def _key_tiles(lo: Tensor, hi: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """The key tiles that the query rows of `lo`, `hi` (B or 1, M) touch, each with the intervals inside that tile."""
+def _key_tiles(
+    rows: slice, lo: Tensor, hi: Tensor, dropout: Dropout | None, blocks: BlockMask | None
+) -> Iterator[tuple[slice, Tensor, Tensor, dict]]:
+    """The key tiles that the query rows touch, each with the intervals and the options inside that tile."""
+    lo, hi = lo[:, rows], hi[:, rows]
+    size = KEY_TILE if blocks is None else blocks.size
     start, stop = int(lo[:, 0].min()), int(hi[:, -1].max())
-    for first in range(start, stop, KEY_TILE):
-        size = min(KEY_TILE, stop - first)
-        yield slice(first, first + size), (lo - first).clamp(0, size), (hi - first).clamp(0, size)
+    if blocks is not None:
+        start -= start % size
+    for first in range(start, stop, size):
+        keys = slice(first, min(first + size, stop))
+        pair_blocks = None if blocks is None else blocks.cut(rows, keys)
+        if pair_blocks is None or pair_blocks.keep.any():
+            options = dict(dropout=None if dropout is None else dropout.cut(rows, keys), blocks=pair_blocks)
+            yield keys, *((bound - first).clamp(0, keys.stop - first) for bound in (lo, hi)), options
 
 
 def forward(
@@ -37,14 +49,19 @@ def forward(
     scale: float,
     state: State | None = None,
     final: bool = False,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """See `kernels.reference.forward`."""
+    checks.check_options(q, k, dropout, blocks, precision)
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
-    for rows in _query_tiles(q.shape[1]):
+    for rows in _query_tiles(q.shape[1], blocks):
         tile = tuple(x[:, rows] for x in state)
-        for keys, tile_lo, tile_hi in _key_tiles(lo[:, rows], hi[:, rows]):
-            tile = reference.forward(q[:, rows], k[:, keys], v[:, keys], tile_lo, tile_hi, scale, tile)
+        for keys, *interval, options in _key_tiles(rows, lo, hi, dropout, blocks):
+            tile = reference.forward(q[:, rows], k[:, keys], v[:, keys], *interval, scale, tile, **options)
         for whole, part in zip(state, tile, strict=True):
             whole[:, rows] = part
     return reference.finalize(state, q.dtype) if final else state
@@ -63,10 +80,15 @@ def backward(
     dq: Tensor,
     dk: Tensor,
     dv: Tensor,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
 ) -> None:
     """See `kernels.reference.backward`."""
-    for rows in _query_tiles(q.shape[1]):
+    checks.check_options(q, k, dropout, blocks, precision)
+    for rows in _query_tiles(q.shape[1], blocks):
         by_row = [x[:, rows] for x in (dout, lse, delta)]
-        for keys, tile_lo, tile_hi in _key_tiles(lo[:, rows], hi[:, rows]):
+        for keys, *interval, options in _key_tiles(rows, lo, hi, dropout, blocks):
             grads = dq[:, rows], dk[:, keys], dv[:, keys]
-            reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, tile_lo, tile_hi, scale, *grads)
+            reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, *interval, scale, *grads, **options)

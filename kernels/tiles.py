@@ -1,5 +1,6 @@
 """What the Triton forward and backward share: tile sizes, the walk over the tiles of an interval, loads, arguments."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -7,8 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.blocks import BlockMask
+from kernels.dropout import ROUNDS, Dropout
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 MAX_ROW_STRIDE = 2**22  # offsets inside a tile (up to 256 rows) are computed in int32
 
 
@@ -42,6 +47,13 @@ def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
     return _HALF[kernel][max(head_dim, 64)]
 
 
+def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
+    """`tile` itself, or the largest part of it whose sides divide the blocks."""
+    if blocks is None:
+        return tile
+    return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
+
+
 def shape_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     """The constexpr arguments that follow from the shapes; head dims are padded to a power of two of at least 16."""
     num_heads, head_dim = q.shape[2:]
@@ -64,6 +76,19 @@ def as_rows(x: Tensor) -> Tensor:
 def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:
     """Contiguous lo and hi, and the stride from one batch entry to the next: 0 where one row serves the whole batch."""
     return lo.contiguous(), hi.contiguous(), lo.shape[1] if lo.shape[0] > 1 else 0
+
+
+def dropout_arguments(dropout: Dropout | None) -> tuple:
+    """query_positions, key_positions, seed, threshold and factor of a kernel; no positions: no dropout."""
+    if dropout is None or dropout.p == 0:
+        return None, None, 0, 0, 1.0
+    positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
+    return *positions, dropout.seed, dropout.threshold, dropout.factor
+
+
+def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tensor | None, tuple[int, int] | None]:
+    """block_lists of a kernel and the strides of their batch and head: 0 where all share one list."""
+    return (None, None) if lists is None else (lists, lists.expand(batch, heads, -1, -1, -1).stride()[:2])
 
 
 @triton.jit
@@ -104,9 +129,69 @@ def walk(lo, hi, first, num_rows, ROWS: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def edge_start(begin, num_head, num_full, edge, STEP: tl.constexpr):
-    """First column of the edge-th tile to mask: the full tiles lie between head and tail."""
-    return begin + (edge + tl.where(edge < num_head, 0, num_full)) * STEP
+def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The list of a block of rows, of entries (kept columns before, column) as in `kernels.blocks`, GROUP columns a block."""
+    num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
+    row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
+    return block_lists + row
+
+
+@triton.jit
+def walk_blocks(
+    lo, hi, first, num_rows, blocks, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """`walk` along a list of kept blocks: begin is an entry of the list, and an entry holds BLOCK // STEP tiles."""
+    TILES: tl.constexpr = BLOCK // STEP
+    last = tl.minimum(first + ROWS, num_rows) - 1
+    start = tl.load(lo + first) // BLOCK
+    stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
+    full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
+    tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
+    begin = tl.load(blocks + start * (2 * GROUP))
+    num_head = tl.load(blocks + full * (2 * GROUP)) - begin
+    num_full = tl.load(blocks + tail * (2 * GROUP)) - begin - num_head
+    total = tl.load(blocks + stop * (2 * GROUP)) - begin
+    return begin, num_head * TILES, num_full * TILES, (total - num_full) * TILES
+
+
+@triton.jit
+def plan_walk(
+    lo, hi, first, num_rows, blocks, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
+):
+    """`walk`, or `walk_blocks` if there is a list of blocks."""
+    if blocks is None:
+        plan = walk(lo, hi, first, num_rows, ROWS, STEP)
+    else:
+        plan = walk_blocks(lo, hi, first, num_rows, blocks, ROWS, STEP, BLOCK, GROUP)
+    return plan
+
+
+@triton.jit
+def edge_tile(num_head, num_full, edge):
+    """The edge-th tile to mask: the full tiles lie between head and tail."""
+    return edge + tl.where(edge < num_head, 0, num_full)
+
+
+@triton.jit
+def block_column(blocks, begin, tile, STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """The entry of the list of blocks for a tile of the walk, 0 without a list.
+
+    Loops read it one step ahead: the pipeline would otherwise give up a stage of its loads to this one.
+    """
+    column = 0
+    if blocks is not None:
+        column = tl.load(blocks + (begin + tile // (BLOCK // STEP)) * 2 + 1)
+    return column
+
+
+@triton.jit
+def tile_start(begin, tile, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """First column of a tile of the walk; with a list of blocks (BLOCK > 0) `column` is from `block_column`."""
+    if BLOCK == 0:
+        start = begin + tile * STEP
+    else:
+        start = column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP
+    return start
 
 
 @triton.jit
@@ -114,3 +199,29 @@ def visible(lo, hi, start, COLUMNS: tl.constexpr):
     """The mask (rows, COLUMNS) of rows with bounds lo, hi over the columns [start, start + COLUMNS)."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     return (lo[:, None] <= columns) & (columns < hi[:, None])
+
+
+@triton.jit
+def load_positions(positions, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """The positions of rows [first, first + ROWS); without MASKED all rows must exist."""
+    rows = first + tl.arange(0, ROWS)
+    if MASKED:
+        loaded = tl.load(positions + rows, mask=rows < num_rows, other=0)
+    else:
+        loaded = tl.load(positions + rows)
+    return loaded
+
+
+@triton.jit
+def draw(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
+    """`kernels.dropout.keep_mask` of a tile of rows and the columns [start, start + STEP); TRANSPOSED: rows are keys.
+
+    `dropout` is (positions of the rows, pointer to positions of the columns, batch, seed, threshold, factor).
+    """
+    row_positions, column_positions, batch, seed, threshold, _ = dropout
+    queries, keys = row_positions[:, None], load_positions(column_positions, start, num_columns, STEP, MASKED)[None, :]
+    if TRANSPOSED:
+        queries, keys = keys, queries
+    # passed unbroadcast, rows and columns first meet in the second round, and what other words need alone is never computed
+    _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32), batch.to(tl.int32), PHILOX_ROUNDS)
+    return word >= threshold.to(tl.uint32)

@@ -14,10 +14,12 @@ if getattr(kernels, "OWNER", None) != "ringattn":
         "root of the ringattn source first on PYTHONPATH"
     )
 
+from kernels.blocks import BlockMask
 from ringattn.attention import ring_attention
+from ringattn.flash import flash_attention
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.state import PartialState
 from ringattn.transport import simulate
 
-__all__ = ["Layout", "Mask", "PartialState", "ring_attention", "simulate"]
+__all__ = ["BlockMask", "Layout", "Mask", "PartialState", "flash_attention", "ring_attention", "simulate"]

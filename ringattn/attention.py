@@ -5,6 +5,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.checks import PRECISIONS
 from kernels.reference import row_delta, state_dtype
 from ringattn import transport
 from ringattn.layout import Layout
@@ -22,8 +23,11 @@ def ring_attention(
     mask: Mask,
     group: dist.ProcessGroup | transport.SimulatedRank | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
     schedule: str = "auto",
     backend: str = "auto",
+    precision: str = "ieee",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v over the whole sequence; every rank of `group` calls it with its own rows.
@@ -38,9 +42,13 @@ def ring_attention(
         mask: which keys a position may see, the same on all ranks.
         group: the ring; None: this process alone.
         scale: positive factor on the scores; None: D ** -0.5.
+        dropout_p: probability of dropping a probability of the softmax, 0 <= p < 1. The mask follows from `seed` and the
+            position in the whole (query, key, head, batch row): it is the same on any number of ranks and in any layout.
+        seed: of the dropout, the same on all ranks; another one for every layer and step.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
             whose busiest rank sends fewer bytes.
         backend: the kernels, see `kernels.dispatch`.
+        precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log of the softmax's denominator.
 
     Returns:
@@ -51,22 +59,14 @@ def ring_attention(
         ValueError: shapes, dtypes, layout, mask, group or schedule that contradict each other, before any work starts.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check(q, k, v, layout, mask, group, scale, schedule, backend)
-    out, lse = torch.ops.ringattn.ring_attention(
-        q,
-        k,
-        v,
-        mask.lengths,
-        mask.is_causal,
-        mask.window or 0,
-        layout.kind,
-        layout.seq_len,
-        layout.ranks,
-        "" if group is None else group.group_name,
-        scale,
-        schedule,
-        backend,
-    )
+    _check_ring(q, layout, group, schedule)
+    check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}: a rank holds the same positions of both")
+    name = "" if group is None else group.group_name
+    settings = mask.lengths, mask.is_causal, mask.window or 0, layout.kind, layout.seq_len, layout.ranks, name, schedule
+    options = scale, float(dropout_p), seed, backend, precision
+    out, lse = torch.ops.ringattn.ring_attention(q, k, v, *settings, *options)
     return (out, lse) if return_lse else out
 
 
@@ -78,29 +78,40 @@ def _rank_and_size(group: dist.ProcessGroup | transport.SimulatedRank | None) ->
     return group.rank(), group.size()
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    mask: Mask,
-    group: dist.ProcessGroup | transport.SimulatedRank | None,
-    scale: float,
-    schedule: str,
-    backend: str,
-) -> None:
+def _check_ring(q: Tensor, layout: Layout, group: dist.ProcessGroup | transport.SimulatedRank | None, schedule: str) -> None:
     rank, size = _rank_and_size(group)
     if size != layout.ranks:
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
+    if q.ndim == 4 and q.shape[1] != layout.rows(rank):
+        raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    seq_len: int,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    backend: str,
+    precision: str,
+) -> None:
+    """Refuse what no attention can honour, on a ring or alone, before any work starts.
+
+    Raises:
+        ValueError: saying what, why and what to do.
+    """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
-    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
             "v (B, N, Hkv, Dv)"
         )
-    if q.shape[1] != layout.rows(rank):
-        raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads do not divide into {k.shape[2]} key heads: Hkv must divide Hq")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
@@ -109,10 +120,19 @@ def _check(
         )
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
-    mask.check(layout.seq_len, q.shape[0])
+    if not 0 <= dropout_p < 1 or not 0 <= seed < 2**63:
+        raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and 0 <= seed < 2**63")
+    mask.check(seq_len, q.shape[0])
     dispatch.choose(q.device, q.dtype, backend)
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+
+
+# The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
+_SETTINGS = (
+    "Tensor documents, bool is_causal, SymInt window, str layout, SymInt seq_len, SymInt ranks, str group, str schedule, "
+    "float scale, float dropout_p, SymInt seed, str backend, str precision"
+)
 
 
 def _ring(
@@ -120,69 +140,51 @@ def _ring(
     documents: Tensor,
     is_causal: bool,
     window: int,
-    layout_kind: str,
+    layout: str,
     seq_len: int,
     ranks: int,
     group: str,
-    scale: float,
-    backend: str,
-) -> Ring:
-    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
-    ends = transport.resolve(group)
-    return Ring(plan(mask, Layout(layout_kind, seq_len, ranks), ends.rank, q.device), ends, scale, backend)
-
-
-# The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
-@torch.library.custom_op("ringattn::ring_attention", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor,
-    is_causal: bool,
-    window: int,
-    layout_kind: str,
-    seq_len: int,
-    ranks: int,
-    group: str,
-    scale: float,
     schedule: str,
+    scale: float,
+    dropout_p: float,
+    seed: int,
     backend: str,
-) -> tuple[Tensor, Tensor]:
-    ring = _ring(q, documents, is_causal, window, layout_kind, seq_len, ranks, group, scale, backend)
+    precision: str,
+) -> tuple[Ring, str]:
+    """The ring that the settings describe, and the schedule."""
+    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
+    end = transport.resolve(group)
+    planned = plan(mask, Layout(layout, seq_len, ranks), end.rank, q.device)
+    return Ring(planned, end, scale, dropout_p, seed, backend, precision), schedule
+
+
+@torch.library.custom_op(
+    "ringattn::ring_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, *settings):
+    ring, schedule = _ring(q, *settings)
     return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule)
 
 
 @_forward.register_fake
-def _(q, k, v, *_):
+def _(q, k, v, *settings):
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
-@torch.library.custom_op("ringattn::ring_attention_backward", mutates_args=())
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor,
-    documents: Tensor,
-    is_causal: bool,
-    window: int,
-    layout_kind: str,
-    seq_len: int,
-    ranks: int,
-    group: str,
-    scale: float,
-    schedule: str,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    ring = _ring(q, documents, is_causal, window, layout_kind, seq_len, ranks, group, scale, backend)
+@torch.library.custom_op(
+    "ringattn::ring_attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor dlse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(q, k, v, out, lse, dout, dlse, *settings):
+    ring, schedule = _ring(q, *settings)
     q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
     delta = row_delta(out, dout, dlse).contiguous()
-    dq, dk, dv = ring.backward(q, k, v, dout, lse, delta, schedule)
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    grads = ring.backward(q, k, v, dout, lse, delta, schedule)
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 @_backward.register_fake

@@ -76,9 +76,18 @@ class Mask:
         if len(self.documents) not in (1, batch):
             raise ValueError(f"documents for {len(self.documents)} batch rows but the batch has {batch}: give 1 or {batch}")
 
-    def intervals(self, seq_len: int) -> tuple[Tensor, Tensor]:
-        """(lo, hi), int64 (1 or B, seq_len) on the CPU: position i sees the positions [lo, hi). Neither ever decreases."""
-        return _intervals(self, seq_len)
+    def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
+        """(lo, hi), int64 (1 or B, num_queries) on the CPU: query i sees the positions [lo, hi). Neither ever decreases.
+
+        Args:
+            seq_len: positions in all.
+            num_queries: the last query stands at the last position, the others before it, where need be before the first.
+                None: a query at every position.
+
+        Raises:
+            ValueError: documents, and queries that stand before the first of them.
+        """
+        return _intervals(self, seq_len, seq_len if num_queries is None else num_queries)
 
     def pairs(self, seq_len: int) -> list[int]:
         """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask."""
@@ -99,19 +108,26 @@ class Mask:
 
 
 @lru_cache(maxsize=8)
-def _intervals(mask: Mask, seq_len: int) -> tuple[Tensor, Tensor]:
-    position = torch.arange(seq_len)
-    documents = mask.documents or ((seq_len,),)
-    lo, hi = [], []
-    for row in documents:
-        lengths = torch.tensor(row, dtype=torch.int64)
-        end = torch.repeat_interleave(lengths.cumsum(0), lengths)
-        lo.append(end - torch.repeat_interleave(lengths, lengths))
-        hi.append(end)
-    lo, hi = torch.stack(lo), torch.stack(hi)
+def _intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
+    position = torch.arange(seq_len - num_queries, seq_len)
+    if mask.documents is None:
+        lo = torch.zeros(1, num_queries, dtype=torch.int64)
+        hi = lo + seq_len
+    elif num_queries > seq_len:
+        raise ValueError(f"{num_queries} queries of {seq_len} keys in documents: the first queries belong to none")
+    else:
+        bounds = [_document_bounds(row) for row in mask.documents]
+        lo, hi = (torch.stack(x)[:, seq_len - num_queries :] for x in zip(*bounds, strict=True))
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
         lo = torch.maximum(lo, position - mask.window + 1)
         hi = torch.minimum(hi, position + mask.window)
-    return lo, hi
+    return lo, hi.clamp(min=0)
+
+
+def _document_bounds(row: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """First position, and the one after the last, of the document that each position belongs to."""
+    lengths = torch.tensor(row, dtype=torch.int64)
+    end = torch.repeat_interleave(lengths.cumsum(0), lengths)
+    return end - torch.repeat_interleave(lengths, lengths), end

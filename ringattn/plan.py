@@ -3,7 +3,7 @@
 import logging
 import threading
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ class Plan:
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         ranks = range(layout.ranks)
+        self.layout, self.device = layout, device
         self.rows = [layout.rows(r) for r in ranks]
         self.need = needs(mask, layout)
         self._intervals = {(rank, r): _local(mask, layout, rank, r, device) for r in ranks}
@@ -54,6 +55,11 @@ class Plan:
     def intervals(self, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
         """(lo, hi), int32 (B or 1, rows of `query_rank`): the rows of `key_rank` that each query sees. One is this rank."""
         return self._intervals[query_rank, key_rank]
+
+    @cached_property
+    def positions(self) -> list[Tensor]:
+        """positions[rank]: where that rank's rows stand in the whole sequence, int32."""
+        return [self.layout.positions(rank).to(self.device, torch.int32) for rank in range(self.layout.ranks)]
 
     def schedule(self, name: str, results: bool) -> Schedule:
         """The "state" schedule, in which queries travel, or the "kv" schedule; with or without results to bring home."""

@@ -6,11 +6,13 @@ merged; partial results stay fp32 (fp64 for fp64 inputs) from the kernel to the 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.dropout import Dropout
 from kernels.reference import state_dtype
 from ringattn.plan import Plan, backward_bytes, forward_bytes
 from ringattn.schedule import Schedule
@@ -90,7 +92,10 @@ class Ring:
     plan: Plan
     transport: Transport
     scale: float
+    dropout_p: float = 0.0
+    seed: int = 0
     backend: str = "auto"
+    precision: str = "ieee"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str = "auto") -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse in fp32)."""
@@ -104,10 +109,17 @@ class Ring:
         chosen = self.plan.choose(schedule, backward_bytes(q, k, v), "backward")
         return (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, delta)
 
+    def _options(self, query_rank: int, key_rank: int) -> dict[str, Any]:
+        """What the kernels are told about a block of one rank's queries and another's keys, besides its intervals."""
+        positions = self.plan.positions
+        dropout = Dropout(self.dropout_p, self.seed, positions[query_rank], positions[key_rank]) if self.dropout_p else None
+        return {"dropout": dropout, "backend": self.backend, "precision": self.precision}
+
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         def visit(owner: int, traveller: Block) -> PartialState:
-            interval = self.plan.intervals(owner, self.transport.rank)
-            return PartialState(*dispatch.forward(*traveller, k, v, *interval, self.scale, backend=self.backend))
+            block = owner, self.transport.rank
+            interval = self.plan.intervals(*block)
+            return PartialState(*dispatch.forward(*traveller, k, v, *interval, self.scale, **self._options(*block)))
 
         def merge(a: Block, b: Block) -> PartialState:
             return PartialState(*a).merge(PartialState(*b))
@@ -124,9 +136,9 @@ class Ring:
 
         def visit(owner: int, traveller: Block) -> None:
             nonlocal state
-            interval = self.plan.intervals(self.transport.rank, owner)
-            final = owner == last
-            state = dispatch.forward(q, *traveller, *interval, self.scale, state, final, backend=self.backend)
+            block = self.transport.rank, owner
+            interval, final = self.plan.intervals(*block), owner == last
+            state = dispatch.forward(q, *traveller, *interval, self.scale, state, final, **self._options(*block))
 
         circulate(schedule, self.transport, self.plan.rows, (k, v), visit)
         return state.finalize(q.dtype) if last is None else state
@@ -139,8 +151,9 @@ class Ring:
         def visit(owner: int, traveller: Block) -> Block:
             q, dout, lse, delta = traveller
             (dq,) = _zeros(q)
-            interval = self.plan.intervals(owner, self.transport.rank)
-            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, backend=self.backend)
+            block = owner, self.transport.rank
+            interval = self.plan.intervals(*block)
+            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, **self._options(*block))
             return (dq,)
 
         schedule = self.plan.schedule("state", results=True)
@@ -156,8 +169,9 @@ class Ring:
         def visit(owner: int, traveller: Block) -> Block:
             k, v = traveller
             dk, dv = _zeros(k, v)
-            interval = self.plan.intervals(self.transport.rank, owner)
-            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, backend=self.backend)
+            block = self.transport.rank, owner
+            interval = self.plan.intervals(*block)
+            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, **self._options(*block))
             return dk, dv
 
         schedule = self.plan.schedule("kv", results=True)

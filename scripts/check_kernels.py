@@ -1,6 +1,7 @@
 """Hold the Triton kernels to the float64 reference on a GPU, beside PyTorch's SDPA in the same dtype.
 
     python scripts/check_kernels.py --output DIR --time
+    compute-sanitizer --tool memcheck python scripts/check_kernels.py --lengths 1 63 257
 
 Prints Markdown tables of the largest row error (relative to the row's scale) and, with --time, of TFLOP/s; exits with 1 if
 an error exceeds its tolerance. FLOPs count 4 B H S S D forward (half of that when causal) and 2.5 times that backward.
@@ -106,11 +107,11 @@ def check_case(dtype: torch.dtype, dim: int, length: int, mask: str) -> tuple[li
     return ours, theirs, failed
 
 
-def error_table() -> tuple[list[str], list[str]]:
+def error_table(lengths: list[int]) -> tuple[list[str], list[str]]:
     """Lines of a Markdown table, and a line for every case that failed."""
     lines = ["| dtype | D | S | mask | " + " | ".join(NAMES) + " |", "|---" * (4 + len(NAMES)) + "|"]
     failures = []
-    for dtype, dim, length, mask in product(DTYPES, (64, 128), LENGTHS, MASKS):
+    for dtype, dim, length, mask in product(DTYPES, (64, 128), lengths, MASKS):
         ours, theirs, failed = check_case(dtype, dim, length, mask)
         cells = [
             f"{x:.1e}" + (f" ({y:.1e})" if y is not None else "") + (" **too large**" if name in failed else "")
@@ -161,13 +162,14 @@ def time_table() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="directory for check_kernels.md")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: %(default)s)")
     parser.add_argument("--time", action="store_true", help="also measure TFLOP/s at S = 16384, 16 heads, bf16")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device; without one run the tests, which use Triton's interpreter")
     lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", ""]
     lines += [f"Largest row error against float64, {HEADS[0]} query and {HEADS[1]} key heads (SDPA's in brackets)", ""]
-    table, failures = error_table()
+    table, failures = error_table(args.lengths)
     lines += table
     if args.time:
         lines += ["", "TFLOP/s, bf16, B 1, H 16, S 16384", "", *time_table()]

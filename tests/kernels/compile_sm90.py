@@ -30,11 +30,15 @@ def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
     """The type of a kernel argument in Triton's notation."""
     if name.endswith("_strides"):
         return ("i32",) * 3
+    if name == "block_strides":
+        return ("i32",) * 2
     if name in ("interval_stride", "num_queries", "num_keys"):
         return "i32"
-    if name in ("lo", "hi", "query_lo", "query_hi"):
+    if name in ("lo", "hi", "query_lo", "query_hi", "query_positions", "key_positions", "block_lists"):
         return "*i32"
-    return {"scale": "fp32"}.get(name, f"*{dtype}" if name in ("q", "k", "v", "dout", "out") else "*fp32")
+    return {"scale": "fp32", "factor": "fp32", "seed": "u64", "threshold": "u32"}.get(
+        name, f"*{dtype}" if name in ("q", "k", "v", "dout", "out") else "*fp32"
+    )
 
 
 def aligned(signature: dict) -> dict[tuple[int, ...], list]:
@@ -43,17 +47,24 @@ def aligned(signature: dict) -> dict[tuple[int, ...], list]:
     for index, (name, kind) in enumerate(signature.items()):
         if name.endswith("_strides"):
             attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(3)}
+        elif name == "block_strides" and kind != "constexpr":
+            attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(2)}
         elif kind[0] == "*":
             attributes[(index,)] = [["tt.divisibility", 16]]
     return attributes
 
 
-def compile_kernel(name: str, dtype: str, head_dim: int) -> triton.compiler.CompiledKernel:
-    """The kernel as it would be launched on a Hopper GPU for grouped heads and `head_dim`."""
+def compile_kernel(name: str, dtype: str, head_dim: int, features: str) -> triton.compiler.CompiledKernel:
+    """The kernel as it would be launched on a Hopper GPU for grouped heads; features: dropout, blocks, tf32, in any mix."""
     kernel, tile = KERNELS[name], tiles.choose_tile(name, DTYPES[dtype], head_dim)
     q = torch.empty(1, 1, 4, head_dim, device="meta")
     k = torch.empty(1, 1, 2, head_dim, device="meta")
     constants = tiles.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
+    constants |= dict(BLOCK=128 if "blocks" in features else 0, PRECISION="tf32" if "tf32" in features else "ieee")
+    if "dropout" not in features:
+        constants |= dict(query_positions=None, key_positions=None)
+    if "blocks" not in features:
+        constants |= dict(block_lists=None, block_strides=None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, aligned(signature))
@@ -74,9 +85,10 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
 
 def main() -> None:
     for argument in sys.argv[1:]:
-        name, dtype, head_dim = argument.split(":")
-        compiled = compile_kernel(name, dtype, int(head_dim))
-        print(json.dumps(dict(kernel=name, dtype=dtype, head_dim=int(head_dim)) | resources(compiled)), flush=True)
+        name, dtype, head_dim, features = argument.split(":")
+        compiled = compile_kernel(name, dtype, int(head_dim), features)
+        case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), features=features)
+        print(json.dumps(case | resources(compiled)), flush=True)
 
 
 if __name__ == "__main__":

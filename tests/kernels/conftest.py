@@ -1,7 +1,12 @@
-"""Fresh memory is filled with NaN in these tests, so that an element nobody wrote shows."""
+"""Fresh memory is filled with NaN in these tests, so that an element nobody wrote shows; small tiles on request."""
 
 import pytest
 import torch
+
+from kernels import tiles
+
+ON_GPU = torch.cuda.is_available()
+SMALL_TILE = tiles.Tile(64, 64, 8, 2) if ON_GPU else tiles.Tile(32, 16, 8, 1)
 
 
 def _poisoned(allocate):
@@ -16,3 +21,15 @@ def _poisoned(allocate):
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles for short sequences, so that every edge of the walk occurs."""
+    table = tiles.choose_tile
+
+    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> tiles.Tile:
+        # the fp32 tile of the table is small, and a larger one may not fit into a GPU's shared memory
+        return table(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
+
+    monkeypatch.setattr(tiles, "choose_tile", choose_tile)

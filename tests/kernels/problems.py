@@ -1,6 +1,6 @@
 """Random attention problems for tests."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,7 +10,10 @@ from kernels import reference
 
 @dataclass
 class Problem:
-    """Inputs of `forward` and `backward`; lse and delta, fp32, are those of the float64 reference."""
+    """Inputs of `forward` and `backward`; lse and delta, fp32, are those of the float64 reference.
+
+    `features` holds the keyword arguments common to both: dropout, blocks, precision.
+    """
 
     q: Tensor
     k: Tensor
@@ -21,15 +24,17 @@ class Problem:
     dout: Tensor
     lse: Tensor
     delta: Tensor
+    features: dict = field(default_factory=dict)
 
     def forward(self, module, **options):
-        return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **options)
+        return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **self.features, **options)
 
     def backward(self, module) -> tuple[Tensor, ...]:
         """(dq, dk, dv), added into zeros."""
         state_dtype = reference.state_dtype(self.q.dtype)
         gradients = tuple(torch.zeros(x.shape, dtype=state_dtype, device=x.device) for x in (self.q, self.k, self.v))
-        module.backward(*(self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale), *gradients)
+        operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale
+        module.backward(*operands, *gradients, **self.features)
         return gradients
 
     def double(self) -> "Problem":
@@ -46,6 +51,7 @@ def make_problem(
     heads: tuple[int, int] = (2, 1),
     dims: tuple[int, int] = (16, 16),
     device: torch.device | str = "cpu",
+    **features,
 ) -> Problem:
     """Standard normal inputs under the intervals; `heads` is (Hq, Hkv) and `dims` is (D, Dv)."""
     generator = torch.Generator().manual_seed(0)
@@ -61,6 +67,6 @@ def make_problem(
     )
     dout, scale = normal(num_queries, heads[0], dims[1]), dims[0] ** -0.5
     lo, hi = lo.to(device), hi.to(device)
-    out, lse = reference.forward(q.double(), k.double(), v.double(), lo, hi, scale, final=True)
+    out, lse = reference.forward(q.double(), k.double(), v.double(), lo, hi, scale, final=True, **features)
     delta = reference.row_delta(out, dout.double())
-    return Problem(q, k, v, lo, hi, scale, dout, lse.float(), delta.float())
+    return Problem(q, k, v, lo, hi, scale, dout, lse.float(), delta.float(), features)

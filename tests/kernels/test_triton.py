@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import backward, forward, reference, tiles
+from kernels import backward, forward, reference
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
@@ -15,7 +15,6 @@ from tests.kernels.problems import Problem, make_problem
 ON_GPU = torch.cuda.is_available()
 # the interpreter computes bf16 wrongly
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-SMALL_TILE = tiles.Tile(64, 64, 8, 2) if ON_GPU else tiles.Tile(32, 16, 8, 1)
 
 SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
     "one-query": ((1, 63), (2, 1), (64, 64), 1),
@@ -26,18 +25,6 @@ SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
     "128": ((128, 128), (2, 1), (128, 128), 1),
     "value-dim-wider": ((65, 65), (2, 1), (16, 96), 1),
 }
-
-
-@pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles for short sequences, so that every edge of the walk occurs."""
-    table = tiles.choose_tile
-
-    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> tiles.Tile:
-        # the fp32 tile of the table is small, and a larger one may not fit into a GPU's shared memory
-        return table(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
-
-    monkeypatch.setattr(tiles, "choose_tile", choose_tile)
 
 
 def check_gradients(problem: Problem, tolerance: float, floor: float) -> None:

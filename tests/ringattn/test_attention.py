@@ -115,6 +115,19 @@ def test_a_dropped_hop_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 1e-3
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("ranks", (1, 2, 5), ids=lambda n: f"P{n}")
+def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str) -> None:
+    """Output and gradients equal those of one rank, which are held to a written-out mask: so the mask is the same."""
+    case = Case.random(seq_len=60, batch=2)
+    options = {"dropout_p": 0.2, "seed": 11}
+    got = case.on_ring(Layout(layout, 60, ranks), Mask.causal(), schedule=schedule, backend="tiled", **options)
+    expected = case.on_rank(Layout.contiguous(60, 1), Mask.causal(), 0, None, backend="reference", **options)
+    assert_close(got, expected, 1e-10)
+    assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 0.1
+
+
 def test_same_bits_every_time() -> None:
     case = Case.random(seq_len=101, dtype=torch.float32)
     first, second = (case.on_ring(Layout.zigzag(101, 4), Mask.causal(), schedule="state") for _ in range(2))
@@ -148,6 +161,8 @@ REFUSED = {
     "another-head-dim": ({"q": torch.zeros(1, 8, 4, 16)}, "give q .B, N, Hq, D."),
     "another-dtype": ({"q": torch.zeros(1, 8, 4, 8)}, "give one dtype and device"),
     "negative-scale": ({"scale": -0.5}, "scale = -0.5"),
+    "dropout-of-one": ({"dropout_p": 1.0}, "dropout_p = 1.0"),
+    "unknown-precision": ({"precision": "half"}, "unknown precision 'half'"),
     "unknown-schedule": ({"schedule": "star"}, "unknown schedule 'star'"),
     "unknown-backend": ({"backend": "cuda"}, "unknown kernel backend 'cuda'"),
     "backend-without-the-dtype": ({"backend": "triton"}, "Triton kernels have no torch.float64"),

@@ -1,0 +1,158 @@
+"""Attention on one device, with no group: the call that takes the place of `scaled_dot_product_attention` in a model."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kernels import dispatch
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
+from kernels.reference import row_delta, state_dtype
+from ringattn.attention import check_inputs
+from ringattn.mask import Mask
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    blocks: BlockMask | None = None,
+    backend: str = "auto",
+    precision: str = "ieee",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T + mask) v, computed by tiles; memory is linear in the number of rows.
+
+    Deterministic, and differentiable in q, k and v from gradients of out and lse.
+
+    Args:
+        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. One dtype (fp16, bf16, fp32, fp64) and
+            device. `scaled_dot_product_attention` has rows and heads the other way round: (B, H, N, D).
+        mask: over the Nk positions of the keys; the last query stands at the last of them, as in FlashAttention:
+
+                Nq = 2, Nk = 4, causal:  1 1 1 0
+                                         1 1 1 1
+
+        is_causal: short for mask=Mask.causal(). Neither: every query sees every key.
+        scale: positive factor on the scores; None: D ** -0.5.
+        dropout_p: probability of dropping a probability of the softmax, 0 <= p < 1.
+        seed: of the dropout; another one for every layer and step.
+        blocks: pairs of (query block, key block) that are computed at all, on top of `mask`. None: all.
+        backend: the kernels, see `kernels.dispatch`.
+        precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        return_lse: also return the log of the softmax's denominator.
+
+    Returns:
+        out (B, Nq, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, Nq, Hq) in fp32 (fp64 for fp64 inputs). A row
+        that may see no key gives 0 and -inf.
+
+    Raises:
+        ValueError: arguments that contradict each other, before any work starts.
+    """
+    if mask is not None and is_causal:
+        raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
+    mask = mask or (Mask.causal() if is_causal else Mask.full())
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    check_inputs(q, k, v, mask, k.shape[1], scale, dropout_p, seed, backend, precision)
+    keep, size = (None, 0) if blocks is None else (blocks.keep, blocks.size)
+    settings = mask.lengths, keep, mask.is_causal, mask.window or 0, size
+    out, lse = torch.ops.ringattn.flash_attention(q, k, v, *settings, scale, float(dropout_p), seed, backend, precision)
+    return (out, lse) if return_lse else out
+
+
+@lru_cache(maxsize=8)
+def _intervals(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    lo, hi = mask.intervals(num_keys, num_queries)
+    return lo.to(device, torch.int32), hi.to(device, torch.int32)
+
+
+@lru_cache(maxsize=8)
+def _positions(num_rows: int, seq_len: int, device: torch.device) -> Tensor:
+    return torch.arange(seq_len - num_rows, seq_len, dtype=torch.int32, device=device)
+
+
+# The operators take the masks as values, so that a compiler may trace them.
+_SETTINGS = (
+    "Tensor documents, Tensor? keep, bool is_causal, SymInt window, SymInt block_size, float scale, float dropout_p, "
+    "SymInt seed, str backend, str precision"
+)
+
+
+def _block(
+    q: Tensor,
+    k: Tensor,
+    documents: Tensor,
+    keep: Tensor | None,
+    is_causal: bool,
+    window: int,
+    block_size: int,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    backend: str,
+    precision: str,
+) -> tuple[tuple, dict]:
+    """What the kernels are told about this one block: (lo, hi, scale), and their options."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
+    dropout = None
+    if dropout_p:
+        positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
+        dropout = Dropout(dropout_p, seed, *positions)
+    blocks = None if keep is None else BlockMask(keep, block_size)
+    options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
+    return (*_intervals(mask, num_queries, num_keys, q.device), scale), options
+
+
+@torch.library.custom_op(
+    "ringattn::flash_attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
+)
+def _forward(q, k, v, *settings):
+    mask, options = _block(q, k, *settings)
+    return dispatch.forward(q, k, v, *mask, final=True, **options)
+
+
+@_forward.register_fake
+def _(q, k, v, *settings):
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+@torch.library.custom_op(
+    "ringattn::flash_attention_backward",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor dlse, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(q, k, v, out, lse, dout, dlse, *settings):
+    mask, options = _block(q, k, *settings)
+    grads = [torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in (q, k, v)]
+    dispatch.backward(q, k, v, dout, lse, row_delta(out, dout, dlse), *mask, *grads, **options)
+    return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+
+
+@_backward.register_fake
+def _(q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, documents, keep, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, *output, documents, keep)
+
+
+def _differentiate(ctx, dout, dlse):
+    q, k, v, out, lse, *masks = ctx.saved_tensors
+    grads = torch.ops.ringattn.flash_attention_backward(q, k, v, out, lse, dout, dlse, *masks, *ctx.settings)
+    return *grads, *[None] * (2 + len(ctx.settings))
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,121 @@
+"""The call without a group, against softmax attention written out and differentiated by autograd."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels import intervals
+from kernels.dropout import Dropout, keep_mask
+from ringattn import BlockMask, Mask, flash_attention
+
+OPERATOR = torch.ops.ringattn.flash_attention.default
+
+
+def inputs(num_queries: int, num_keys: int, heads: int = 4, key_heads: int = 2, dtype=torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, num_queries, heads, 8), (2, num_keys, key_heads, 8), (2, num_keys, key_heads, 6)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, keep: Tensor | None = None, p: float = 0.0) -> Tensor:
+    """Attention with the scores in memory; `allowed` and `keep` broadcast to (B, H, Nq, Nk)."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    probabilities = scores.masked_fill(~allowed, float("-inf")).softmax(-1).nan_to_num(0.0)
+    if keep is not None:
+        probabilities = probabilities * keep / (1 - p)
+    return torch.einsum("bhqk,bkhd->bqhd", probabilities, v)
+
+
+def assert_same(call: Callable[..., Tensor], expected: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    """Equal outputs and gradients in float64."""
+    out, reference = call(*tensors), expected(*tensors)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    pairs = zip(torch.autograd.grad(out, tensors, dout), torch.autograd.grad(reference, tensors, dout), strict=True)
+    for got, exact in [(out, reference), *pairs]:
+        torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
+
+
+def allowed_by(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
+    return intervals.dense(*mask.intervals(num_keys, num_queries), num_keys)[:, None]
+
+
+@pytest.mark.parametrize("backend", ("reference", "tiled"))
+@pytest.mark.parametrize("rows", ((9, 9), (3, 9), (9, 3), (1, 12)), ids=lambda n: f"{n[0]}x{n[1]}")
+@pytest.mark.parametrize("mask", (Mask.full(), Mask.causal(), Mask.causal(window=4), Mask.full(window=3)), ids=str)
+def test_masks_and_lengths(mask: Mask, rows: tuple[int, int], backend: str) -> None:
+    allowed = allowed_by(mask, *rows)
+    assert_same(lambda *x: flash_attention(*x, mask=mask, backend=backend), lambda *x: written_out(*x, allowed), inputs(*rows))
+
+
+def test_the_last_query_stands_at_the_last_key() -> None:
+    assert allowed_by(Mask.causal(), 2, 4)[0, 0].int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+    assert allowed_by(Mask.causal(), 3, 2)[0, 0].int().tolist() == [[0, 0], [1, 0], [1, 1]]
+    assert allowed_by(Mask.causal(documents=[3, 2]), 3, 5)[0, 0].int().tolist() == [
+        [1, 1, 1, 0, 0],
+        [0, 0, 0, 1, 0],
+        [0, 0, 0, 1, 1],
+    ]
+
+
+def test_it_takes_the_place_of_torchs() -> None:
+    q, k, v = inputs(11, 11, key_heads=4)
+    transposed = (x.transpose(1, 2) for x in (q, k, v))
+    expected = torch.nn.functional.scaled_dot_product_attention(*transposed, is_causal=True).transpose(1, 2)
+    torch.testing.assert_close(flash_attention(q, k, v, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("backend", ("reference", "tiled"))
+def test_dropout(backend: str) -> None:
+    positions = torch.arange(40, dtype=torch.int32)
+    keep = keep_mask(Dropout(0.3, 5, positions, positions), 2, 4)
+    allowed = allowed_by(Mask.causal(), 40, 40)
+    assert_same(
+        lambda *x: flash_attention(*x, is_causal=True, dropout_p=0.3, seed=5, backend=backend),
+        lambda *x: written_out(*x, allowed, keep, 0.3),
+        inputs(40, 40),
+    )
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**16))
+def test_blocks(seed: int) -> None:
+    """Any kept blocks, a row without any included, under a causal mask; lengths that end in mid-block."""
+    keep = torch.rand(1, 4, 2, 2, generator=torch.Generator().manual_seed(seed)) < 0.5
+    blocks = BlockMask(keep, size=64)
+    allowed = allowed_by(Mask.causal(), 70, 70) & blocks.dense(70, 70)
+    assert_same(
+        lambda *x: flash_attention(*x, is_causal=True, blocks=blocks), lambda *x: written_out(*x, allowed), inputs(70, 70)
+    )
+
+
+def test_torch_checks_the_operator() -> None:
+    keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    arguments = (*inputs(7, 9), Mask.full().lengths, keep, True, 4, 64, 0.5, 0.1, 3, "tiled", "ieee")
+    torch.library.opcheck(OPERATOR, arguments)
+
+
+def test_compiles_whole() -> None:
+    compiled = torch.compile(flash_attention, backend="aot_eager", fullgraph=True)
+    tensors = inputs(7, 9)
+    assert torch.equal(compiled(*tensors, is_causal=True), flash_attention(*tensors, is_causal=True))
+
+
+REFUSED = {
+    "mask-twice": ({"mask": Mask.full(), "is_causal": True}, "both mask and is_causal"),
+    "dropout-of-one": ({"dropout_p": 1.0}, "dropout_p = 1.0"),
+    "negative-seed": ({"seed": -1}, "seed = -1"),
+    "unknown-precision": ({"precision": "bf16"}, "unknown precision 'bf16'"),
+    "queries-before-documents": ({"mask": Mask.causal(documents=[2, 3])}, "7 queries of 5 keys in documents"),
+    "blocks-of-another-shape": ({"blocks": BlockMask(torch.ones(1, 1, 2, 2, dtype=torch.bool))}, "block mask"),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_contradictions_are_refused(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*inputs(7, 5), **changes)

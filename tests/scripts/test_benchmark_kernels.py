@@ -1,0 +1,87 @@
+"""The benchmark's dry run: it writes its report, and has no speed for a wrong result."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts import benchmark_kernels
+from scripts.benchmark_kernels import peers
+
+CPU = torch.device("cpu")
+DIRECTIONS = ("forward", "backward")
+
+
+class DoubledGradient(torch.autograd.Function):
+    """The identity, with a wrong gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def changed(change: Callable[[Tensor], Tensor]) -> peers.Prepare:
+    """Our implementation with its keys changed."""
+
+    def prepare(case, device):
+        attend = peers.ringattn(case, device)
+        return lambda q, k, v: attend(q, change(k), v)
+
+    return prepare
+
+
+def broken(case, device):
+    raise RuntimeError("no kernel for this card")
+
+
+def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
+    """(exit status, rows, table) of a dry run."""
+    status = benchmark_kernels.main(["--device", "cpu", "--output", str(output), *arguments])
+    return status, json.loads((output / "rows.json").read_text())["rows"], (output / "README.md").read_text()
+
+
+def test_the_dry_run_writes_a_table_and_pictures(tmp_path: Path) -> None:
+    status, rows, table = run(tmp_path, "--lengths", "128", "384")
+    assert status == 0
+    for name in ("speed", "blocks", "memory"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+        assert f"({name}.png)" in table
+    kinds = {row["case"]["kind"] for row in rows}
+    assert kinds == {"full", "causal", "window", "documents", "blocks"}
+    assert all(row[direction]["ms"] > 0 for row in rows for direction in DIRECTIONS)
+    assert "wrong" not in table.split("## Errors")[0]
+
+
+def test_a_wrong_result_gets_no_speed_and_a_failure_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = changed(lambda k: torch.cat((k[:, :64], k[:, 64:] * 0.5), 1))
+    gradient = changed(DoubledGradient.apply)
+    for name, prepare in {"half": half, "gradient": gradient, "broken": broken}.items():
+        monkeypatch.setitem(peers.IMPLEMENTATIONS, name, prepare)
+    status, rows, table = run(tmp_path, "--suite", "masks")
+    assert status == 0  # of ours
+    found = {(row["implementation"], direction): row[direction] for row in rows for direction in DIRECTIONS}
+    wrong = {("half", "forward"), ("half", "backward"), ("gradient", "backward")}
+    assert {key for key, x in found.items() if x["status"] == "wrong"} == wrong
+    assert all("ms" not in found[key] and "tflops" not in found[key] for key in wrong)
+    assert found["gradient", "forward"]["status"] == found[peers.OURS, "backward"]["status"] == "ok"
+    assert "no kernel for this card" in found["broken", "backward"]["error"]
+    line = next(line for line in table.splitlines() if "| causal |" in line)
+    assert "| wrong |" in line and "/ wrong" in line and "| failed |" in line
+
+
+def test_skipped_keys_exceed_the_tolerance() -> None:
+    """Four keys of 1,024 are the share of a tile of 64 in 16,384."""
+    case = benchmark_kernels.Case("full", 1024, 2, 64)
+    q, k, v, dout = case.inputs(CPU)
+    expected = benchmark_kernels.expected_results(case, q, k, v, dout)["out"]
+    attend = peers.ringattn(case, CPU)
+    right = benchmark_kernels.relative_error(attend(q, k, v), expected)
+    skipped = benchmark_kernels.relative_error(attend(q, k[:, :-4], v[:, :-4]), expected)
+    assert 4 * right < benchmark_kernels.TOLERANCE < skipped / 2
