@@ -21,8 +21,8 @@ from kernels.tiles import (
     edge_tile,
     kept_blocks,
     load_intervals,
-    load_positions,
     load_rows,
+    load_scalars,
     plan_walk,
     tile_start,
     visible,
@@ -92,7 +92,7 @@ def _forward_kernel(
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
     if query_positions is not None:
-        row_positions = load_positions(query_positions, first, num_queries, QUERIES, True)
+        row_positions = load_scalars(query_positions, first, num_queries, QUERIES, True)
         dropout = (row_positions, key_positions, batch, seed, threshold, factor)
     begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
