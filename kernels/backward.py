@@ -40,7 +40,7 @@ def _key_step(
     """
     query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
     log2_lse = load_scalars(lse, start, num_queries, STEP, MASKED) * LOG2_E
-    row_delta = load_scalars(delta, start, num_queries, STEP, MASKED)
+    deltas = load_scalars(delta, start, num_queries, STEP, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=PRECISION) * log2_scale - log2_lse[None, :])
     if MASKED:
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
@@ -53,7 +53,7 @@ def _key_step(
     dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[5], 0.0)
-    ds = p * (dp - row_delta[None, :])
+    ds = p * (dp - deltas[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -199,7 +199,7 @@ def _query_gradient_kernel(
     rows = first + tl.arange(0, QUERIES)
     row_index = (batch * NUM_HEADS + head) * num_queries + rows
     log2_lse = tl.load(lse + row_index, mask=rows < num_queries, other=0.0) * LOG2_E
-    row_delta = tl.load(delta + row_index, mask=rows < num_queries, other=0.0)
+    deltas = tl.load(delta + row_index, mask=rows < num_queries, other=0.0)
     row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
     blocks, dropout = None, None
     if block_lists is not None:
@@ -216,7 +216,7 @@ def _query_gradient_kernel(
         start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
         query_grad = _query_step(
             query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, row_delta, dropout, head, query_grad, log2_scale,
+            row_lo, row_hi, log2_lse, deltas, dropout, head, query_grad, log2_scale,
             KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
         )  # fmt: skip
         column = next_column
@@ -226,12 +226,40 @@ def _query_gradient_kernel(
         start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
         query_grad = _query_step(
             query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, row_delta, dropout, head, query_grad, log2_scale,
+            row_lo, row_hi, log2_lse, deltas, dropout, head, query_grad, log2_scale,
             KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
         )  # fmt: skip
         column = next_column
     base = batch * num_queries * NUM_HEADS + head
     _add_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _row_delta_kernel(
+    out, dout, dlse, delta, num_rows, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    x = load_rows(out, first, DIM, num_rows, ROWS, DIM, PADDED, True).to(tl.float32)
+    y = load_rows(dout, first, DIM, num_rows, ROWS, DIM, PADDED, True).to(tl.float32)
+    result = tl.sum(x * y, 1)
+    if dlse is not None:
+        result -= load_scalars(dlse + first.to(tl.int64), 0, num_rows - first, ROWS, True)
+    rows = tl.arange(0, ROWS)
+    tl.store(delta + first.to(tl.int64) + rows, result, mask=rows < num_rows - first)
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
+    """`kernels.reference.row_delta` in one pass: out, dout (B, N, Hq, Dv) of one dtype, dlse fp32 (B, N, Hq) or None."""
+    rows, value_dim = out.shape[:3], out.shape[-1]
+    delta = out.new_empty(rows, dtype=torch.float32)
+    tile = 64
+    if delta.numel() > 0:
+        with torch.cuda.device_of(out):
+            _row_delta_kernel[(triton.cdiv(delta.numel(), tile),)](
+                out.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous(), delta, delta.numel(),
+                DIM=value_dim, PADDED=max(16, triton.next_power_of_2(value_dim)), ROWS=tile,
+            )  # fmt: skip
+    return delta
 
 
 def backward(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.reference import State
@@ -66,6 +67,12 @@ def forward(
     chosen = choose(q.device, q.dtype, backend).backend
     options = dict(dropout=dropout, blocks=blocks, precision=precision)
     return _module(chosen, "forward").forward(q, k, v, lo, hi, scale, state, final, **options)
+
+
+def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
+    """`kernels.reference.row_delta`, fused where the Triton kernels run."""
+    chosen = choose(out.device, out.dtype, backend).backend
+    return (_module("triton", "backward") if chosen == "triton" else reference).row_delta(out, dout, dlse)
 
 
 def backward(

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.checks import PRECISIONS
-from kernels.reference import row_delta, state_dtype
+from kernels.reference import state_dtype
 from ringattn import transport
 from ringattn.layout import Layout
 from ringattn.mask import Mask
@@ -182,7 +182,7 @@ def _(q, k, v, *settings):
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     ring, schedule = _ring(q, *settings)
     q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
-    delta = row_delta(out, dout, dlse).contiguous()
+    delta = dispatch.row_delta(out, dout, dlse, ring.backend).contiguous()
     grads = ring.backward(q, k, v, dout, lse, delta, schedule)
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 

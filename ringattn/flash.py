@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.reference import row_delta, state_dtype
+from kernels.reference import state_dtype
 from ringattn.attention import check_inputs
 from ringattn.mask import Mask
 
@@ -135,7 +135,8 @@ def _(q, k, v, *settings):
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     mask, options = _block(q, k, *settings)
     grads = [torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in (q, k, v)]
-    dispatch.backward(q, k, v, dout, lse, row_delta(out, dout, dlse), *mask, *grads, **options)
+    delta = dispatch.row_delta(out, dout, dlse, options["backend"])
+    dispatch.backward(q, k, v, dout, lse, delta, *mask, *grads, **options)
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
 

@@ -239,3 +239,14 @@ def test_offsets_beyond_32_bits(device):
     tail = (x[:, -200:].double() for x in (k, v))
     expected, _ = reference.forward(q.double(), *tail, lo - lo, hi - lo, dim**-0.5, final=True)
     assert_rows_close("out", out, expected, TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value_dim", (16, 48, 128))
+@pytest.mark.parametrize("with_dlse", (True, False), ids=("dlse", "no-dlse"))
+def test_row_delta(with_dlse: bool, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    """57 rows of 3 heads end in mid-tile; out is not contiguous."""
+    out, dout = (torch.randn(1, 3, 57, value_dim, device=device).to(dtype).transpose(1, 2) for _ in range(2))
+    dlse = torch.randn(1, 57, 3, device=device) if with_dlse else None
+    exact = reference.row_delta(out.double(), dout.double(), dlse)
+    torch.testing.assert_close(backward.row_delta(out, dout, dlse), exact.float(), rtol=1e-5, atol=1e-5)
