@@ -52,8 +52,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Byt
     lo, hi = (x.int() for x in mask.intervals(length))
     transposed = intervals.transpose(lo, hi, length)
     all_rows, row = heads * length, head_dim * HALF
-    # lse and delta lie (N, H): neighbouring rows of a head are 4 H bytes apart, and each costs L2 up to a whole sector
-    numbers, number_sectors = 2 * SINGLE, 2 * min(SECTOR, SINGLE * heads)
+    numbers = 2 * SINGLE  # lse and delta of a row; those of a head lie side by side
     tile = tiles.choose_tile("forward", torch.bfloat16, head_dim)
     keys = heads * rows_walked(lo, hi, length, tile.queries, tile.keys)
     waves = refetches(length, head_dim, tile.queries)
@@ -67,7 +66,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Byt
     sums = 2 * head_dim * SINGLE  # a row of the fp32 dk and dv, read and written
     waves = refetches(length, head_dim, tile.keys)
     key_gradient = Bytes(
-        l2_read=queries * (2 * row + number_sectors) + all_rows * (2 * row + sums),
+        l2_read=queries * (2 * row + numbers) + all_rows * (2 * row + sums),
         dram_read=round(all_rows * (2 * row + sums + (2 * row + numbers) * waves)),
         dram_write=all_rows * sums,
     )
@@ -76,7 +75,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Byt
     sums = head_dim * SINGLE  # of dq
     waves = refetches(length, head_dim, tile.queries)
     query_gradient = Bytes(
-        l2_read=keys * 2 * row + all_rows * (2 * row + number_sectors + sums),
+        l2_read=keys * 2 * row + all_rows * (2 * row + numbers + sums),
         dram_read=round(all_rows * (2 * row + numbers + sums + 2 * row * waves)),
         dram_write=all_rows * sums,
     )
