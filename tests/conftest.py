@@ -23,3 +23,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _poisoned(allocate):
+    def wrapper(*args, **kwargs):
+        x = allocate(*args, **kwargs)
+        return x.fill_(float("nan")) if x.is_floating_point() else x
+
+    return wrapper
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill fresh memory with NaN, so that an element nobody wrote shows."""
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

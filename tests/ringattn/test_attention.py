@@ -50,14 +50,14 @@ def test_sharded_equals_float64_in_fp32(layout: str, mask: str, schedule: str) -
 def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter runs one program at a time in a process, and the ranks of a simulated ring are threads."""
     lock = threading.Lock()
-    for direction in ("forward", "backward"):
-        kernel = getattr(dispatch, direction)
+    for name in ("forward", "backward", "row_delta"):
+        kernel = getattr(dispatch, name)
 
         def locked(*arguments, kernel=kernel, **options):
             with lock:
                 return kernel(*arguments, **options)
 
-        monkeypatch.setattr(dispatch, direction, locked)
+        monkeypatch.setattr(dispatch, name, locked)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
