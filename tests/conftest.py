@@ -25,6 +25,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+# torch remembers, at its first use, which functions `with torch.device(...)` steers: those must be the true ones
+with torch.device("meta"):
+    torch.empty(0)
+
+
 def _poisoned(allocate):
     def wrapper(*args, **kwargs):
         x = allocate(*args, **kwargs)
