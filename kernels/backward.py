@@ -2,7 +2,7 @@
 
 One kernel holds a tile of keys and walks over the query tiles that see it, by the transposed intervals, for every query
 head of the group in turn; the other holds a tile of queries and walks over its key tiles as the forward does. Both
-recompute p = exp(s - lse), in log2 units, and add into fp32 accumulators.
+recompute p = exp(s - lse), in log2 units, and add into given fp32 accumulators or write fresh gradients.
 """
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import checks, intervals, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.reference import Gradients
 from kernels.tiles import (
     LOG2_E,
     block_column,
@@ -82,6 +83,7 @@ def _key_gradient_kernel(
     query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
 ):  # fmt: skip
     NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
     num_tiles = tl.cdiv(num_keys, KEYS)
@@ -141,19 +143,22 @@ def _key_gradient_kernel(
         value_grad *= factor
 
     base = batch * num_keys * NUM_KEY_HEADS + key_head
-    _add_rows(dk + base * DIM, key_grad * scale, first, num_keys, NUM_KEY_HEADS, KEYS, DIM, PADDED)
-    _add_rows(dv + base * VALUE_DIM, value_grad, first, num_keys, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED)
+    _put_rows(dk + base * DIM, key_grad * scale, first, num_keys, NUM_KEY_HEADS, KEYS, DIM, PADDED, ADD_DK)
+    _put_rows(dv + base * VALUE_DIM, value_grad, first, num_keys, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED, ADD_DV)
 
 
 @triton.jit
-def _add_rows(
-    base, tile, first, num_rows, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr
-):
-    """Add `tile` into rows [first, first + ROWS) of one head of a contiguous (num_rows, NUM_HEADS, DIM) accumulator."""
+def _put_rows(
+    base, tile, first, num_rows, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    ADD: tl.constexpr,
+):  # fmt: skip
+    """Write `tile` to rows [first, first + ROWS) of one head of a contiguous (num_rows, NUM_HEADS, DIM) matrix, or ADD it."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
     mask = (rows < num_rows - first) & (columns < DIM)
-    tl.store(pointers, tl.load(pointers, mask=mask, other=0.0) + tile, mask=mask)
+    if ADD:
+        tile += tl.load(pointers, mask=mask, other=0.0)
+    tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -182,6 +187,7 @@ def _query_gradient_kernel(
     query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_queries, QUERIES)
     first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
@@ -231,7 +237,7 @@ def _query_gradient_kernel(
         )  # fmt: skip
         column = next_column
     base = batch * num_queries * NUM_HEADS + head
-    _add_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED)
+    _put_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED, ADD_DQ)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -272,22 +278,25 @@ def backward(
     lo: Tensor,
     hi: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
     *,
+    grad_dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-) -> None:
-    """Add this block's gradients into `dq`, `dk`, `dv`.
+) -> Gradients:
+    """This block's gradients (dq, dk, dv).
 
     Args:
         q, k, v, lo, hi, scale, dropout, blocks, precision: as for `kernels.forward.forward`.
         dout: gradient of the output (B, Nq, Hq, Dv) in q's dtype.
         lse, delta: fp32 (B, Nq, Hq); lse over all keys of the row, those of other blocks included, and delta from
             `kernels.reference.row_delta`.
-        dq, dk, dv: contiguous fp32 accumulators with the shapes of q, k, v; updated in place.
+        dq, dk, dv: contiguous fp32 accumulators with the shapes of q, k, v; added into and returned. None: a fresh tensor is
+            returned.
+        grad_dtype: of fresh gradients: q's dtype (None) or fp32.
 
     Raises:
         ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
@@ -295,9 +304,14 @@ def backward(
     checks.check_inputs(q, k, v, lo, hi, scale)
     checks.check_supported(q, v)
     checks.check_options(q, k, dropout, blocks, precision)
-    checks.check_gradients(q, k, v, dout, lse, delta, dq, dk, dv)
+    given = dq, dk, dv
+    checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
+    fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
+    like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
+    dq, dk, dv = (fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
     if q.numel() == 0 or k.numel() == 0:
-        return
+        return dq, dk, dv
+    add_dq, add_dk, add_dv = (x is not None for x in given)
     (batch, num_queries, num_heads), (num_keys, num_key_heads) = q.shape[:3], k.shape[1:3]
     q, k, v, dout = (tiles.as_rows(x) for x in (q, k, v, dout))
     # a head's scalars side by side: read in the inner loop, at strides of all heads they cost a tenth of the time
@@ -313,12 +327,14 @@ def backward(
         lists = None if blocks is None else blocks.key_lists(num_heads // num_key_heads)
         _key_gradient_kernel[(triton.cdiv(num_keys, tile.keys) * batch * num_key_heads,)](
             *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, *drop,
-            *tiles.block_arguments(lists, batch, num_key_heads), **constants, **tile.options(),
+            *tiles.block_arguments(lists, batch, num_key_heads), ADD_DK=add_dk, ADD_DV=add_dv,
+            **constants, **tile.options(),
         )  # fmt: skip
         tile = tiles.fit_tile(tiles.choose_tile("query_gradient", q.dtype, head_dim), blocks)
         lo, hi, stride = tiles.as_intervals(lo, hi)
         lists = None if blocks is None else blocks.query_lists
         _query_gradient_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
             *operands, lo, hi, dq, *strides, stride, *sizes, *drop,
-            *tiles.block_arguments(lists, batch, num_heads), **constants, **tile.options(),
+            *tiles.block_arguments(lists, batch, num_heads), ADD_DQ=add_dq, **constants, **tile.options(),
         )  # fmt: skip
+    return dq, dk, dv

@@ -74,8 +74,9 @@ def check_state(state: tuple[Tensor, Tensor, Tensor], q: Tensor, v: Tensor) -> N
 
 
 def check_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor,
+    given: tuple[Tensor | None, ...], grad_dtype: torch.dtype | None,
+) -> None:  # fmt: skip
     """Raise ValueError unless the arguments that `backward` has beyond `forward` fit q, k and v."""
     rows = tuple(q.shape[:3])
     _require_shape("dout", dout, (*rows, v.shape[-1]), q.device)
@@ -84,7 +85,11 @@ def check_gradients(
     for name, x in (("lse", lse), ("delta", delta)):
         _require_shape(name, x, rows, q.device)
         _require_fp32(name, x)
-    for name, x, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+    if grad_dtype not in (None, q.dtype, torch.float32):
+        raise ValueError(f"grad_dtype is {grad_dtype}, but fresh gradients have q's {q.dtype} (None) or torch.float32")
+    for name, x, like in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
+        if x is None:
+            continue
         _require_shape(name, x, tuple(like.shape), q.device)
         _require_fp32(name, x)
         _require_updatable(name, x)

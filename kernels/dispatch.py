@@ -2,6 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch import Tensor
 from kernels import reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.reference import State
+from kernels.reference import Gradients, State
 
-BACKENDS = ("auto", "triton", "tiled", "reference")
+BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -19,33 +20,72 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 class Choice:
     """A kernel family and the reason it was picked."""
 
-    backend: str  # triton | tiled | reference
+    backend: str  # hopper | triton | tiled | reference
     why: str
 
 
-def choose(device: torch.device, dtype: torch.dtype, backend: str = "auto") -> Choice:
+@lru_cache(maxsize=256)
+def choose(
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    dims: tuple[int, int] = (128, 128),
+    plain: bool = True,
+) -> Choice:
     """The kernel family for tensors of `dtype` on `device`; a `backend` other than "auto" is honoured or refused.
 
+    Args:
+        dims: head dims (D, Dv).
+        plain: whether there are keys, and neither dropout nor a block mask.
+
     Raises:
-        ValueError: an unknown backend, or one that cannot run this dtype.
+        ValueError: an unknown backend, or one that cannot run this.
     """
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "triton" and dtype not in TRITON_DTYPES:
         raise ValueError(f"the Triton kernels have no {dtype}: use fp16, bf16 or fp32, or backend='tiled'")
+    if backend == "hopper":
+        reason = _no_hopper(device, dtype, dims, plain)
+        if reason is not None:
+            raise ValueError(f"the Hopper kernels cannot run: {reason}; use the portable ones, backend='triton'")
     if backend != "auto":
         return Choice(backend, "asked for")
-    if device.type == "cuda" and dtype in TRITON_DTYPES:
-        return Choice("triton", f"{dtype} on a GPU")
-    if device.type == "cuda":
+    if device.type != "cuda":
+        return Choice("tiled", f"no GPU kernel runs on {device.type}")
+    if dtype not in TRITON_DTYPES:
         return Choice("tiled", f"{dtype} has no Triton kernel")
-    return Choice("tiled", f"no GPU kernel runs on {device.type}")
+    reason = _no_hopper(device, dtype, dims, plain)
+    return Choice("hopper", "fastest on sm_90") if reason is None else Choice("triton", f"no Hopper kernel: {reason}")
+
+
+def _no_hopper(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
+    """Why the Hopper kernels cannot run; None if they can."""
+    if device.type != "cuda":
+        return f"they do not run on {device.type}"
+    if not plain:
+        return "it has no dropout, no block masks, and wants at least one key"
+    try:
+        hopper = importlib.import_module("kernels.hopper")
+    except ImportError as error:
+        return f"this triton has no Gluon that it knows ({error})"
+    return hopper.refusal(device, dtype, dims)
+
+
+def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
+    plain = dropout is None and blocks is None and v.shape[1] > 0
+    return choose(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
+
+
+_MODULES = {
+    "hopper": {"forward": "kernels.hopper_forward", "backward": "kernels.hopper_backward"},
+    "triton": {"forward": "kernels.forward", "backward": "kernels.backward"},
+}
 
 
 def _module(backend: str, direction: str):
     # imported on first use: a CPU rank never loads Triton
-    name = f"kernels.{direction}" if backend == "triton" else f"kernels.{backend}"
-    return importlib.import_module(name)
+    return importlib.import_module(_MODULES.get(backend, {}).get(direction, f"kernels.{backend}"))
 
 
 def forward(
@@ -64,7 +104,7 @@ def forward(
     precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """`kernels.reference.forward` by the chosen kernel."""
-    chosen = choose(q.device, q.dtype, backend).backend
+    chosen = _choose(q, v, backend, dropout, blocks)
     options = dict(dropout=dropout, blocks=blocks, precision=precision)
     return _module(chosen, "forward").forward(q, k, v, lo, hi, scale, state, final, **options)
 
@@ -72,7 +112,7 @@ def forward(
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
     """`kernels.reference.row_delta`, fused where the Triton kernels run."""
     chosen = choose(out.device, out.dtype, backend).backend
-    return (_module("triton", "backward") if chosen == "triton" else reference).row_delta(out, dout, dlse)
+    return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
 
 def backward(
@@ -85,16 +125,25 @@ def backward(
     lo: Tensor,
     hi: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
     backend: str = "auto",
     *,
+    grad_dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-) -> None:
-    """`kernels.reference.backward` by the chosen kernel."""
-    chosen = choose(q.device, q.dtype, backend).backend
-    options = dict(dropout=dropout, blocks=blocks, precision=precision)
-    _module(chosen, "backward").backward(q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv, **options)
+) -> Gradients:
+    """`kernels.reference.backward` by the chosen kernel.
+
+    The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
+    always, and are used under `torch.use_deterministic_algorithms(True)`.
+    """
+    chosen = _choose(q, v, backend, dropout, blocks)
+    if chosen == "hopper" and torch.are_deterministic_algorithms_enabled():
+        if backend == "hopper":
+            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms need backend='triton'")
+        chosen = "triton"
+    options = dict(grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision)
+    return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv, **options)

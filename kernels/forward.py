@@ -180,14 +180,7 @@ def forward(
     checks.check_options(q, k, dropout, blocks, precision)
     if state is not None:
         checks.check_state(state, q, v)
-    rows, value_dim = q.shape[:3], v.shape[-1]
-    out = lse = None
-    m, l, o = (None, None, None) if state is None else state
-    if final:
-        out, lse = q.new_empty(*rows, value_dim), q.new_empty(rows, dtype=torch.float32)
-    elif state is None:
-        m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
-        o = q.new_empty(*rows, value_dim, dtype=torch.float32)
+    m, l, o, out, lse = tiles.allocate_results(q, v, state, final)
     if q.numel() > 0:
         options = dict(HAS_STATE=state is not None, FINAL=final, PRECISION=precision)
         _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), dropout, blocks, options)

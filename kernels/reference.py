@@ -23,6 +23,7 @@ from kernels.blocks import BlockMask
 from kernels.dropout import Dropout, keep_mask
 
 State = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -148,15 +149,16 @@ def backward(
     lo: Tensor,
     hi: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
     *,
+    grad_dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-) -> None:
-    """Add this block's gradients into `dq`, `dk`, `dv`, with the probabilities recomputed as p = exp(s - lse).
+) -> Gradients:
+    """This block's gradients (dq, dk, dv), with the probabilities recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
     With dropout p in dv and dout v^T are dropped and scaled, delta and lse are as they are.
@@ -164,19 +166,23 @@ def backward(
     Args:
         q, k, v, lo, hi, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
         lse: over all keys of the row, those of other blocks included. delta: from `row_delta`.
-        dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; updated in place.
+        dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; added into and returned. None: a
+            fresh tensor is returned.
+        grad_dtype: of fresh gradients: q's dtype (None) or the state dtype.
 
     Raises:
         ValueError: as for `forward`.
     """
     checks.check_options(q, k, dropout, blocks, precision)
-    num_key_heads = k.shape[2]
+    num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, lo, hi, scale, blocks)
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _by_group(q, num_key_heads), _by_group(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
-    dq += scale * _by_row(ds @ k)
-    dk += scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
-    dv += (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
+    new_dq = scale * _by_row(ds @ k)
+    new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
+    new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
+    given, new = (dq, dk, dv), (new_dq, new_dk, new_dv)
+    return tuple(x.to(grad_dtype or dtype) if into is None else into.add_(x) for into, x in zip(given, new, strict=True))

@@ -6,12 +6,13 @@ touch are folded into the running state. With a block mask the tiles are its blo
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from kernels import checks, reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.reference import State
+from kernels.reference import Gradients, State, state_dtype
 
 QUERY_TILE = 256
 KEY_TILE = 512
@@ -77,18 +78,24 @@ def backward(
     lo: Tensor,
     hi: Tensor,
     scale: float,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
     *,
+    grad_dtype: torch.dtype | None = None,
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-) -> None:
+) -> Gradients:
     """See `kernels.reference.backward`."""
     checks.check_options(q, k, dropout, blocks, precision)
+    given, like = (dq, dk, dv), (q, k, v)
+    dtype = state_dtype(q.dtype)
+    dq, dk, dv = (torch.zeros_like(y, dtype=dtype) if x is None else x for x, y in zip(given, like, strict=True))
     for rows in _query_tiles(q.shape[1], blocks):
         by_row = [x[:, rows] for x in (dout, lse, delta)]
         for keys, *interval, options in _key_tiles(rows, lo, hi, dropout, blocks):
             grads = dq[:, rows], dk[:, keys], dv[:, keys]
             reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, *interval, scale, *grads, **options)
+    fresh = grad_dtype or q.dtype
+    return tuple(x.to(fresh) if into is None else x for into, x in zip(given, (dq, dk, dv), strict=True))

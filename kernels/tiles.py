@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.blocks import BlockMask
 from kernels.dropout import ROUNDS, Dropout
+from kernels.reference import State
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -71,6 +72,20 @@ def shape_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 def as_rows(x: Tensor) -> Tensor:
     """`x` (B, N, H, D) itself if the kernels can read its strides, else a contiguous copy."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
+
+
+def allocate_results(
+    q: Tensor, v: Tensor, state: State | None, final: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """(m, l, o, out, lse) of a forward call: the state given or a fresh one, out and lse if `final`; None: not there."""
+    rows, value_dim = q.shape[:3], v.shape[-1]
+    m, l, o = (None, None, None) if state is None else state
+    if final:
+        return m, l, o, q.new_empty(*rows, value_dim), q.new_empty(rows, dtype=torch.float32)
+    if state is None:
+        m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        o = q.new_empty(*rows, value_dim, dtype=torch.float32)
+    return m, l, o, None, None
 
 
 def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -60,6 +60,7 @@ def compile_kernel(name: str, dtype: str, head_dim: int, features: str) -> trito
     q = torch.empty(1, 1, 4, head_dim, device="meta")
     k = torch.empty(1, 1, 2, head_dim, device="meta")
     constants = tiles.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
+    constants |= dict(ADD_DQ=True, ADD_DK=True, ADD_DV=True)
     constants |= dict(BLOCK=128 if "blocks" in features else 0, PRECISION="tf32" if "tf32" in features else "ieee")
     if "dropout" not in features:
         constants |= dict(query_positions=None, key_positions=None)

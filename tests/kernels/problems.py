@@ -30,12 +30,9 @@ class Problem:
         return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **self.features, **options)
 
     def backward(self, module) -> tuple[Tensor, ...]:
-        """(dq, dk, dv), added into zeros."""
-        state_dtype = reference.state_dtype(self.q.dtype)
-        gradients = tuple(torch.zeros(x.shape, dtype=state_dtype, device=x.device) for x in (self.q, self.k, self.v))
+        """Fresh (dq, dk, dv), unrounded."""
         operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale
-        module.backward(*operands, *gradients, **self.features)
-        return gradients
+        return module.backward(*operands, grad_dtype=reference.state_dtype(self.q.dtype), **self.features)
 
     def double(self) -> "Problem":
         values = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in vars(self).items()}
@@ -70,3 +67,18 @@ def make_problem(
     out, lse = reference.forward(q.double(), k.double(), v.double(), lo, hi, scale, final=True, **features)
     delta = reference.row_delta(out, dout.double())
     return Problem(q, k, v, lo, hi, scale, dout, lse.float(), delta.float(), features)
+
+
+STRIDED = ("heads-first", "every-other-row", "strided-head-dim")
+
+
+def strided(x: Tensor, layout: str) -> Tensor:
+    """`x` (B, N, H, D) as a part of a larger tensor, in one of the ways of STRIDED."""
+    batch, rows, heads, dim = x.shape
+    if layout == "heads-first":
+        y = x.new_zeros(batch, heads, rows, dim).transpose(1, 2)
+    elif layout == "every-other-row":
+        y = x.new_zeros(batch, 2 * rows, heads + 1, dim)[:, ::2, 1:]
+    else:
+        y = x.new_zeros(batch, rows, heads, 2 * dim)[..., ::2]
+    return y.copy_(x)

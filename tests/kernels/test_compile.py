@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).with_name("compile_sm90.py")
+HERE = Path(__file__).parent
 SHARED_MEMORY = 227 * 1024  # of a program on sm_90
 # bytes a thread may keep on the stack: the key gradient at 128 reloads some values that are constant in its loops, and the
 # forward at 64 has few warps for the words of a dropout mask
@@ -24,15 +24,37 @@ STACK = {
 }
 
 
+def compile_cases(program: str, cases: list[str]) -> list[dict]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, HERE / program, *cases], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(results) == len(cases)
+    return results
+
+
 @pytest.mark.parametrize("features", ["", "dropout", "blocks", "blocks+dropout"])
 def test_kernels_compile_without_spills(features):
     kernels = ("forward", "key_gradient", "query_gradient")
     cases = [f"{kernel}:bf16:{dim}:{features}" for kernel in kernels for dim in (64, 128)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, PROGRAM, *cases], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases)
-    for result in results:
+    for result in compile_cases("compile_sm90.py", cases):
         assert result["stack"] <= STACK.get((result["kernel"], result["head_dim"], features), 0), result
+        assert result["shared"] <= SHARED_MEMORY, result
+
+
+# bytes a thread may keep on the stack; what is not named keeps none
+HOPPER_STACK = {"forward": {64: 16}, "backward": {64: 96, 128: 32}}
+
+
+@pytest.mark.parametrize("direction", HOPPER_STACK)
+def test_hopper_kernels_compile_and_overlap(direction):
+    """No spills to speak of, and no matrix product that the assembler makes wait for the one before it."""
+    kinds = {"forward": ("final", "state", "merge"), "backward": ("fresh", "add")}[direction]
+    cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds]
+    cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
+    for result in compile_cases("compile_hopper.py", cases):
+        assert not result["serialized"], result
+        assert result["stack"] <= HOPPER_STACK[direction].get(result["dim"], 0), result
         assert result["shared"] <= SHARED_MEMORY, result

@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import backward, forward, reference
-from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
+from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, check_kernels, max_row_error
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
-from tests.kernels.problems import Problem, make_problem
+from tests.kernels.problems import STRIDED, Problem, make_problem, strided
 
 ON_GPU = torch.cuda.is_available()
 # the interpreter computes bf16 wrongly
@@ -27,22 +27,8 @@ SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
 }
 
 
-def check_gradients(problem: Problem, tolerance: float, floor: float) -> None:
-    expected = problem.double().backward(reference)
-    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(backward), expected, strict=True):
-        assert_rows_close(name, x, y, tolerance, floor)
-
-
 def check_all(problem: Problem, floor: float = 1e-30) -> None:
-    """State, output, lse and gradients; `floor` is the least scale of a gradient row.
-
-    It is 1, the scale of the inputs, where rows may see one key only: then dq and dk are differences of equal numbers.
-    """
-    tolerance = TOLERANCE[problem.q.dtype]
-    for final in (False, True):
-        expected = problem.double().forward(reference, final=final)
-        assert_states_close(problem.forward(forward, final=final), expected, tolerance)
-    check_gradients(problem, tolerance, floor)
+    check_kernels(problem, forward, backward, floor)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -79,21 +65,11 @@ def test_no_rows(rows, device):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("layout", ["heads-first", "every-other-row", "strided-head-dim"])
+@pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, device):
-    def strided(x: torch.Tensor) -> torch.Tensor:
-        batch, rows, heads, dim = x.shape
-        if layout == "heads-first":
-            y = torch.zeros(batch, heads, rows, dim, dtype=x.dtype, device=device).transpose(1, 2)
-        elif layout == "every-other-row":
-            y = torch.zeros(batch, 2 * rows, heads + 1, dim, dtype=x.dtype, device=device)[:, ::2, 1:]
-        else:
-            y = torch.zeros(batch, rows, heads, 2 * dim, dtype=x.dtype, device=device)[..., ::2]
-        return y.copy_(x)
-
     problem = make_problem(*intervals_of("causal", 70, 70), 70, batch=2, device=device)
     for name in ("q", "k", "v", "dout"):
-        setattr(problem, name, strided(getattr(problem, name)))
+        setattr(problem, name, strided(getattr(problem, name), layout))
     assert not problem.q.is_contiguous()
     check_all(problem)
 
@@ -132,6 +108,19 @@ def test_gradients_are_added_to_the_accumulators(device):
     backward.backward(*arguments, problem.scale, *total)
     for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
         assert_rows_close("accumulator", x, y + z, TOLERANCE[torch.float32])
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_fresh_gradients_have_the_dtype_asked_for(device):
+    problem = make_problem(*intervals_of("causal", 40, 40), 40, torch.float16, device=device)
+    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
+    total = torch.zeros_like(problem.q, dtype=torch.float32)
+    dq, dk, dv = backward.backward(*arguments, problem.scale, dq=total)
+    assert dq is total and dk.dtype == dv.dtype == torch.float16
+    for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), problem.double().backward(reference), strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[torch.float16])
+    with pytest.raises(ValueError, match="grad_dtype"):
+        backward.backward(*arguments, problem.scale, grad_dtype=torch.float64)
 
 
 @pytest.mark.usefixtures("small_tiles")

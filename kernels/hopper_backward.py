@@ -1,0 +1,593 @@
+"""Hopper backward: the contract of `kernels.reference.backward` for sm_90, in Gluon.
+
+Three launches: `_prepare_kernel` packs the rows' scalars, clears the sums of dq and transposes the intervals;
+`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order.
+
+A program of the main kernel owns 128 keys of one key head and walks over the query tiles that see them, for every query head
+of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups that
+hold the dk and dv of 64 keys each in registers. A step is one query tile, scores are transposed, (keys, queries):
+
+    producer     K, V; then for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it
+    consumers    S = K Q^T, dP = V dO^T                     of their own keys
+                 P = exp2(S - lse), dS = P (dP - delta)     in registers; dS also goes to shared memory
+                 dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
+                 dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
+
+    barriers     k_full, v_full; q_full, dout_full and empty of each stage; ds_full and ds_empty of each stage and consumer
+
+dQ is that of the step before: no consumer waits for the other's dS. It is summed over programs in fp32 by TMA's reduce-add,
+in the order in which registers hold it, which shared memory, whose bandwidth bounds this kernel, takes without bank conflicts.
+All products of a step end within it: one in flight across the loop's end would make ptxas serialise them all.
+(Dao 2023, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from kernels import checks, hopper
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
+from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
+from kernels.reference import Gradients
+
+KEYS = gl.constexpr(128)  # of a program
+ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
+STAGES = gl.constexpr(2)
+NO_ROW = gl.constexpr(2**30)  # a query row past all others
+CONSUMER_REGISTERS = gl.constexpr(240)
+SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+
+
+def query_tile(dim: int) -> int:
+    """Query rows of a step, by padded head dim."""
+    return 64 if dim == 128 else 128
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the kernels are compiled for."""
+
+    dim: int  # of the tiles, 64 or 128; head dims are padded to it
+    head_dim: int
+    value_dim: int
+    num_heads: int
+    group: int  # query heads a key head
+    add_dq: bool  # into an accumulator, or write
+    add_dk: bool
+    add_dv: bool
+
+    @property
+    def num_key_heads(self) -> int:
+        return self.num_heads // self.group
+
+    @property
+    def queries(self) -> int:
+        """Query rows of a step."""
+        return query_tile(self.dim)
+
+    @property
+    def columns(self) -> int:
+        """Of a consumer's chunk (64, columns) of a step's dQ, which is split by columns or, if it has 128 rows, by rows."""
+        return self.dim * self.queries // KEYS.value
+
+    @property
+    def scores(self) -> gl.NVMMADistributedLayout:
+        """Layout of a consumer's transposed scores (64, queries)."""
+        return _accumulator(self.queries)
+
+    @property
+    def grads(self) -> gl.NVMMADistributedLayout:
+        """Layout of a consumer's dk and dv (64, dim)."""
+        return _accumulator(self.dim)
+
+    @property
+    def left(self) -> gl.DotOperandLayout:
+        """Layout of p and ds (64, queries) as left operands of the products for dv and dk."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.grads, k_width=2)
+
+    @property
+    def chunk(self) -> gl.NVMMADistributedLayout:
+        """Layout of a chunk of dQ as the products leave it."""
+        return _accumulator(self.columns)
+
+    @property
+    def staged_chunk(self) -> gl.SharedLinearLayout:
+        """Layout of a chunk of dQ in shared memory: in the order in which a warpgroup's registers hold it.
+
+        A thread's four values of every 8 columns are 16 bytes, and the next thread's follow: stores meet no bank conflict.
+        Low bits of the thread are exclusive-ored as in the 128-byte swizzle, which TMA undoes on the way to global memory.
+        """
+        order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+        order += [[0, 8 << i] for i in range((self.columns // 8).bit_length() - 1)]
+        swizzled = [[a ^ b for a, b in zip(order[5 + i], order[2 + i], strict=True)] for i in range(3)]
+        return gl.SharedLinearLayout(order[:5] + swizzled + order[8:], [], 1024)
+
+
+def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@triton.jit
+def _halve(low, high, bounds, keys):
+    """A step of a binary search for the number of `bounds`, which never decrease, that are at most each key."""
+    middle = (low + high) // 2
+    open = low < high
+    counted = tl.load(bounds + middle, mask=open, other=0) <= keys
+    return tl.where(open & counted, middle + 1, low), tl.where(open & (counted == 0), middle, high)
+
+
+@triton.jit
+def _transpose_intervals(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks, num_halvings):
+    """`kernels.intervals.transpose` of a block of keys. A key past the end is seen by none, yet keeps the block's union."""
+    keys = block * KEYS + tl.arange(0, KEYS)
+    existing = tl.minimum(keys, num_keys - 1)
+    begin_low = keys * 0
+    begin_high = begin_low + num_queries
+    end_low, end_high = begin_low, begin_high
+    for _ in range(num_halvings):
+        begin_low, begin_high = _halve(begin_low, begin_high, hi + batch * num_queries, existing)
+        end_low, end_high = _halve(end_low, end_high, lo + batch * num_queries, existing)
+    index = batch * (num_blocks * KEYS) + keys
+    tl.store(query_lo + index, tl.where(keys < num_keys, begin_low, NO_ROW))
+    tl.store(query_hi + index, end_low)
+
+
+@triton.jit
+def _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG: tl.constexpr):
+    """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq.
+
+    Rows that see nothing, or do not exist, get lse = inf: exp2(s - inf) is 0 for whatever finite s.
+    """
+    QUERIES: tl.constexpr = CONFIG.queries
+    SIZE: tl.constexpr = CONFIG.queries * CONFIG.dim
+    rows = tl.arange(0, QUERIES)
+    index = (batch.to(tl.int64) * num_queries + tile * QUERIES + rows) * CONFIG.num_heads + head
+    inside = tile * QUERIES + rows < num_queries
+    row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
+    row_delta = tl.load(delta + index, mask=inside, other=0.0)
+    pair = (batch * CONFIG.num_heads + head).to(tl.int64) * num_tiles + tile
+    tl.store(scalars + pair * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
+    tl.store(scalars + pair * (2 * QUERIES) + QUERIES + rows, row_delta)
+    tl.store(dq_sums + pair * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "num_tiles", "num_halvings", "num_searches"])
+def _prepare_kernel(
+    lse, delta, lo, hi, scalars, dq_sums, query_lo, query_hi,
+    num_queries, num_keys, num_blocks, num_tiles, num_halvings, num_searches, CONFIG: tl.constexpr,
+):  # fmt: skip
+    # the searches take longest and start first
+    program = tl.program_id(0)
+    if program < num_searches:
+        _transpose_intervals(
+            lo, hi, query_lo, query_hi, program % num_blocks, program // num_blocks,
+            num_queries, num_keys, num_blocks, num_halvings,
+        )  # fmt: skip
+    else:
+        tile, pair = (program - num_searches) % num_tiles, (program - num_searches) // num_tiles
+        head, batch = pair % CONFIG.num_heads, pair // CONFIG.num_heads
+        _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG)
+
+
+@gluon.jit
+def _place(num_blocks, section, num_heads, CONFIG: gl.constexpr):
+    """(block of keys, key head, batch) of this program; `num_heads` counts the key heads of all the batch.
+
+    Blocks go from the first on, under a causal mask the heaviest; at each block the heads of a section take turns. Every
+    partition asks anew: what it is handed arrives through shared memory, and is no longer known to be uniform.
+    """
+    program = gl.program_id(0)
+    first = program // (section * num_blocks) * section
+    width = gl.minimum(section, num_heads - first)
+    rest = program - first * num_blocks
+    head = first + rest % width
+    return rest // width, head % CONFIG.num_key_heads, head // CONFIG.num_key_heads
+
+
+@gluon.jit
+def _plan(query_lo, query_hi, block, CONFIG: gl.constexpr):
+    """(first query tile, number of query tiles) that see the block's keys."""
+    begin = gl.load(query_lo + block * KEYS) // CONFIG.queries
+    end = gl.cdiv(gl.load(query_hi + block * KEYS + KEYS - 1), CONFIG.queries)
+    return begin, gl.maximum(end - begin, 0)
+
+
+@gluon.jit
+def _produce(arguments, CONFIG: gl.constexpr):
+    """The loading partition."""
+    QUERIES: gl.constexpr = CONFIG.queries
+    GROUP: gl.constexpr = CONFIG.group
+    q, k, v, dout, scalars, bounds, sizes, buffers, barriers = arguments
+    query_lo, query_hi, interval_stride = bounds
+    num_blocks, num_tiles, num_keys, section, num_heads = sizes
+    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    block, key_head, batch = _place(num_blocks, section, num_heads, CONFIG)
+    mbarrier.expect(k_full, 2 * k.block_type.nbytes)
+    mbarrier.expect(v_full, 2 * v.block_type.nbytes)
+    for half in gl.static_range(2):
+        tma_load(k, [batch, block * KEYS + half * ROWS, key_head, 0], k_full, tile_view(keys.index(half), k))
+    for half in gl.static_range(2):
+        tma_load(v, [batch, block * KEYS + half * ROWS, key_head, 0], v_full, tile_view(values.index(half), v))
+    begin, num_steps = _plan(query_lo + batch * interval_stride, query_hi + batch * interval_stride, block, CONFIG)
+    stage = 0
+    phase = 1
+    for member in range(GROUP):
+        head = key_head * GROUP + member
+        row = begin * QUERIES
+        packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
+        for _step in range(num_steps):
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes)
+            tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
+            tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
+            mbarrier.expect(dout_full.index(stage), dout.block_type.nbytes)
+            tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
+            stage ^= 1
+            if stage == 0:
+                phase ^= 1
+            row += QUERIES
+            packed += 2 * QUERIES
+
+
+@gluon.jit
+def _exp2(x):
+    # gl.exp2 adds instructions for denormal results
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
+    """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
+    QUERIES: gl.constexpr = CONFIG.queries
+    SCORES: gl.constexpr = CONFIG.scores
+    query_lo, query_hi, full_begin, full_end = view
+    if (start < full_begin) | (start + QUERIES > full_end):
+        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
+        seen = (gl.load(query_lo + keys)[:, None] <= row) & (row < gl.load(query_hi + keys)[:, None])
+        scores = gl.where(seen, scores, float("-inf"))
+    return _exp2(scores * log2_scale - lse[None, :])
+
+
+@gluon.jit
+def _multiply_keys(ds_tiles, keys, stage, of, grad_q, ADD: gl.constexpr, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue grad_q (+)= dS^T K over the keys of consumer `of`, for the chunk of dQ that falls to consumer HALF."""
+    COLUMNS: gl.constexpr = CONFIG.columns
+    ds, key = ds_tiles.index(2 * stage + of), keys.index(of)
+    if CONFIG.queries == KEYS:
+        ds = ds.slice(HALF * ROWS, ROWS, dim=1)
+    else:
+        key = key.slice(HALF * COLUMNS, COLUMNS, dim=1)
+    return warpgroup_mma(ds.permute((1, 0)), key, grad_q, use_acc=ADD, is_async=True)
+
+
+@gluon.jit
+def _multiply_all_keys(ds_tiles, keys, ds_full, stage, phase, own, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue dQ = dS^T K of the step that filled `stage`, for the chunk that falls to consumer HALF; `own` is HALF, too."""
+    COLUMNS: gl.constexpr = CONFIG.columns
+    CHUNK: gl.constexpr = CONFIG.chunk
+    grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, CHUNK)
+    grad_q = _multiply_keys(ds_tiles, keys, stage, own, grad_q, False, HALF, CONFIG)
+    mbarrier.wait(ds_full.index(2 * stage + 1 - HALF), phase)
+    return _multiply_keys(ds_tiles, keys, stage, 1 - own, grad_q, True, HALF, CONFIG)
+
+
+@gluon.jit
+def _send(grad_q, staged, dq_sums, chunk, CONFIG: gl.constexpr):
+    """Add a chunk of dQ to its sums, by way of shared memory, which must be free."""
+    staged.store(grad_q)
+    fence_async_shared()
+    tma_reduce_add(dq_sums, [chunk * (2 * CONFIG.columns), 0], tile_view(staged, dq_sums))
+
+
+@gluon.jit
+def _step(
+    grad_k, grad_v, dq_sums, view, start, last_chunk, buffers, barriers, stage, phase, log2_scale,
+    HALF: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """grad_k and grad_v after one query tile. The dQ sent off is that of the step before, to which both consumers gave dS."""
+    QUERIES: gl.constexpr = CONFIG.queries
+    SCORES: gl.constexpr = CONFIG.scores
+    LEFT: gl.constexpr = CONFIG.left
+    BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
+    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    query, dout = queries.index(stage), douts.index(stage)
+    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
+    mbarrier.wait(q_full.index(stage), phase)
+    scores = warpgroup_mma(keys.index(HALF), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(dout_full.index(stage), phase)
+    dp = warpgroup_mma(values.index(HALF), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    lse = rows.index(stage).slice(0, QUERIES).load(BY_QUERY)
+    p = _probabilities(scores, lse, view, start, log2_scale, CONFIG)
+    delta = rows.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = (p * (dp - delta[None, :])).to(query.dtype)
+    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), LEFT), dout, grad_v, is_async=True)
+    # this stage of dS is free once the other consumer has used what the step before the last wrote
+    mbarrier.wait(ds_empty.index(2 * stage + 1 - HALF), phase ^ 1 ^ stage)
+    ds_tiles.index(2 * stage + HALF).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(2 * stage + HALF), count=1)
+    grad_q = _multiply_all_keys(ds_tiles, keys, ds_full, stage ^ 1, phase, HALF, HALF, CONFIG)
+    grad_k = warpgroup_mma(gl.convert_layout(ds, LEFT), query, grad_k, is_async=True)
+    # dQ leaves while dK is computed
+    tma.store_wait(0)
+    grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
+    _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
+    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    mbarrier.arrive(empty.index(stage), count=1)
+    mbarrier.arrive(ds_empty.index(2 * (stage ^ 1) + HALF), count=1)
+    return grad_k, grad_v
+
+
+@gluon.jit
+def _opaque_zero():
+    """0, which ptxas cannot know: what is indexed by it is not hoisted out of the loop before, as the same index would be."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """One computing partition: 64 keys through all steps."""
+    DIM: gl.constexpr = CONFIG.dim
+    GRADS: gl.constexpr = CONFIG.grads
+    GROUP: gl.constexpr = CONFIG.group
+    QUERIES: gl.constexpr = CONFIG.queries
+    SCORES: gl.constexpr = CONFIG.scores
+    dq_sums, dk, dv, scale, bounds, sizes, buffers, barriers = arguments
+    query_lo, query_hi, interval_stride = bounds
+    num_blocks, num_tiles, num_keys, section, num_heads = sizes
+    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    block, key_head, batch = _place(num_blocks, section, num_heads, CONFIG)
+    query_lo += batch * interval_stride
+    query_hi += batch * interval_stride
+    begin, num_steps = _plan(query_lo, query_hi, block, CONFIG)
+    own = block * KEYS + HALF * ROWS
+    view = query_lo + own, query_hi + own, gl.load(query_lo + own + ROWS - 1), gl.load(query_hi + own)
+    log2_scale = scale * LOG2_E
+    grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
+    grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
+    # the first step has none before it: it sends the product of a dS of zeros
+    ds_tiles.index(2 + HALF).store(gl.zeros([ROWS, QUERIES], ds_tiles.dtype, SCORES))
+    fence_async_shared()
+    mbarrier.arrive(ds_full.index(2 + HALF), count=1)
+    last_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF
+    stage = 0
+    phase = 0
+    mbarrier.wait(k_full, 0)
+    mbarrier.wait(v_full, 0)
+    for member in range(GROUP):
+        start = begin * QUERIES
+        chunk = ((batch * CONFIG.num_heads + key_head * GROUP + member) * num_tiles + begin) * 2 + HALF
+        for _step_index in range(num_steps):
+            grad_k, grad_v = _step(
+                grad_k, grad_v, dq_sums, view, start, last_chunk, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
+            )
+            last_chunk = chunk + 0  # a plain second name would not be carried round the loop
+            stage ^= 1
+            if stage == 0:
+                phase ^= 1
+            start += QUERIES
+            chunk += 2
+    if num_steps > 0:
+        grad_q = _multiply_all_keys(ds_tiles, keys, ds_full, stage ^ 1, phase, HALF + _opaque_zero(), HALF, CONFIG)
+        tma.store_wait(0)
+        grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
+        _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
+    base = batch.to(gl.int64) * num_keys * CONFIG.num_key_heads + key_head
+    HEAD_DIM: gl.constexpr = CONFIG.head_dim
+    VALUE_DIM: gl.constexpr = CONFIG.value_dim
+    ADD_DK: gl.constexpr = CONFIG.add_dk
+    ADD_DV: gl.constexpr = CONFIG.add_dv
+    _put_rows(dv + base * VALUE_DIM, grad_v, own, num_keys, VALUE_DIM, ADD_DV, CONFIG)
+    _put_rows(dk + base * HEAD_DIM, grad_k * scale, own, num_keys, HEAD_DIM, ADD_DK, CONFIG)
+    tma.store_wait(0)  # the last chunk of dQ is read from shared memory, which ends with the program
+
+
+@gluon.jit
+def _put_rows(base, tile, first, num_rows, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
+    """Write `tile` to rows [first, first + ROWS) of one head of a contiguous (num_rows, heads, COLUMNS) matrix, or ADD it."""
+    dtype: gl.constexpr = base.dtype.element_ty
+    DIM: gl.constexpr = CONFIG.dim
+    WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
+    # four lanes of an accumulator hold 8 columns: in fp32 a whole sector of memory, in 16 bits half of one
+    GRADS: gl.constexpr = CONFIG.grads
+    STORED: gl.constexpr = GRADS if dtype == gl.float32 else WHOLE_ROWS
+    tile = gl.convert_layout(tile.to(dtype), STORED)
+    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
+    pointers = base + rows.to(gl.int64)[:, None] * (CONFIG.num_key_heads * COLUMNS) + columns[None, :]
+    mask = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
+    if ADD:
+        tile += gl.load(pointers, mask=mask, other=0.0)
+    gl.store(pointers, tile, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["interval_stride", "num_blocks", "num_tiles", "num_keys", "section", "num_heads"])
+def _main_kernel(
+    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi,
+    interval_stride, num_blocks, num_tiles, num_keys, section, num_heads, scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    DIM: gl.constexpr = CONFIG.dim
+    QUERIES: gl.constexpr = CONFIG.queries
+    COLUMNS: gl.constexpr = CONFIG.columns
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QUERIES], q.dtype)
+    STAGED: gl.constexpr = CONFIG.staged_chunk
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    queries = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
+    douts = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
+    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * QUERIES], scalars.layout)
+    keys = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
+    values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
+    ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
+    chunks = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGED)
+    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ds_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    ds_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
+    mbarrier.init(k_full, count=1)
+    mbarrier.init(v_full, count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(dout_full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(ds_full.index(i), count=1)
+        mbarrier.init(ds_empty.index(i), count=1)
+    fence_async_shared()
+    # constants stay out of these: a tuple in a variable turns them into tensors
+    bounds = query_lo, query_hi, interval_stride
+    sizes = num_blocks, num_tiles, num_keys, section, num_heads
+    buffers = queries, douts, rows, keys, values, ds_tiles, chunks
+    barriers = k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty
+    loading = q, k, v, dout, scalars, bounds, sizes, buffers, barriers
+    computing = dq_sums, dk, dv, scale, bounds, sizes, buffers, barriers
+    gl.warp_specialize(
+        [(_produce, (loading, CONFIG)), (_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG))],
+        [4, 4],
+        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+    )
+
+
+@triton.jit
+def _in_rows(flat, COLUMNS: tl.constexpr):
+    """A chunk of dq out of the order of registers, which is (8 columns, warp, lane // 4, lane % 4, 8 rows, 2 columns)."""
+    tile = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS))
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_queries"])
+def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
+    """One chunk of dq: in order, scaled, and written or added."""
+    COLUMNS: tl.constexpr = CONFIG.columns
+    QUERIES: tl.constexpr = CONFIG.queries
+    NUM_HEADS: tl.constexpr = CONFIG.num_heads
+    chunk = tl.program_id(0).to(tl.int64)
+    flat = tl.load(dq_sums + chunk * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
+    half, tile, pair = chunk % 2, chunk // 2 % num_tiles, chunk // 2 // num_tiles
+    rows = tile * QUERIES + tl.arange(0, ROWS)
+    columns = tl.arange(0, COLUMNS)
+    if QUERIES == KEYS:
+        rows += half * ROWS
+    else:
+        columns += (half * COLUMNS).to(tl.int32)
+    index = ((pair // NUM_HEADS * num_queries + rows) * NUM_HEADS + pair % NUM_HEADS)[:, None] * CONFIG.head_dim
+    index += columns[None, :]
+    mask = (rows < num_queries)[:, None] & (columns < CONFIG.head_dim)[None, :]
+    grad = _in_rows(flat, COLUMNS) * scale
+    if CONFIG.add_dq:
+        grad += tl.load(dq + index, mask=mask, other=0.0)
+    tl.store(dq + index, grad.to(dq.dtype.element_ty), mask=mask)
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+    *,
+    grad_dtype: torch.dtype | None = None,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
+) -> Gradients:
+    """As `kernels.backward.backward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
+
+    dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32.
+
+    Raises:
+        ValueError: what `kernels.backward.backward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
+    """
+    checks.check_inputs(q, k, v, lo, hi, scale)
+    hopper.check(q, v, dropout, blocks)
+    checks.check_options(q, k, None, None, precision)
+    given = dq, dk, dv
+    checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
+    fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
+    like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
+    grads = tuple(fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
+    if q.numel() > 0 and k.numel() > 0:
+        with torch.cuda.device_of(q):
+            _launch(q, k, v, dout, lse, delta, lo, hi, float(scale), grads, tuple(x is not None for x in given))
+    return grads
+
+
+def _describe_scratch(scalars: Tensor, dq_sums: Tensor, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """How TMA reads the scalars of a query tile, and adds a chunk of dq."""
+    block = (2 * config.columns, 32)
+    return (
+        TensorDescriptor(scalars, [scalars.numel()], [1], [2 * config.queries], SCALARS_LAYOUT),
+        TensorDescriptor(
+            dq_sums, [dq_sums.numel() // 32, 32], [32, 1], list(block), hopper.shared_layout(block, dq_sums.dtype)
+        ),
+    )
+
+
+def _section(num_queries: int) -> int:
+    """How many heads take turns at each block of keys.
+
+    Short sequences balance better with many, and their sums of dq stay in the L2 cache; long ones are even, and do not.
+    """
+    return 32768 // num_queries if num_queries <= 8192 else 1
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor, scale: float,
+    grads: Gradients, add: tuple[bool, bool, bool],
+) -> None:  # fmt: skip
+    """Run the kernels on checked inputs; `add` says which of `grads` are accumulators."""
+    (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
+    dim, group = hopper.padded_dim(head_dim, value_dim), num_heads // num_key_heads
+    config = Config(dim, head_dim, value_dim, num_heads, group, *add)
+    dq, dk, dv = grads
+    num_intervals, num_blocks, num_tiles = lo.shape[0], -(-num_keys // KEYS.value), -(-num_queries // config.queries)
+    num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
+    scalars = lse.new_empty(num_pairs * 2 * config.queries)
+    dq_sums = lse.new_empty(num_pairs * config.queries * config.dim)
+    query_lo, query_hi = lo.new_empty(2, num_intervals, num_blocks * KEYS.value)
+    num_searches = num_intervals * num_blocks
+    hopper.launch(
+        _prepare_kernel, num_searches + num_pairs, config,
+        *(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi,
+        num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches,
+    )  # fmt: skip
+    q, k, v, dout = (hopper.as_strided_rows(x) for x in (q, k, v, dout))
+    hopper.launch(
+        _main_kernel, batch * num_key_heads * num_blocks, config,
+        hopper.describe(q, config.queries, config.dim), hopper.describe(k, ROWS.value, config.dim),
+        hopper.describe(v, ROWS.value, config.dim), hopper.describe(dout, config.queries, config.dim),
+        *_describe_scratch(scalars, dq_sums, config), dk, dv, query_lo, query_hi,
+        0 if num_intervals == 1 else num_blocks * KEYS.value, num_blocks, num_tiles, num_keys, _section(num_queries),
+        batch * num_key_heads, scale,
+    )  # fmt: skip
+    hopper.launch(_finish_kernel, 2 * num_pairs, config, dq_sums, dq, num_tiles, num_queries, scale)

@@ -1,0 +1,482 @@
+"""Hopper forward: the contract of `kernels.reference.forward` for sm_90, in Gluon.
+
+A program owns one tile of query rows of one head. One partition of warps, the producer, moves tiles by TMA; each of the
+others, the consumers, is a warpgroup with 64 of the rows, its scores, probabilities and output in registers:
+
+    producer     Q, then for every step K and V into the next stage, once all consumers have emptied it
+    consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
+
+    barriers     full, empty of each stage of K and of V; q_full of each consumer's rows
+    turns        a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
+                 products while the others are at their softmax, instead of all waiting for all
+
+The walk takes the tiles at the ends of the rows' intervals first and masks those; the steady loop over the tiles that all rows
+see then passes the mask by. Scores are in log2 units. (Dao 2023, algorithm 1; Shah et al. 2024, FlashAttention-3, section 3.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from kernels import checks, hopper, tiles
+from kernels.blocks import BlockMask
+from kernels.dropout import Dropout
+from kernels.hopper import (
+    LN_2,
+    LOG2_E,
+    named_barrier_arrive,
+    named_barrier_wait,
+    step_start,
+    tile_view,
+    tma_load,
+    tma_store,
+    visible,
+    walk,
+)
+from kernels.reference import State
+
+ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
+FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a kernel is compiled for."""
+
+    dim: int  # of the tiles, 64 or 128; head dims are padded to it
+    value_dim: int
+    num_heads: int
+    group: int  # query heads a key head
+    has_state: bool
+    final: bool
+    consumers: int
+    keys: int  # of a step
+    stages: int  # of K and V
+    registers: int  # of a consumer's threads
+    turns: bool
+    hold: bool  # see `_hold`
+
+    @property
+    def queries(self) -> int:
+        """Rows of a program."""
+        return self.consumers * ROWS.value
+
+    @property
+    def scores(self) -> gl.NVMMADistributedLayout:
+        """Layout of a consumer's scores (64, keys)."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.keys, 16])
+
+    @property
+    def output(self) -> gl.NVMMADistributedLayout:
+        """Layout of a consumer's output (64, dim)."""
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dim, 16])
+
+    @property
+    def left(self) -> gl.DotOperandLayout:
+        """Layout of p (64, keys) as the left operand of p v."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
+
+
+L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the output passes through too
+# from triton 3.8 on, whose assembler is another, `_hold` would make it run all products one by one
+HOLD = hopper.TRITON_VERSION < (3, 8)
+TILES = {  # by padded head dim
+    64: dict(consumers=3, keys=128, stages=3, registers=160, turns=True, hold=False),
+    128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD),
+}
+
+
+@gluon.jit
+def _place(num_queries, all_heads, num_sections, CONFIG: gl.constexpr):
+    """(first query row, head, batch) of this program.
+
+    The heads of the whole batch are worked off in sections whose keys and values share the L2 cache; in a section
+    the last tiles of rows come first: under a causal mask they are the longest. Every partition asks anew: what it is handed
+    arrives through shared memory, and is no longer known to be uniform.
+    """
+    num_tiles = gl.cdiv(num_queries, CONFIG.queries)
+    program = gl.program_id(0)
+    heads = all_heads // num_sections
+    # sections of one head more come last, where many heads even out the ends
+    num_small = (num_sections - all_heads % num_sections) * heads
+    start = 0
+    if program >= num_small * num_tiles:
+        program -= num_small * num_tiles
+        start = num_small
+        heads += 1
+    section = program // (num_tiles * heads)
+    program -= section * num_tiles * heads
+    head = start + section * heads + program % heads
+    first = (num_tiles - 1 - program // heads) * CONFIG.queries
+    return first, head % CONFIG.num_heads, head // CONFIG.num_heads
+
+
+@gluon.jit
+def _next(stage, phase, CONFIG: gl.constexpr):
+    """The stage after this one, and the phase of its barriers."""
+    last = stage == CONFIG.stages - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _produce(arguments, CONFIG: gl.constexpr):
+    """The loading partition."""
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    QUERIES: gl.constexpr = CONFIG.queries
+    KEYS: gl.constexpr = CONFIG.keys
+    q, k, v, lo, hi, buffers, barriers, interval_stride, num_queries, all_heads, num_sections = arguments
+    queries, keys, values = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    first, head, batch = _place(num_queries, all_heads, num_sections, CONFIG)
+    begin, num_head, num_full, num_edge = walk(
+        lo + batch * interval_stride, hi + batch * interval_stride, first, num_queries, QUERIES, KEYS
+    )
+    for c in gl.static_range(CONSUMERS):
+        mbarrier.expect(q_full.index(c), q.block_type.nbytes)
+        tma_load(q, [batch, first + c * ROWS, head, 0], q_full.index(c), tile_view(queries.index(c), q))
+    key_head = head // CONFIG.group
+    stage = 0
+    phase = 1
+    for step in range(gl.maximum(num_edge + num_full, 1)):
+        start = step_start(begin, num_head, num_full, num_edge, step, KEYS)
+        mbarrier.wait(k_empty.index(stage), phase)
+        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+        tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
+        mbarrier.wait(v_empty.index(stage), phase)
+        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+        tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
+        stage, phase = _next(stage, phase, CONFIG)
+
+
+@gluon.jit
+def _take_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    if CONFIG.turns:
+        named_barrier_wait(FIRST_TURN + CONSUMER, 256)
+
+
+@gluon.jit
+def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    if CONFIG.turns:
+        named_barrier_arrive(FIRST_TURN + (CONSUMER + 1) % CONFIG.consumers, 256)
+
+
+@gluon.jit
+def _mask(scores, lo, hi, start, CONFIG: gl.constexpr):
+    """Scores of a tile where the rows see its keys, -inf elsewhere."""
+    KEYS: gl.constexpr = CONFIG.keys
+    SCORES: gl.constexpr = CONFIG.scores
+    return gl.where(visible(lo, hi, start, KEYS, SCORES), scores, float("-inf"))
+
+
+@gluon.constexpr_function
+def _rescale_assembly(count):
+    # of four consecutive registers of an accumulator two belong to one row and two to another, all the way
+    alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
+    products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
+    return (
+        "{ .reg .pred changed;"
+        f"setp.neu.f32 changed, {alphas[0]}, 0f3F800000; setp.neu.or.f32 changed, {alphas[2]}, 0f3F800000, changed;"
+        f"vote.sync.any.pred changed, changed, -1; @!changed bra DONE; {products} DONE: }}"
+    )
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.jit
+def _rescale(o, alpha, CONFIG: gl.constexpr):
+    """o * alpha by row, which a warp skips if all its alphas are 1: they mostly are."""
+    OUTPUT: gl.constexpr = CONFIG.output
+    COUNT: gl.constexpr = CONFIG.dim // 2  # registers of a thread
+    ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
+    factors = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None] + gl.zeros_like(o)
+    return gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [o, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+
+
+@gluon.jit
+def _sum_in_thread(p, CONFIG: gl.constexpr):
+    """Row sums (64, 4) of p (64, keys), one for each of the four threads that share a row: no exchange between threads."""
+    return gl.sum(gl.sum(p.reshape([ROWS, CONFIG.keys // 8, 4, 2]), axis=3), axis=1)
+
+
+@gluon.jit
+def _softmax(scores, m, l, log2_scale, CONFIG: gl.constexpr):
+    """(p, m, l, alpha) after the scores of a tile; m is in log2 units, l by thread.
+
+    Before an output, where any m will do, it follows the row's maximum only when that has grown by more than SLACK: until then
+    alpha is 1, and p at most 2**SLACK.
+    """
+    SLACK: gl.constexpr = 8.0 if CONFIG.final else 0.0
+    new_max = gl.max(scores, axis=1) * log2_scale
+    new_m = gl.where(new_max > m + SLACK, new_max, m)
+    # a row that has seen no key yet keeps m = -inf: subtract 0 there, exp2(-inf - 0) = 0
+    origin = gl.where(new_m == float("-inf"), 0.0, new_m)
+    p = gl.exp2(scores * log2_scale - origin[:, None])
+    alpha = gl.exp2(m - origin)
+    part = _sum_in_thread(p, CONFIG)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + gl.convert_layout(part, l.type.layout)
+    return p, new_m, l, alpha
+
+
+@gluon.jit
+def _hold(l, CONFIG: gl.constexpr):
+    """`l`, but nothing that follows is started before it is there.
+
+    The assembler moves waits for tensor cores up past the arithmetic that they should overlap with; past a thread's possible
+    end it may not. No sum of probabilities is this NaN.
+    """
+    if CONFIG.hold:
+        l = gl.inline_asm_elementwise(
+            "{ .reg .pred never; setp.eq.u32 never, $1, 0x7fc0dead; @never exit; mov.b32 $0, $1; }",
+            "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return l
+
+
+@gluon.jit
+def _step(
+    query, buffers, barriers, carry, lo, hi, plan, step, log2_scale,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Scores of the next tile while the last tile's p meets its values."""
+    KEYS: gl.constexpr = CONFIG.keys
+    SCORES: gl.constexpr = CONFIG.scores
+    keys, values = buffers
+    k_full, k_empty, v_full, v_empty = barriers
+    p, m, l, o, stage, phase, last_stage, last_phase = carry
+    mbarrier.wait(k_full.index(stage), phase)
+    _take_turn(CONSUMER, CONFIG)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(last_stage), last_phase)
+    growing = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
+    _pass_turn(CONSUMER, CONFIG)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    begin, num_head, num_full, num_edge = plan
+    if step < num_edge:
+        scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
+    weights, m, l, alpha = _softmax(scores, m, l, log2_scale, CONFIG)
+    l = _hold(l, CONFIG)
+    o = warpgroup_mma_wait(0, deps=(growing,))
+    mbarrier.arrive(v_empty.index(last_stage), count=1)
+    o = _rescale(o, alpha, CONFIG)
+    # only now: before the wait the registers of the last p are still being read
+    p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
+    next_stage, next_phase = _next(stage, phase, CONFIG)
+    return p, m, l, o, next_stage, next_phase, stage, phase
+
+
+@gluon.jit
+def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """One computing partition: 64 rows through all steps."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
+    QUERIES: gl.constexpr = CONFIG.queries
+    KEYS: gl.constexpr = CONFIG.keys
+    DIM: gl.constexpr = CONFIG.dim
+    OUTPUT: gl.constexpr = CONFIG.output
+    SCORES: gl.constexpr = CONFIG.scores
+    lo, hi, results, out, buffers, barriers, interval_stride, num_queries, all_heads, num_sections, log2_scale = arguments
+    queries, keys, values = buffers
+    q_full, k_full, k_empty, v_full, v_empty = barriers
+    first, head, batch = _place(num_queries, all_heads, num_sections, CONFIG)
+    lo += batch * interval_stride
+    hi += batch * interval_stride
+    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    own = first + CONSUMER * ROWS
+    rows = gl.minimum(own + gl.arange(0, ROWS, layout=BY_ROW), num_queries - 1)
+    row_lo = gl.load(lo + rows)
+    row_hi = gl.load(hi + rows)
+
+    query = queries.index(CONSUMER)
+    mbarrier.wait(q_full.index(CONSUMER), 0)
+    mbarrier.wait(k_full.index(0), 0)
+    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
+        named_barrier_arrive(FIRST_TURN, 256)
+    _take_turn(CONSUMER, CONFIG)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    _pass_turn(CONSUMER, CONFIG)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    # the first tile may lie past all keys, where nothing is seen at all
+    start = step_start(begin, num_head, num_full, num_edge, 0, KEYS)
+    m = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
+    l = _sum_in_thread(gl.zeros([ROWS, KEYS], gl.float32, SCORES), CONFIG)
+    weights, m, l, alpha = _softmax(_mask(scores, row_lo, row_hi, start, CONFIG), m, l, log2_scale, CONFIG)
+    p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
+    o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
+
+    tiles = keys, values
+    plan = begin, num_head, num_full, num_edge
+    flow = k_full, k_empty, v_full, v_empty
+    stage, phase = _next(gl.to_tensor(0), gl.to_tensor(0), CONFIG)
+    last_stage = gl.to_tensor(0)
+    last_phase = gl.to_tensor(0)
+    for step in range(1, num_edge + num_full):
+        p, m, l, o, stage, phase, last_stage, last_phase = _step(
+            query, tiles, flow, (p, m, l, o, stage, phase, last_stage, last_phase), row_lo, row_hi, plan, step, log2_scale,
+            CONSUMER, CONFIG,
+        )  # fmt: skip
+    mbarrier.wait(v_full.index(last_stage), last_phase)
+    o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
+    o = warpgroup_mma_wait(0, deps=(o,))
+    l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
+    _finish(m, l, o, query, results, out, batch, own, head, num_queries, CONFIG)
+
+
+@gluon.jit
+def _finish(m, l, o, query, results, out, batch, own, head, num_queries, CONFIG: gl.constexpr):
+    """Merge the state that came in, and write the new state, or the output by way of the query's shared memory."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
+    state_m, state_l, state_o, lse = results
+    rows = own + gl.arange(0, ROWS, layout=BY_ROW)
+    row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
+    inside = rows < num_queries
+    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
+    index = gl.convert_layout(row_index, gl.SliceLayout(1, CONFIG.output))[:, None] * CONFIG.value_dim + columns
+    mask = gl.convert_layout(inside, gl.SliceLayout(1, CONFIG.output))[:, None] & (columns < CONFIG.value_dim)
+    if CONFIG.has_state:
+        other_m = gl.load(state_m + row_index, mask=inside, other=float("-inf")) * LOG2_E
+        other_l = gl.load(state_l + row_index, mask=inside, other=0.0)
+        new_m = gl.maximum(m, other_m)
+        origin = gl.where(new_m == float("-inf"), 0.0, new_m)
+        alpha, beta = gl.exp2(m - origin), gl.exp2(other_m - origin)
+        m = new_m
+        l = alpha * l + beta * other_l
+        other_o = gl.load(state_o + index, mask=mask, other=0.0)
+        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, CONFIG.output))[:, None]
+        o += other_o * gl.convert_layout(beta, gl.SliceLayout(1, CONFIG.output))[:, None]
+    if CONFIG.final:
+        divisor = gl.where(l == 0.0, 1.0, l)
+        o = o / gl.convert_layout(divisor, gl.SliceLayout(1, CONFIG.output))[:, None]
+        query.store(o.to(query.dtype))
+        fence_async_shared()
+        tma_store(out, [batch, own, head, 0], tile_view(query, out))
+        gl.store(lse + row_index, (m + gl.log2(l)) * LN_2, mask=inside)
+        tma.store_wait(0)
+    else:
+        gl.store(state_m + row_index, m * LN_2, mask=inside)
+        gl.store(state_l + row_index, l, mask=inside)
+        gl.store(state_o + index, o, mask=mask)
+
+
+@gluon.jit(do_not_specialize=["interval_stride", "num_queries", "all_heads", "num_sections"])
+def _forward_kernel(
+    q, k, v, out, lo, hi, state_m, state_l, state_o, lse, interval_stride, num_queries, all_heads, num_sections,
+    log2_scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    STAGES: gl.constexpr = CONFIG.stages
+    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
+    keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
+    values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
+    q_full = gl.allocate_shared_memory(gl.int64, [CONFIG.consumers, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=CONFIG.consumers)
+        mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
+    fence_async_shared()
+    buffers = queries, keys, values
+    barriers = q_full, k_full, k_empty, v_full, v_empty
+    loading = q, k, v, lo, hi, buffers, barriers, interval_stride, num_queries, all_heads, num_sections
+    results = state_m, state_l, state_o, lse
+    computing = lo, hi, results, out, buffers, barriers, interval_stride, num_queries, all_heads, num_sections, log2_scale
+    if CONFIG.consumers == 2:
+        gl.warp_specialize(
+            [
+                (_produce, (loading, CONFIG)),
+                (_consume, (computing, 0, CONFIG)),
+                (_consume, (computing, 1, CONFIG)),
+            ],
+            [4, 4],
+            [CONFIG.registers, CONFIG.registers],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_produce, (loading, CONFIG)),
+                (_consume, (computing, 0, CONFIG)),
+                (_consume, (computing, 1, CONFIG)),
+                (_consume, (computing, 2, CONFIG)),
+            ],
+            [4, 4, 4],
+            [CONFIG.registers, CONFIG.registers, CONFIG.registers],
+        )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    state: State | None = None,
+    final: bool = False,
+    *,
+    dropout: Dropout | None = None,
+    blocks: BlockMask | None = None,
+    precision: str = "ieee",
+) -> State | tuple[Tensor, Tensor]:
+    """As `kernels.forward.forward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
+
+    Raises:
+        ValueError: what `kernels.forward.forward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
+    """
+    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_options(q, k, dropout, blocks, precision)
+    hopper.check(q, v, dropout, blocks)
+    if state is not None:
+        checks.check_state(state, q, v)
+    m, l, o, out, lse = tiles.allocate_results(q, v, state, final)
+    if q.numel() > 0:
+        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), has_state=state is not None)
+    return (out, lse) if final else (m, l, o)
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple, has_state: bool
+) -> None:  # fmt: skip
+    """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
+    (batch, num_queries, num_heads), num_key_heads = q.shape[:3], k.shape[2]
+    dim = hopper.padded_dim(q.shape[-1], v.shape[-1])
+    m, l, o, out, lse = results
+    config = Config(
+        dim=dim, value_dim=v.shape[-1], num_heads=num_heads, group=num_heads // num_key_heads,
+        has_state=has_state, final=out is not None, **TILES[dim],
+    )  # fmt: skip
+    q, k, v = (hopper.as_strided_rows(x) for x in (q, k, v))
+    lo, hi, interval_stride = tiles.as_intervals(lo, hi)
+    descriptors = [hopper.describe(x, rows, dim) for x, rows in ((q, ROWS.value), (k, config.keys), (v, config.keys))]
+    head_bytes = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
+    num_sections = triton.cdiv(num_heads * batch, max(1, L2_BYTES // head_bytes) * config.group)
+    with torch.cuda.device_of(q):
+        hopper.launch(
+            _forward_kernel, triton.cdiv(num_queries, config.queries) * num_heads * batch, config,
+            *descriptors, None if out is None else hopper.describe(out, ROWS.value, dim), lo, hi, m, l, o, lse,
+            interval_stride, num_queries, num_heads * batch, num_sections, float(scale) * LOG2_E.value,
+        )  # fmt: skip

@@ -1,0 +1,90 @@
+"""Compile the Hopper kernels for sm_90 without a GPU and print a JSON line of resources and complaints for each.
+
+A program of its own, as `compile_sm90.py`: where tests set TRITON_INTERPRET=1, kernels cannot be compiled.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.experimental.gluon._runtime import GluonASTSource
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+from compile_sm90 import resources  # noqa: E402
+
+from kernels import hopper, hopper_backward, hopper_forward  # noqa: E402
+
+HEADS = 4
+INTEGERS = ("lo", "hi", "query_lo", "query_hi")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
+    """A TMA descriptor's type in Triton's notation."""
+    layout = layout or hopper.shared_layout(block, TYPES.get(dtype, torch.float32))
+    return f"tensordesc<{dtype}{list(block)},{layout!r}>"
+
+
+def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
+    """(kernel, config, types of its descriptors and of arguments that are not there); kind: final, state or merge."""
+    has_state, final = kind != "final", kind != "state"
+    shape = dict(dim=dim, value_dim=dim, num_heads=HEADS, group=group, has_state=has_state, final=final)
+    config = hopper_forward.Config(**shape, **hopper_forward.TILES[dim])
+    block = {"q": hopper_forward.ROWS.value, "out": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
+    types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()}
+    absent = ([] if has_state else ["state_m", "state_l", "state_o"]) + ([] if final else ["out", "lse"])
+    return hopper_forward._forward_kernel, config, types, absent
+
+
+def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
+    """As `forward_case`; kind: fresh, or add for gradients that are added to accumulators."""
+    add = kind == "add"
+    config = hopper_backward.Config(dim, dim, dim, HEADS, group, add, add, add)
+    rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
+    types = {name: descriptor(dtype, (1, n, 1, dim)) for name, n in rows.items()}
+    types["dq_sums"] = descriptor("fp32", (2 * config.columns, 32))
+    types["scalars"] = descriptor("fp32", (2 * config.queries,), hopper_backward.SCALARS_LAYOUT)
+    types |= dict.fromkeys(("dk", "dv"), "*fp32" if add else f"*{dtype}")
+    return hopper_backward._main_kernel, config, types, []
+
+
+def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> triton.compiler.CompiledKernel:
+    """`kernel` for a usual call: all pointers are multiples of 16."""
+    constants = {"CONFIG": config} | dict.fromkeys(absent)
+    signature = {}
+    for name in kernel.arg_names:
+        pointer = "*i32" if name in INTEGERS else "*fp32" if name in ("lse", "state_m", "state_l", "state_o") else "i32"
+        plain = "fp32" if name in ("scale", "log2_scale") else pointer
+        signature[name] = "constexpr" if name in constants else types.get(name, plain)
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
+    source = GluonASTSource(kernel, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+
+
+def complaints(compiled: triton.compiler.CompiledKernel) -> list[str]:
+    """What the assembler says about wgmma instructions that it runs one by one."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return [line for line in (done.stdout + done.stderr).splitlines() if "serialized" in line]
+
+
+def main() -> None:
+    for argument in sys.argv[1:]:
+        name, dtype, dim, group, kind = argument.split(":")
+        case = {"forward": forward_case, "backward": backward_case}[name](dtype, int(dim), int(group), kind)
+        compiled = compile_case(*case)
+        found = dict(case=argument, dim=int(dim), serialized=complaints(compiled), **resources(compiled))
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

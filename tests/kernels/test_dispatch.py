@@ -1,0 +1,80 @@
+"""Who picks which kernels, and says why."""
+
+import pytest
+import torch
+
+from kernels import dispatch, intervals
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def fresh_choices():
+    """Choices are remembered; those of a pretended GPU must not be."""
+    yield
+    from kernels import hopper
+
+    for function in (dispatch.choose, hopper.refusal):
+        function.cache_clear()
+
+
+def pretend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+
+def test_hopper_kernels_on_hopper(monkeypatch):
+    pretend((9, 0), monkeypatch)
+    assert dispatch.choose(GPU, torch.bfloat16).backend == "hopper"
+    assert dispatch.choose(GPU, torch.float16, dims=(80, 64)).backend == "hopper"
+    assert dispatch.choose(GPU, torch.bfloat16, "triton").backend == "triton"
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "dims", "plain", "reason"),
+    [
+        ((8, 0), torch.bfloat16, (128, 128), True, "sm_80"),
+        ((10, 0), torch.bfloat16, (128, 128), True, "sm_100"),
+        ((9, 0), torch.float32, (128, 128), True, "not fp16 or bf16"),
+        ((9, 0), torch.bfloat16, (192, 128), True, "query head dim 192"),
+        ((9, 0), torch.bfloat16, (64, 12), True, "value head dim 12"),
+        ((9, 0), torch.bfloat16, (128, 128), False, "no dropout"),
+    ],
+    ids=["ampere", "blackwell", "fp32", "wide", "odd-value-dim", "dropout"],
+)
+def test_portable_kernels_where_hopper_cannot(capability, dtype, dims, plain, reason, monkeypatch):
+    pretend(capability, monkeypatch)
+    choice = dispatch.choose(GPU, dtype, "auto", dims, plain)
+    assert choice.backend == "triton" and reason in choice.why
+    with pytest.raises(ValueError, match=reason):
+        dispatch.choose(GPU, dtype, "hopper", dims, plain)
+
+
+def test_cpu_ranks_compute_in_pytorch():
+    assert dispatch.choose(CPU, torch.float32).backend == "tiled"
+    with pytest.raises(ValueError, match="do not run on cpu"):
+        dispatch.choose(CPU, torch.bfloat16, "hopper")
+    with pytest.raises(ValueError, match="unknown kernel backend 'fast'"):
+        dispatch.choose(CPU, torch.float32, "fast")
+
+
+def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
+    asked = []
+
+    class Kernels:
+        @staticmethod
+        def backward(*arguments, **options):
+            return asked.append(None)
+
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_module", lambda backend, direction: asked.append(backend) or Kernels)
+    q, rows = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    arguments = (q, q, q, q, rows, rows, *intervals.full(2, 2), 1.0)
+    dispatch.backward(*arguments)
+    torch.use_deterministic_algorithms(True)
+    try:
+        dispatch.backward(*arguments)
+        with pytest.raises(ValueError, match="no fixed order"):
+            dispatch.backward(*arguments, backend="hopper")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [x for x in asked if x] == ["hopper", "triton"]
