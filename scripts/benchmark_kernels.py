@@ -6,8 +6,9 @@
     python scripts/benchmark_kernels.py --device cpu                        # a dry run of everything, tiny
 
 Suites, all bf16, B = 1: `speed` (D 64 and 128, causal and full; with --lengths a curve, D 128 causal), `masks` (a window of
-4,096, packed documents), `blocks` (block-sparse) and `memory` (beside N x N). Every output and gradient is first held to
-float64 at that very case: all rows of the first and the last head. Writes README.md, rows.json and pictures to --output.
+4,096, packed documents), `heads` (32 query heads on 32 and on 8 key heads), `blocks` (block-sparse) and `memory` (beside
+N x N). Every output and gradient is first held to float64 at that very case: all rows of the first and the last head. Writes
+README.md, rows.json and pictures to --output.
 
 FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward. GB/s are q, k, v and out once
 (backward: dout and the gradients too) over the time. Extra memory is the peak above the tensors given and returned.
@@ -34,7 +35,7 @@ import peers  # noqa: E402
 from cases import TOLERANCE, Case, expected_results, relative_error  # noqa: E402
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)
-SUITES = ("speed", "masks", "blocks", "memory")
+SUITES = ("speed", "masks", "heads", "blocks", "memory")
 SIZES = {
     "cuda": {"length": 16384, "heads": 16, "head_dims": (64, 128), "memory": (16384, 65536, 131072, 262144)},
     "cpu": {"length": 256, "heads": 2, "head_dims": (16,), "memory": (128, 256)},
@@ -50,6 +51,8 @@ def suite_cases(suite: str, lengths: list[int], device: torch.device) -> list[Ca
     if suite == "blocks":
         blocks = [Case("blocks", length, heads, head_dims[-1], kept) for kept in FRACTIONS]
         return [Case("full", length, heads, head_dims[-1]), *blocks]
+    if suite == "heads":
+        return [Case("causal", length, 2 * heads, head_dims[-1], key_heads=key_heads) for key_heads in (2 * heads, heads // 2)]
     kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents")}[suite]
     cases = [Case(kind, length, heads, dim) for dim in head_dims for kind in kinds]
     return cases + [Case("causal", n, heads, head_dims[-1]) for n in lengths if suite == "speed"]

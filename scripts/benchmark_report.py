@@ -83,6 +83,15 @@ def _speed(cases: list[Case], rows: Rows) -> list[str]:
     return [*lines, "Extra memory, MiB", "", *table("extra_bytes", lambda x: f"{x / MIB:,.1f}")]
 
 
+def _heads(cases: list[Case], rows: Rows) -> list[str]:
+    def cell(case: Case, row: dict) -> str:
+        base = _find(rows, cases[0], row["implementation"])
+        return _cell(row, "tflops", "{:.0f}".format) + _ratio(row, base, "tflops")
+
+    note = "TFLOP/s, forward / backward (beside as many key heads as query heads)"
+    return ["## Grouped heads", "", note, "", *_table(cases, rows, cell)]
+
+
 def _masks(cases: list[Case], rows: Rows) -> list[str]:
     def cell(case: Case, row: dict) -> str:
         causal = next(x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim)
@@ -133,7 +142,7 @@ def _errors(rows: Rows) -> list[str]:
 def write(output: Path, head: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
     """README.md, and a picture for every suite that has one, of the suites measured so far."""
     lines = [f"# Attention kernels, {head['date']}", "", f"    {head['command']}", "", f"{head['machine']}; bf16, B = 1.", ""]
-    sections = {"speed": _speed, "masks": _masks, "blocks": _blocks, "memory": _memory}
+    sections = {"speed": _speed, "masks": _masks, "heads": _heads, "blocks": _blocks, "memory": _memory}
     pictures = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     for suite, cases in suites.items():
         lines += sections[suite](cases, rows)

@@ -27,10 +27,12 @@ class Case:
     heads: int
     head_dim: int
     kept: float = 1.0  # of the blocks, at random; only of kind "blocks"
+    key_heads: int | None = None  # None: as many as query heads
 
     @property
     def label(self) -> str:
-        return f"{self.kind} {self.kept:.1%}" if self.kind == "blocks" else self.kind
+        label = f"{self.kind} {self.kept:.1%}" if self.kind == "blocks" else self.kind
+        return f"{label}, {self.heads}/{self.key_heads} heads" if self.key_heads else label
 
     @property
     def window(self) -> int | None:
@@ -77,7 +79,8 @@ class Case:
 
     def bytes(self, direction: str) -> int:
         """q, k, v, out once forward; dout and the three gradients too backward."""
-        return 2 * self.length * self.heads * self.head_dim * (4 if direction == "forward" else 8)
+        heads = 2 * (self.heads + (self.key_heads or self.heads))
+        return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
 
     @property
     def score_bytes(self) -> int:
@@ -85,18 +88,23 @@ class Case:
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """q, k, v, dout, standard normal bf16 (1, length, heads, head_dim); all but dout require gradients."""
+        """q, k, v, dout, standard normal bf16 (1, length, heads or key_heads, head_dim); all but dout require gradients."""
         generator = torch.Generator(device).manual_seed(0)
-        shape = 1, self.length, self.heads, self.head_dim
-        tensors = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(4)]
+        key_heads = self.key_heads or self.heads
+        shapes = [(1, self.length, heads, self.head_dim) for heads in (self.heads, key_heads, key_heads, self.heads)]
+        tensors = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
         return [x.requires_grad_() for x in tensors[:3]] + tensors[3:]
 
 
 @torch.no_grad()
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """out, dq, dk, dv in float64 of the checked heads, every row of them, by `kernels.reference` some queries at a time."""
-    q, k, v, dout = (x[:, :, CHECKED_HEADS].double() for x in (q, k, v, dout))
-    results = {name: torch.zeros_like(q) for name in ("out", "dq", "dk", "dv")}
+    """out, dq, dk, dv in float64 of the checked heads, every row of them, by `kernels.reference` some queries at a time.
+
+    Checked are the first and the last key head, and the first and the last query head, or with grouped heads their groups.
+    """
+    k, v = (x[:, :, CHECKED_HEADS].double() for x in (k, v))
+    q, dout = (_checked(x, case).double() for x in (q, dout))
+    results = {name: torch.zeros_like(x) for name, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
     lo, hi = (x.to(q.device, torch.int32) for x in case.mask.intervals(case.length))
     blocks, scale = case.blocks(q.device), case.head_dim**-0.5
     num_rows = max(1, 2**26 // case.length // BLOCK) * BLOCK  # half a GiB of float64 scores a head
@@ -112,6 +120,12 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
     return results
 
 
+def _checked(x: Tensor, case: Case) -> Tensor:
+    """The checked heads of x (B, N, heads, D), where these are query heads."""
+    group = case.heads // (case.key_heads or case.heads)
+    return torch.cat([x[:, :, :group], x[:, :, -group:]], 2)
+
+
 @torch.no_grad()
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Largest error of GROUP rows of a checked head, relative to their own size, both as Euclidean norms.
@@ -119,6 +133,8 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     Rows far down a causal mask are small, so the largest row must not set the scale; the gradient of a row that sees one
     key vanishes, so single rows must not either.
     """
-    actual, expected = (x.unflatten(1, (-1, GROUP)) for x in (actual[:, :, CHECKED_HEADS].double(), expected))
+    half = expected.shape[2] // 2
+    actual = torch.cat([actual[:, :, :half], actual[:, :, -half:]], 2).double()
+    actual, expected = (x.unflatten(1, (-1, GROUP)) for x in (actual, expected))
     error, scale = (torch.linalg.vector_norm(x, dim=(2, 4)) for x in (actual - expected, expected))
     return (error / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()

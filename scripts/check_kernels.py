@@ -1,13 +1,16 @@
 """Hold the Triton kernels to the float64 reference on a GPU, beside PyTorch's SDPA in the same dtype.
 
     python scripts/check_kernels.py --output DIR --time
-    compute-sanitizer --tool racecheck python scripts/check_kernels.py --lengths 1 63 257 --alone
+    python scripts/check_kernels.py --kernels hopper
+    compute-sanitizer --tool racecheck python scripts/check_kernels.py --lengths 63 257 --dims 64 --alone
 
-Prints Markdown tables of the largest row error (relative to the row's scale) and, with --time, of TFLOP/s; exits with 1 if
-an error exceeds its tolerance. FLOPs count 4 B H S S D forward (half of that when causal) and 2.5 times that backward.
+Prints Markdown tables of the largest row error (relative to the row's scale) and, with --time, of what a partial result costs
+beside a final one in TFLOP/s; exits with 1 if an error exceeds its tolerance. FLOPs count 4 B H S S D forward (half of that
+when causal) and 2.5 times that backward.
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -18,10 +21,9 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from kernels import backward, forward, reference  # noqa: E402
+from kernels import reference  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -54,14 +56,17 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 def attend_and_differentiate(module, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lo: Tensor, hi: Tensor) -> tuple:
     """(out, lse, dq, dk, dv) by the forward and backward of a kernel module."""
     scale = q.shape[-1] ** -0.5
-    gradients = [torch.zeros(x.shape, dtype=reference.state_dtype(x.dtype), device=x.device) for x in (q, k, v)]
     out, lse = module.forward(q, k, v, lo, hi, scale, final=True)
     delta = reference.row_delta(out, dout)
-    module.backward(q, k, v, dout, lse, delta, lo, hi, scale, *gradients)
-    return out, lse, *gradients
+    grad_dtype = reference.state_dtype(q.dtype)
+    return out, lse, *module.backward(q, k, v, dout, lse, delta, lo, hi, scale, grad_dtype=grad_dtype)
 
 
-TRITON = SimpleNamespace(forward=forward.forward, backward=backward.backward)
+def load_kernels(name: str) -> SimpleNamespace:
+    """The forward and backward of a kernel family, "portable" or "hopper"."""
+    prefix = {"portable": "", "hopper": "hopper_"}[name]
+    modules = (importlib.import_module(f"kernels.{prefix}{direction}") for direction in ("forward", "backward"))
+    return SimpleNamespace(forward=next(modules).forward, backward=next(modules).backward)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -91,14 +96,16 @@ def errors_of(results: tuple, expected: tuple) -> list[float | None]:
     return errors
 
 
-def check_case(dtype: torch.dtype, dim: int, length: int, mask: str, peer: bool) -> tuple[list, list, list[str]]:
+def check_case(
+    kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, peer: bool
+) -> tuple[list, list, list[str]]:
     """(errors of the kernels, errors of SDPA, names that exceed their tolerance) for one problem."""
     torch.manual_seed(0)
     shapes = [(1, length, num_heads, dim) for num_heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
     lo, hi = make_intervals(mask, length)
     expected = attend_and_differentiate(reference, *(x.double() for x in (q, k, v, dout)), lo, hi)
-    ours = errors_of(attend_and_differentiate(TRITON, q, k, v, dout, lo, hi), expected)
+    ours = errors_of(attend_and_differentiate(kernels, q, k, v, dout, lo, hi), expected)
     theirs = [None] * len(NAMES)
     if peer and mask in ("causal", "full"):
         theirs = errors_of(sdpa_results(q, k, v, dout, mask == "causal"), expected)
@@ -107,12 +114,12 @@ def check_case(dtype: torch.dtype, dim: int, length: int, mask: str, peer: bool)
     return ours, theirs, failed
 
 
-def error_table(lengths: list[int], peer: bool) -> tuple[list[str], list[str]]:
+def error_table(kernels: SimpleNamespace, dims: list[int], lengths: list[int], peer: bool) -> tuple[list[str], list[str]]:
     """Lines of a Markdown table, and a line for every case that failed."""
     lines = ["| dtype | D | S | mask | " + " | ".join(NAMES) + " |", "|---" * (4 + len(NAMES)) + "|"]
     failures = []
-    for dtype, dim, length, mask in product(DTYPES, (64, 128), lengths, MASKS):
-        ours, theirs, failed = check_case(dtype, dim, length, mask, peer)
+    for dtype, dim, length, mask in product(DTYPES, dims, lengths, MASKS):
+        ours, theirs, failed = check_case(kernels, dtype, dim, length, mask, peer)
         cells = [
             f"{x:.1e}" + (f" ({y:.1e})" if y is not None else "") + (" **too large**" if name in failed else "")
             for name, x, y in zip(NAMES, ours, theirs, strict=True)
@@ -131,49 +138,50 @@ def teraflops(function: Callable[[], object], flops: float) -> str:
         return type(error).__name__
 
 
-def time_case(dim: int, mask: str, length: int = 16384, heads: int = 16) -> Iterator[str]:
-    """TFLOP/s forward and backward of the kernels, then of SDPA with cuDNN; bf16, one sequence."""
+def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> Iterator[str]:
+    """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums."""
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    (lo, hi), scale = make_intervals(mask, length), dim**-0.5
+    block = *make_intervals(mask, length), dim**-0.5
     flops = 4 * heads * length**2 * dim / (2 if mask == "causal" else 1)
-    out, lse = forward.forward(q, k, v, lo, hi, scale, final=True)
-    delta = reference.row_delta(out, dout)
-    gradients = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    yield teraflops(lambda: forward.forward(q, k, v, lo, hi, scale, final=True), flops)
-    yield teraflops(lambda: backward.backward(q, k, v, dout, lse, delta, lo, hi, scale, *gradients), 2.5 * flops)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        yield teraflops(lambda: sdpa(q, k, v, mask == "causal"), flops)
-        try:
-            out = sdpa(q, k, v, mask == "causal")
-        except RuntimeError as error:
-            yield type(error).__name__
-            return
-        yield teraflops(lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True), 2.5 * flops)
+    out, lse = kernels.forward(q, k, v, *block, final=True)
+    state = kernels.forward(q, k, v, *block)
+    saved = dout, lse, reference.row_delta(out, dout), *block
+    sums = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+    yield teraflops(lambda: kernels.forward(q, k, v, *block, final=True), flops)
+    yield teraflops(lambda: kernels.forward(q, k, v, *block, state), flops)
+    yield teraflops(lambda: kernels.backward(q, k, v, *saved), 2.5 * flops)
+    yield teraflops(lambda: kernels.backward(q, k, v, *saved, *sums), 2.5 * flops)
 
 
-def time_table() -> list[str]:
-    lines = ["| D | mask | Triton forward | Triton backward | cuDNN forward | cuDNN backward |", "|---" * 6 + "|"]
-    for dim, mask in product((64, 128), ("causal", "full")):
-        lines.append(f"| {dim} | {mask} | " + " | ".join(time_case(dim, mask)) + " |")
+def time_table(kernels: SimpleNamespace, dims: list[int]) -> list[str]:
+    columns = "D", "S", "mask", "forward", "with state in and out", "backward", "into fp32 sums"
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for dim, length, mask in product(dims, (8192, 16384), ("causal", "full")):
+        lines.append(f"| {dim} | {length} | {mask} | " + " | ".join(time_case(kernels, dim, mask, length)) + " |")
     return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="directory for check_kernels.md")
+    parser.add_argument("--kernels", choices=("portable", "hopper"), default="portable")
+    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128), help="head dims (default: %(default)s)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="leave SDPA out, which a race checker would accuse too")
-    parser.add_argument("--time", action="store_true", help="also measure TFLOP/s at S = 16384, 16 heads, bf16")
+    parser.add_argument("--time", action="store_true", help="also measure TFLOP/s with 16 heads, bf16")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device; without one run the tests, which use Triton's interpreter")
-    lines = [f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}", ""]
+    kernels = load_kernels(args.kernels)
+    lines = [
+        f"The {args.kernels} kernels, {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}",
+        "",
+    ]
     lines += [f"Largest row error against float64, {HEADS[0]} query and {HEADS[1]} key heads (SDPA's in brackets)", ""]
-    table, failures = error_table(args.lengths, not args.alone)
+    table, failures = error_table(kernels, args.dims, args.lengths, not args.alone)
     lines += table
     if args.time:
-        lines += ["", "TFLOP/s, bf16, B 1, H 16, S 16384", "", *time_table()]
+        lines += ["", "TFLOP/s, bf16, B 1, H 16", "", *time_table(kernels, args.dims)]
     text = "\n".join(lines) + "\n"
     print(text)
     if args.output:

@@ -18,16 +18,21 @@ from ringattn import flash_attention
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[Case, torch.device], Attend]
 OURS = "ringattn"
+PORTABLE = "portable"
 
 
 class Unsupported(Exception):
     """The implementation has no way to express the mask of a case."""
 
 
-def ringattn(case: Case, device: torch.device) -> Attend:
-    """This project's kernels."""
-    blocks = case.blocks(device)
-    return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, blocks=blocks)
+def ringattn(backend: str) -> Prepare:
+    """This project's kernels: those it picks by itself, or the portable ones ("triton")."""
+
+    def prepare(case: Case, device: torch.device) -> Attend:
+        blocks = case.blocks(device)
+        return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend)
+
+    return prepare
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
@@ -40,7 +45,9 @@ def sdpa(backend: SDPBackend) -> Prepare:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal").transpose(1, 2)
+                grouped = q.shape[1] != k.shape[1]
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal", enable_gqa=grouped)
+            return out.transpose(1, 2)
 
         return attend
 
@@ -75,7 +82,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=block_mask).transpose(1, 2)
+        return compiled(q, k, v, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
 
     return attend
 
@@ -102,13 +109,14 @@ def _first(result: Tensor | tuple) -> Tensor:
 
 
 IMPLEMENTATIONS: dict[str, Prepare] = {
-    OURS: ringattn,
+    OURS: ringattn("auto"),
+    PORTABLE: ringattn("triton"),
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,
     "fa4": flash_attn_4,
 }
-NEED_CUDA = {"cudnn", "fa2", "flex", "fa4"}
+NEED_CUDA = {PORTABLE, "cudnn", "fa2", "flex", "fa4"}
 
 
 def available(device: torch.device) -> dict[str, Prepare]:

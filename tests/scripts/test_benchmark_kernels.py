@@ -31,7 +31,7 @@ def changed(change: Callable[[Tensor], Tensor]) -> peers.Prepare:
     """Our implementation with its keys changed."""
 
     def prepare(case, device):
-        attend = peers.ringattn(case, device)
+        attend = peers.ringattn("auto")(case, device)
         return lambda q, k, v: attend(q, change(k), v)
 
     return prepare
@@ -81,7 +81,7 @@ def test_skipped_keys_exceed_the_tolerance() -> None:
     case = benchmark_kernels.Case("full", 1024, 2, 64)
     q, k, v, dout = case.inputs(CPU)
     expected = benchmark_kernels.expected_results(case, q, k, v, dout)["out"]
-    attend = peers.ringattn(case, CPU)
+    attend = peers.ringattn("auto")(case, CPU)
     right = benchmark_kernels.relative_error(attend(q, k, v), expected)
     skipped = benchmark_kernels.relative_error(attend(q, k[:, :-4], v[:, :-4]), expected)
     assert 4 * right < benchmark_kernels.TOLERANCE < skipped / 2
