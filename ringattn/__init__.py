@@ -16,10 +16,27 @@ if getattr(kernels, "OWNER", None) != "ringattn":
 
 from kernels.blocks import BlockMask
 from ringattn.attention import ring_attention
+from ringattn.balance import balanced_layout
+from ringattn.decode import KVCache, decode_attention
+from ringattn.explain import explain
 from ringattn.flash import flash_attention
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.state import PartialState
 from ringattn.transport import simulate
+from ringattn.ulysses import ulysses_attention
 
-__all__ = ["BlockMask", "Layout", "Mask", "PartialState", "flash_attention", "ring_attention", "simulate"]
+__all__ = [
+    "BlockMask",
+    "KVCache",
+    "Layout",
+    "Mask",
+    "PartialState",
+    "balanced_layout",
+    "decode_attention",
+    "explain",
+    "flash_attention",
+    "ring_attention",
+    "simulate",
+    "ulysses_attention",
+]

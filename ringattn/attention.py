@@ -1,16 +1,18 @@
 """The public call: exact attention over a sequence whose rows are spread over the ranks of a ring."""
 
+from functools import lru_cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kernels import dispatch
 from kernels.checks import PRECISIONS
-from kernels.reference import state_dtype
-from ringattn import transport
+from ringattn import operator
+from ringattn import transport as transports
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.plan import SCHEDULES, plan
+from ringattn.plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 
 
@@ -21,11 +23,12 @@ def ring_attention(
     *,
     layout: Layout,
     mask: Mask,
-    group: dist.ProcessGroup | transport.SimulatedRank | None = None,
+    group: dist.ProcessGroup | transports.SimulatedRank | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     schedule: str = "auto",
+    transport: str = "auto",
     backend: str = "auto",
     precision: str = "ieee",
     return_lse: bool = False,
@@ -46,7 +49,8 @@ def ring_attention(
             position in the whole (query, key, head, batch row): it is the same on any number of ranks and in any layout.
         seed: of the dropout, the same on all ranks; another one for every layer and step.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
-            whose busiest rank sends fewer bytes.
+            that is expected to take less time, then fewer bytes; `ringattn.explain` shows why.
+        transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.transport.resolve`.
         backend: the kernels, see `kernels.dispatch`.
         precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log of the softmax's denominator.
@@ -56,29 +60,34 @@ def ring_attention(
         that may see no key gives 0 and -inf.
 
     Raises:
-        ValueError: shapes, dtypes, layout, mask, group or schedule that contradict each other, before any work starts.
+        ValueError: shapes, dtypes, layout, mask, group, schedule or transport that contradict each other, before any work
+            starts.
+        RingFault: a rank of the ring does not answer. Where no exception can be raised, because the host waits for a GPU that
+            waits for a peer, the process prints the reason and ends. RINGATTN_TIMEOUT sets the seconds of patience.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check_ring(q, layout, group, schedule)
+    _check_ring(q, layout, group, schedule, transport)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}: a rank holds the same positions of both")
     name = "" if group is None else group.group_name
-    settings = mask.lengths, mask.is_causal, mask.window or 0, layout.kind, layout.seq_len, layout.ranks, name, schedule
-    options = scale, float(dropout_p), seed, backend, precision
+    settings = mask.lengths, mask.is_causal, mask.window or 0, layout.kind, layout.seq_len, layout.ranks, name
+    options = schedule, transport, scale, float(dropout_p), seed, backend, precision
     out, lse = torch.ops.ringattn.ring_attention(q, k, v, *settings, *options)
     return (out, lse) if return_lse else out
 
 
-def _rank_and_size(group: dist.ProcessGroup | transport.SimulatedRank | None) -> tuple[int, int]:
+def _rank_and_size(group: dist.ProcessGroup | transports.SimulatedRank | None) -> tuple[int, int]:
     if group is None:
         return 0, 1
-    if isinstance(group, transport.SimulatedRank):
+    if isinstance(group, transports.SimulatedRank):
         return group.rank, group.size
     return group.rank(), group.size()
 
 
-def _check_ring(q: Tensor, layout: Layout, group: dist.ProcessGroup | transport.SimulatedRank | None, schedule: str) -> None:
+def _check_ring(
+    q: Tensor, layout: Layout, group: dist.ProcessGroup | transports.SimulatedRank | None, schedule: str, transport: str
+) -> None:
     rank, size = _rank_and_size(group)
     if size != layout.ranks:
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
@@ -86,6 +95,8 @@ def _check_ring(q: Tensor, layout: Layout, group: dist.ProcessGroup | transport.
         raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
+    if transport not in transports.TRANSPORTS:
+        raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(transports.TRANSPORTS)}")
 
 
 def check_inputs(
@@ -131,7 +142,7 @@ def check_inputs(
 # The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
 _SETTINGS = (
     "Tensor documents, bool is_causal, SymInt window, str layout, SymInt seq_len, SymInt ranks, str group, str schedule, "
-    "float scale, float dropout_p, SymInt seed, str backend, str precision"
+    "str transport, float scale, float dropout_p, SymInt seed, str backend, str precision"
 )
 
 
@@ -145,6 +156,7 @@ def _ring(
     ranks: int,
     group: str,
     schedule: str,
+    transport: str,
     scale: float,
     dropout_p: float,
     seed: int,
@@ -152,33 +164,31 @@ def _ring(
     precision: str,
 ) -> tuple[Ring, str]:
     """The ring that the settings describe, and the schedule."""
-    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
-    end = transport.resolve(group)
-    planned = plan(mask, Layout(layout, seq_len, ranks), end.rank, q.device)
+    end = transports.resolve(group, q.device, transport)
+    planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
     return Ring(planned, end, scale, dropout_p, seed, backend, precision), schedule
 
 
-@torch.library.custom_op(
-    "ringattn::ring_attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
-)
+@lru_cache(maxsize=8)  # found anew in every layer, and at 4,096 rows a rank every 10 us count
+def _plan(
+    documents: tuple[int, ...],
+    is_causal: bool,
+    window: int,
+    layout: str,
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+) -> Plan:
+    mask = Mask.from_lengths(is_causal, window or None, torch.tensor(documents, dtype=torch.int64), seq_len)
+    return plan(mask, Layout(layout, seq_len, ranks), rank, device)
+
+
 def _forward(q, k, v, *settings):
     ring, schedule = _ring(q, *settings)
     return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule)
 
 
-@_forward.register_fake
-def _(q, k, v, *settings):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
-
-
-@torch.library.custom_op(
-    "ringattn::ring_attention_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor dlse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     ring, schedule = _ring(q, *settings)
     q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
@@ -187,20 +197,4 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
-@_backward.register_fake
-def _(q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, documents, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents)
-
-
-def _differentiate(ctx, dout, dlse):
-    q, k, v, out, lse, documents = ctx.saved_tensors
-    grads = torch.ops.ringattn.ring_attention_backward(q, k, v, out, lse, dout, dlse, documents, *ctx.settings)
-    return *grads, *[None] * (1 + len(ctx.settings))
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_attention = operator.register("ring_attention", _SETTINGS, 1, _forward, _backward)

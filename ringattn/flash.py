@@ -8,7 +8,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.reference import state_dtype
+from ringattn import operator
 from ringattn.attention import check_inputs
 from ringattn.mask import Mask
 
@@ -30,7 +30,8 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v, computed by tiles; memory is linear in the number of rows.
 
-    Deterministic, and differentiable in q, k and v from gradients of out and lse.
+    Differentiable in q, k and v from gradients of out and lse. On a Hopper GPU the last bits of dq may differ from run to run,
+    unless `torch.use_deterministic_algorithms(True)` asks for the slower kernels; all else is always the same.
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. One dtype (fp16, bf16, fp32, fp64) and
@@ -111,49 +112,15 @@ def _block(
     return (*_intervals(mask, num_queries, num_keys, q.device), scale), options
 
 
-@torch.library.custom_op(
-    "ringattn::flash_attention",
-    mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_SETTINGS}) -> (Tensor, Tensor)",
-)
 def _forward(q, k, v, *settings):
     mask, options = _block(q, k, *settings)
     return dispatch.forward(q, k, v, *mask, final=True, **options)
 
 
-@_forward.register_fake
-def _(q, k, v, *settings):
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
-
-
-@torch.library.custom_op(
-    "ringattn::flash_attention_backward",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor dlse, "
-    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor)",
-)
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     mask, options = _block(q, k, *settings)
-    grads = [torch.zeros(x.shape, dtype=state_dtype(x.dtype), device=x.device) for x in (q, k, v)]
     delta = dispatch.row_delta(out, dout, dlse, options["backend"])
-    dispatch.backward(q, k, v, dout, lse, delta, *mask, *grads, **options)
-    return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    return dispatch.backward(q, k, v, dout, lse, delta, *mask, **options)
 
 
-@_backward.register_fake
-def _(q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx, inputs, output):
-    q, k, v, documents, keep, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, *output, documents, keep)
-
-
-def _differentiate(ctx, dout, dlse):
-    q, k, v, out, lse, *masks = ctx.saved_tensors
-    grads = torch.ops.ringattn.flash_attention_backward(q, k, v, out, lse, dout, dlse, *masks, *ctx.settings)
-    return *grads, *[None] * (2 + len(ctx.settings))
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+_attention = operator.register("flash_attention", _SETTINGS, 2, _forward, _backward)

@@ -3,8 +3,10 @@
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds the r-th chunk of P; under a causal mask the last rank works most
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      chunks r and 2P-1-r of 2P: equal causal work
     striped      0 1 2 0 1 2 0 1 2 0 1 2      every P-th position: equal causal work, and for short documents too
+    dealt        1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length in any hands, named one by one; see `ringattn.balance`
 
-Chunks differ by at most one position where S does not divide; a rank may hold none at all.
+Chunks differ by at most one position where S does not divide; a rank may hold none at all. A layout over R ranks can be `split`
+for U ranks in the place of each one, who hold consecutive slices of its shard.
 """
 
 from collections.abc import Sequence
@@ -20,17 +22,26 @@ KINDS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of `seq_len` positions cut into shards, one for each of `ranks` ranks."""
+    """A sequence of `seq_len` positions cut into shards, one for each of `ranks` ranks.
+
+    `kind` says all the rest, so that an operator can carry a layout as a string and two integers: one of KINDS, or
+    "dealt-<rows>:<rank>,<rank>,...", the rank that holds each chunk of so many rows; then "/<U>" where it is split.
+    """
 
     kind: str
     seq_len: int
     ranks: int
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown layout {self.kind!r}: choose one of {', '.join(KINDS)}")
         if self.seq_len < 1 or self.ranks < 1:
             raise ValueError(f"seq_len = {self.seq_len}, ranks = {self.ranks}: both must be at least 1")
+        kind, _, parts = self.kind.partition("/")
+        if parts and not (parts.isdecimal() and int(parts) > 0 and self.ranks % int(parts) == 0):
+            raise ValueError(f"layout {_short(self.kind)!r} over {self.ranks} ranks: the parts of a split must divide them")
+        if kind.startswith("dealt-"):
+            _check_dealt(kind, self.seq_len, self.ranks // self.parts)
+        elif kind not in KINDS:
+            raise ValueError(f"unknown layout {_short(self.kind)!r}: choose one of {', '.join(KINDS)}")
 
     @classmethod
     def contiguous(cls, seq_len: int, ranks: int) -> "Layout":
@@ -47,23 +58,49 @@ class Layout:
         """Rank r holds the positions r, r + P, r + 2P, ..."""
         return cls("striped", seq_len, ranks)
 
+    @classmethod
+    def dealt(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
+        """Rank `owners[i]` holds the i-th chunk of `rows` positions, of which the last may be shorter.
+
+        Raises:
+            ValueError: another number of chunks than the sequence has, or an owner that is no rank.
+        """
+        return cls(f"dealt-{rows}:{','.join(map(str, owners))}", seq_len, ranks)
+
+    def split(self, parts: int) -> "Layout":
+        """Over `parts` times as many ranks: rank r * parts + i holds the i-th of `parts` slices of what rank r holds here.
+
+        Raises:
+            ValueError: a layout that is split already, or fewer than one part.
+        """
+        if self.parts > 1 or parts < 1:
+            raise ValueError(f"layout {_short(self.kind)!r} in {parts} parts: split one that is whole, in at least 1 part")
+        return self if parts == 1 else Layout(f"{self.kind}/{parts}", self.seq_len, self.ranks * parts)
+
+    @property
+    def parts(self) -> int:
+        """How many ranks share the shard of one rank of `whole`; 1: not split."""
+        return int(self.kind.partition("/")[2] or 1)
+
+    @property
+    def whole(self) -> "Layout":
+        """The layout that this one was split from; itself if it was not."""
+        return Layout(self.kind.partition("/")[0], self.seq_len, self.ranks // self.parts)
+
+    @property
+    def name(self) -> str:
+        """The kind in a few letters, for a log."""
+        return _short(self.kind)
+
     def positions(self, rank: int) -> Tensor:
         """The global positions of a rank's rows, int64, ascending."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
         return _positions(self, rank)
 
     def rows(self, rank: int) -> int:
         """How many rows a rank holds."""
-        return sum(len(run) for run in self._runs(rank))
-
-    def _runs(self, rank: int) -> list[range]:
-        """A rank's positions as ascending ranges."""
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
-        if self.kind == "striped":
-            return [range(rank, self.seq_len, self.ranks)]
-        chunks = [rank] if self.kind == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
-        total = self.ranks * len(chunks)
-        return [range(i * self.seq_len // total, (i + 1) * self.seq_len // total) for i in chunks]
+        return len(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`."""
@@ -99,7 +136,42 @@ class Layout:
         return [shard[:n].movedim(0, dim) for shard, n in zip(gathered, rows, strict=True)]
 
 
+def _short(kind: str) -> str:
+    """`kind` without the owners of its chunks."""
+    name, _, parts = kind.partition("/")
+    return name.partition(":")[0] + (f"/{parts}" if parts else "")
+
+
+@lru_cache(maxsize=16)  # the ring makes a layout anew from its string in every layer
+def _chunks(kind: str) -> tuple[int, Tensor]:
+    """The rows of a chunk and the chunks' owners, from "dealt-<rows>:<rank>,<rank>,..."."""
+    rows, _, owners = kind.removeprefix("dealt-").partition(":")
+    return int(rows), torch.tensor([int(owner) for owner in owners.split(",")])
+
+
+def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
+    try:
+        rows, owners = _chunks(kind)
+    except ValueError:
+        raise ValueError(f"layout {_short(kind)!r}: write it as dealt-<rows>:<rank>,<rank>,...") from None
+    if rows < 1 or len(owners) != -(-seq_len // rows) or not 0 <= owners.min() <= owners.max() < ranks:
+        raise ValueError(
+            f"layout {_short(kind)!r} names {len(owners)} owners from {owners.min()} to {owners.max()}: give one for each "
+            f"chunk of {seq_len} positions, from 0 to {ranks - 1}"
+        )
+
+
 @lru_cache(maxsize=256)
 def _positions(layout: Layout, rank: int) -> Tensor:
-    runs = [torch.arange(run.start, max(run.start, run.stop), run.step) for run in layout._runs(rank)]
-    return torch.cat(runs)
+    if layout.parts > 1:
+        whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts
+        return whole[part * len(whole) // layout.parts : (part + 1) * len(whole) // layout.parts]
+    if layout.kind.startswith("dealt-"):
+        rows, owners = _chunks(layout.kind)
+        positions = owners.eq(rank).nonzero() * rows + torch.arange(rows)
+        return positions[positions < layout.seq_len]
+    if layout.kind == "striped":
+        return torch.arange(rank, max(rank, layout.seq_len), layout.ranks)
+    chunks = [rank] if layout.kind == "contiguous" else [rank, 2 * layout.ranks - 1 - rank]
+    total = layout.ranks * len(chunks)
+    return torch.cat([torch.arange(i * layout.seq_len // total, (i + 1) * layout.seq_len // total) for i in chunks])

@@ -4,15 +4,19 @@ import logging
 import threading
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kernels.intervals import transpose
+from ringattn.cost import Fabric, hop_costs
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.schedule import Schedule, circulate
+from ringattn.schedule import Need, Schedule, Visit, circulate
 
 SCHEDULES = ("auto", "state", "kv")
+FIRST_PART = 0.4  # of the own block's work, to hide the first hop where the rest is left to hide the last
 log = logging.getLogger(__name__)
 
 
@@ -41,73 +45,184 @@ def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
     return RowBytes(state=(queries, heads * dim * state_size), kv=(keys * size, keys * state_size))
 
 
+class Work(NamedTuple):
+    """What one direction of one call is made of, whoever moves."""
+
+    direction: str  # forward | backward
+    batch: int
+    row_bytes: RowBytes  # a batch row
+    pair_flops: int  # of one (query, key) pair of a batch row
+
+
+def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
+    """The work of the forward: two products of every pair and head."""
+    return Work("forward", q.shape[0], forward_bytes(q, k, v), 2 * q.shape[2] * (q.shape[3] + v.shape[3]))
+
+
+def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
+    """The work of the backward: five products of every pair and head."""
+    return Work("backward", q.shape[0], backward_bytes(q, k, v), q.shape[2] * (6 * q.shape[3] + 4 * v.shape[3]))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """What the kernels are told about rows of one rank's queries and of another's keys."""
+
+    intervals: tuple[Tensor, Tensor]  # (lo, hi), int32 (B or 1, query rows), counted in the key rows
+    layout: Layout
+    sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries and of the keys
+
+    @cached_property
+    def positions(self) -> tuple[Tensor, ...]:
+        """Where the query rows and the key rows stand in the whole sequence, int32."""
+        return tuple(_places(self.layout, rank, self.intervals[0].device)[rows] for rank, rows in self.sides)
+
+
 class Plan:
     """The ring of one mask over one layout, as one rank sees it. Get one from `plan`: it is shared by all layers."""
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
-        ranks = range(layout.ranks)
-        self.layout, self.device = layout, device
-        self.rows = [layout.rows(r) for r in ranks]
-        self.need = needs(mask, layout)
-        self._intervals = {(rank, r): _local(mask, layout, rank, r, device) for r in ranks}
-        self._intervals |= {(r, rank): _local(mask, layout, r, rank, device) for r in ranks}
+        self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
+        self.meetings = meetings(mask, layout)
+        self._schedules: dict[tuple, Schedule] = {}
+        self._blocks: dict[tuple, dict[Visit, Block]] = {}
+        self._choices: dict[tuple, str] = {}
 
-    def intervals(self, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-        """(lo, hi), int32 (B or 1, rows of `query_rank`): the rows of `key_rank` that each query sees. One is this rank."""
-        return self._intervals[query_rank, key_rank]
-
-    @cached_property
-    def positions(self) -> list[Tensor]:
-        """positions[rank]: where that rank's rows stand in the whole sequence, int32."""
-        return [self.layout.positions(rank).to(self.device, torch.int32) for rank in range(self.layout.ranks)]
-
-    def schedule(self, name: str, results: bool) -> Schedule:
+    def schedule(self, name: str, results: bool, all_pairs: bool = False) -> Schedule:
         """The "state" schedule, in which queries travel, or the "kv" schedule; with or without results to bring home."""
-        return circulate(self.need if name == "state" else tuple(zip(*self.need, strict=True)), results)
+        key = name, results, all_pairs
+        if key not in self._schedules:
+            settings = self.mask, self.layout, "queries" if name == "state" else "keys"
+            with _planning:
+                self._schedules[key] = circulate(needs(*settings), results, all_pairs, cuts(*settings))
+        return self._schedules[key]
 
-    def choose(self, name: str, row_bytes: RowBytes, direction: str) -> str:
-        """`name`, or for "auto" the schedule whose busiest rank sends fewer bytes; the KV ring where both send the same."""
+    def blocks(self, name: str, schedule: Schedule) -> dict[Visit, Block]:
+        """What this rank's visits compute with. All of them at once: copies to the device would hold up a pass under way."""
+        if (name, schedule) not in self._blocks:
+            visits = [visit for step in schedule.by_rank[self.rank] for visit in step.visits]
+            self._blocks[name, schedule] = {visit: self._block(name, visit) for visit in visits}
+        return self._blocks[name, schedule]
+
+    def _block(self, name: str, visit: Visit) -> Block:
+        here, there = (visit.rank, range(self.layout.rows(visit.rank))), (visit.owner, visit.rows)
+        queries, keys = (there, here) if name == "state" else (here, there)
+        return self._cut(*queries, *keys)
+
+    def _cut(self, query_rank: int, query_rows: range, key_rank: int, key_rows: range) -> Block:
+        queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
+        bounds = torch.stack(_local(self.mask, self.layout, query_rank, key_rank))[..., queries] - key_rows.start
+        bounds = bounds.clamp(0, len(key_rows)).contiguous()
+        if self.device.type == "cuda":
+            bounds = bounds.pin_memory()  # so that the copy does not make the host wait for the stream
+        lo, hi = bounds.to(self.device, non_blocking=True)
+        return Block((lo, hi), self.layout, ((query_rank, queries), (key_rank, keys)))
+
+    def flops(self, work: Work, name: str, visit: Visit) -> float:
+        """What a visit takes, of any rank; the parts of an own block are taken at their share of it."""
+        query_rank, key_rank = (visit.owner, visit.rank) if name == "state" else (visit.rank, visit.owner)
+        meeting = self.meetings[query_rank][key_rank]
+        whole = meeting.queries if name == "state" else meeting.keys
+        part = 1.0
+        if visit.rank == visit.owner and len(visit.rows) < len(whole):
+            part = FIRST_PART if visit.rows.start == whole.start else 1 - FIRST_PART
+        return work.batch * work.pair_flops * meeting.pairs * part
+
+    def costs(self, name: str, work: Work, fabric: Fabric, rank: int | None = None) -> list:
+        """`cost.hop_costs` of a pass of the schedule `name`."""
+        traveller, result = (work.batch * size for size in getattr(work.row_bytes, name))
+        schedule = self.schedule(name, result > 0, fabric.all_pairs)
+        return hop_costs(schedule, (traveller, result), lambda visit: self.flops(work, name, visit), fabric, rank)
+
+    def choose(self, name: str, work: Work, fabric: Fabric) -> str:
+        """`name`, or for "auto" the schedule that is expected to take less time, then fewer bytes; the KV ring for equals."""
         if name != "auto":
             return name
-        busiest = {}
-        for candidate, (traveller, result) in (("kv", row_bytes.kv), ("state", row_bytes.state)):
-            busiest[candidate] = max(self.schedule(candidate, result > 0).bytes_sent(self.rows, traveller, result))
-        chosen = min(busiest, key=busiest.get)
-        _log_choice(direction, chosen, busiest)
-        return chosen
+        key = work, fabric
+        if key not in self._choices:
+            costs = {candidate: self.costs(candidate, work, fabric) for candidate in ("kv", "state")}
+            sums = {x: (sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)) for x, hops in costs.items()}
+            best = min(seconds for seconds, _ in sums.values())
+            # times within a hundredth are equal: the table of speeds is no better
+            close = [candidate for candidate, (seconds, _) in sums.items() if seconds <= 1.01 * best]
+            self._choices[key] = min(close, key=lambda candidate: sums[candidate][1])
+            _log_choice(work.direction, self._choices[key], sums)
+        return self._choices[key]
 
 
 _logged: set[tuple[str, str]] = set()
 
 
-def _log_choice(direction: str, chosen: str, busiest: dict[str, int]) -> None:
+def _log_choice(direction: str, chosen: str, sums: dict[str, tuple[float, int]]) -> None:
     """Say it once for each outcome: packed documents change the counts at every step."""
     if (direction, chosen) not in _logged:
         _logged.add((direction, chosen))
-        counts = ", ".join(f"{name} {count:,}" for name, count in busiest.items())
-        log.info("%s: %s schedule; bytes sent by the busiest rank, a batch row: %s", direction, chosen, counts)
+        texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in sums.items()]
+        log.info("%s: %s schedule; expected time, and bytes of the busiest rank: %s", direction, chosen, ", ".join(texts))
 
 
-def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The intervals of `query_rank`'s positions, counted in rows of `key_rank`, on `device`."""
+def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
+    """The intervals of `query_rank`'s positions, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
     keys, queries = layout.positions(key_rank), layout.positions(query_rank)
-    lo, hi = (torch.searchsorted(keys, x[:, queries].contiguous(), out_int32=True) for x in mask.intervals(layout.seq_len))
-    return lo.to(device), hi.to(device)
+    return tuple(torch.searchsorted(keys, x[:, queries].contiguous(), out_int32=True) for x in mask.intervals(layout.seq_len))
+
+
+@lru_cache(maxsize=128)
+def _places(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Where a rank's rows stand in the whole sequence: int32, on `device`."""
+    return layout.positions(rank).to(device, torch.int32)
+
+
+class Meeting(NamedTuple):
+    """What one rank's queries have to do with another's keys."""
+
+    queries: range  # rows of the queries from the first to the last that sees a key
+    keys: range  # rows of the keys from the first to the last that is seen
+    pairs: float  # (query, key), the mean over batch rows
+
+
+def _meeting(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> Meeting:
+    lo, hi = _local(mask, layout, query_rank, key_rank)
+    sees = lo < hi
+    rows = sees.any(0).nonzero()
+    if not len(rows):
+        return Meeting(range(0), range(0), 0.0)
+    queries = range(int(rows[0]), int(rows[-1]) + 1)
+    pairs = float((hi - lo).clamp(min=0).sum(dtype=torch.int64)) / len(lo)
+    return Meeting(queries, range(int(lo[sees].min()), int(hi[sees].max())), pairs)
 
 
 @lru_cache(maxsize=8)
-def needs(mask: Mask, layout: Layout) -> tuple[tuple[bool, ...], ...]:
-    """needs[query rank][key rank]: whether any query of the one sees a key of the other."""
-    lo, hi = mask.intervals(layout.seq_len)
-    owner = torch.empty(layout.seq_len, dtype=torch.int64)
-    for rank in range(layout.ranks):
-        owner[layout.positions(rank)] = rank
-    need = torch.zeros(layout.ranks, layout.ranks, dtype=torch.bool)
-    for key_rank in range(layout.ranks):
-        keys = layout.positions(key_rank)
-        sees = (torch.searchsorted(keys, lo) < torch.searchsorted(keys, hi)).any(0)
-        need[owner[sees], key_rank] = True
-    return tuple(tuple(row) for row in need.tolist())
+def meetings(mask: Mask, layout: Layout) -> tuple[tuple[Meeting, ...], ...]:
+    """meetings[query rank][key rank]."""
+    ranks = range(layout.ranks)
+    return tuple(tuple(_meeting(mask, layout, q, k) for k in ranks) for q in ranks)
+
+
+@lru_cache(maxsize=16)
+def needs(mask: Mask, layout: Layout, travellers: str = "queries") -> Need:
+    """needs[owner][rank]: which of the owner's "queries" or "keys" have anything to do at a rank."""
+    table = meetings(mask, layout)
+    if travellers == "queries":
+        return tuple(tuple(meeting.queries for meeting in row) for row in table)
+    return tuple(tuple(meeting.keys for meeting in column) for column in zip(*table, strict=True))
+
+
+@lru_cache(maxsize=16)
+def cuts(mask: Mask, layout: Layout, travellers: str) -> tuple[int, ...]:
+    """Where each rank's own block is cut by rows of its travellers, so that the first part has FIRST_PART of the work."""
+    return tuple(_cut_row(mask, layout, rank, travellers) for rank in range(layout.ranks))
+
+
+def _cut_row(mask: Mask, layout: Layout, rank: int, travellers: str) -> int:
+    lo, hi = _local(mask, layout, rank, rank)
+    if travellers == "keys":
+        lo, hi = transpose(lo, hi, layout.rows(rank))
+    done = (hi - lo).clamp(min=0).sum(0).cumsum(0)
+    if not len(done):
+        return 0
+    row = int(torch.searchsorted(done, FIRST_PART * done[-1])) + 1
+    return row // 128 * 128 if len(done) >= 1024 else row  # whole tiles of the kernels
 
 
 _planning = threading.Lock()  # autograd and simulated ranks call from several threads: plan once, not once a thread

@@ -14,67 +14,85 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.dropout import Dropout
 from kernels.reference import state_dtype
-from ringattn.plan import Plan, backward_bytes, forward_bytes
-from ringattn.schedule import Schedule
+from ringattn import plan as planning
+from ringattn.plan import Plan
+from ringattn.schedule import Schedule, Visit
 from ringattn.state import PartialState
-from ringattn.transport import Transport
-
-Block = tuple[Tensor, ...]  # tensors of one rank's rows, which stand in dimension 1
-
-
-def _blank(like: Block, rows: int) -> Block:
-    return tuple(x.new_empty(x.shape[0], rows, *x.shape[2:]) for x in like)
+from ringattn.transport import Arrive, Block, Transport, cut
 
 
 def circulate(
     schedule: Schedule,
     transport: Transport,
-    rows: list[int],
     traveller: Block,
-    visit: Callable[[int, Block], Block | None],
-    result_like: Block = (),
+    visit: Callable[[Visit, Block, Block | None], Block | None],
+    home: Block = (),
     merge: Callable[[Block, Block], Block] | None = None,
-) -> Block | None:
-    """Carry every rank's `traveller` along the schedule; return this rank's merged result, if its traveller earned one.
+    label: str = "ring pass",
+) -> None:
+    """Carry every rank's `traveller` along the schedule, and gather what it earns in `home`.
 
     Args:
-        rows: rows of every rank's block.
         traveller: this rank's block, contiguous.
-        visit: visit(owner, traveller) computes at this rank, and returns the visitor's partial result (None: none).
-        result_like: a block with a result's trailing shapes and dtypes.
-        merge: two results of the same owner into one.
+        visit: visit(visit, traveller, into) computes at this rank with the visit's rows of a traveller. It returns the
+            visitor's partial result (None: none); given `into`, rows of `home`, it merges the result into them instead.
+        home: this rank's own result, to be updated in place: at first that of seeing nothing.
+        merge: merge(a, b) updates the result `a` by the result `b` of the same rows, and returns it.
+        label: what the pass is called in messages to people.
     """
-    rank = transport.rank
-    held: dict[int, Block] = {rank: traveller}
+    rank, steps = transport.rank, schedule.by_rank[transport.rank]
+    journey = transport.begin(schedule, {"traveller": traveller, "result": home})
+    held: dict[int, Block] = {}
     results: dict[int, Block] = {}
-    like = {"traveller": traveller, "result": result_like}
-    for step in schedule.by_rank[rank]:
+    for t, step in enumerate(steps):
         departing = [
-            (message, held[message.owner] if message.kind == "traveller" else results.pop(message.owner))
+            results.pop(message.owner)
+            if message.kind == "result"
+            else traveller
+            if message.owner == rank
+            else held[message.owner]
             for message in step.outgoing
         ]
-        arriving = [(message, _blank(like[message.kind], rows[message.owner])) for message in step.incoming]
-        pending = transport.exchange(
-            [(x, message.dst) for message, block in departing for x in block],
-            [(x, message.src) for message, block in arriving for x in block],
-        )
-        for owner in step.owners:
-            partial = visit(owner, held[owner])
-            if partial is not None:
-                results[owner] = merge(results[owner], partial) if owner in results else partial
-        pending.wait()
-        held = {rank: traveller}
-        for message, block in arriving:
+        hop = transport.watchdog.start(label, t, len(steps), step.incoming)
+        arrive = journey.exchange(t, departing)
+        for here in step.visits:
+            if here.owner == rank:
+                visit(here, cut(traveller, here.rows), cut(home, here.rows))
+            elif (partial := visit(here, held[here.owner], None)) is not None:
+                partial = tuple(x.contiguous() for x in partial)
+                results[here.owner] = merge(results[here.owner], partial) if here.owner in results else partial
+        held = {}
+        for message, block in zip(step.incoming, _arrived(arrive, transport, hop), strict=True):
             owner = message.owner
             if message.kind == "traveller":
                 held[owner] = block
+            elif owner == rank:
+                merge(cut(home, message.rows), block)
             else:
                 results[owner] = merge(block, results[owner]) if owner in results else block
-    return results.get(rank)
+    journey.end()
+
+
+def _arrived(arrive: Arrive, transport: Transport, hop: Any) -> list[Block]:
+    try:
+        blocks = arrive()
+    except RuntimeError as error:
+        fault = transport.watchdog.fault(hop, error)
+        if fault is error:
+            raise
+        raise fault from error
+    transport.watchdog.passed(hop)
+    return blocks
 
 
 def _add(a: Block, b: Block) -> Block:
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
+
+
+def _merge(a: Block, b: Block) -> Block:
+    for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
+        x.copy_(y)
+    return a
 
 
 def _zeros(*like: Tensor) -> Block:
@@ -99,82 +117,100 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str = "auto") -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse in fp32)."""
-        chosen = self.plan.choose(schedule, forward_bytes(q, k, v), "forward")
+        chosen = self.plan.choose(schedule, planning.forward_work(q, k, v), self.transport.fabric)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, schedule: str = "auto"
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in fp32."""
-        chosen = self.plan.choose(schedule, backward_bytes(q, k, v), "backward")
+        chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         return (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, delta)
 
-    def _options(self, query_rank: int, key_rank: int) -> dict[str, Any]:
-        """What the kernels are told about a block of one rank's queries and another's keys, besides its intervals."""
-        positions = self.plan.positions
-        dropout = Dropout(self.dropout_p, self.seed, positions[query_rank], positions[key_rank]) if self.dropout_p else None
+    def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[tuple[Tensor, Tensor], dict[str, Any]]]]:
+        """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""
+        schedule = self.plan.schedule(name, results, self.transport.fabric.all_pairs)
+        blocks = self.plan.blocks(name, schedule)
+        return schedule, {visit: (block.intervals, self._options(block)) for visit, block in blocks.items()}
+
+    def _options(self, block: planning.Block) -> dict[str, Any]:
+        dropout = Dropout(self.dropout_p, self.seed, *block.positions) if self.dropout_p else None
         return {"dropout": dropout, "backend": self.backend, "precision": self.precision}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        def visit(owner: int, traveller: Block) -> PartialState:
-            block = owner, self.transport.rank
-            interval = self.plan.intervals(*block)
-            return PartialState(*dispatch.forward(*traveller, k, v, *interval, self.scale, **self._options(*block)))
+        schedule, visits = self._visits("state", results=True)
+        home = PartialState.empty(q, v.shape[-1])
 
-        def merge(a: Block, b: Block) -> PartialState:
-            return PartialState(*a).merge(PartialState(*b))
+        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
+            interval, options = visits[here]
+            partial = dispatch.forward(*traveller, k, v, *interval, self.scale, **options)
+            return partial if into is None else _merge(into, partial)
 
-        schedule = self.plan.schedule("state", results=True)
-        nothing = PartialState.empty(q, v.shape[-1])
-        state = circulate(schedule, self.transport, self.plan.rows, (q,), visit, nothing, merge)
-        return (nothing if state is None else state).finalize(q.dtype)
+        circulate(schedule, self.transport, (q,), visit, home, _merge, "forward of the state ring")
+        return home.finalize(q.dtype)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        schedule = self.plan.schedule("kv", results=False)
+        schedule, visits = self._visits("kv", results=False)
         last = schedule.last_owner(self.transport.rank)
-        state = PartialState.empty(q, v.shape[-1])
+        state = None
 
-        def visit(owner: int, traveller: Block) -> None:
+        def visit(here: Visit, traveller: Block, into: Block | None) -> None:
             nonlocal state
-            block = self.transport.rank, owner
-            interval, final = self.plan.intervals(*block), owner == last
-            state = dispatch.forward(q, *traveller, *interval, self.scale, state, final, **self._options(*block))
+            interval, options = visits[here]
+            state = dispatch.forward(q, *traveller, *interval, self.scale, state, here.owner == last, **options)
 
-        circulate(schedule, self.transport, self.plan.rows, (k, v), visit)
-        return state.finalize(q.dtype) if last is None else state
+        circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
+        return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
 
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dk, dv = _zeros(k, v)
+        schedule, visits = self._visits("state", results=True)
+        (home,) = _zeros(q)
+        dk = dv = None
 
-        def visit(owner: int, traveller: Block) -> Block:
+        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
+            nonlocal dk, dv
             q, dout, lse, delta = traveller
-            (dq,) = _zeros(q)
-            block = owner, self.transport.rank
-            interval = self.plan.intervals(*block)
-            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, **self._options(*block))
-            return (dq,)
+            interval, options = visits[here]
+            (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
+            partial, dk, dv = self._gradients(q, k, v, dout, lse, delta, interval, (dq, dk, dv), options)
+            return (partial,) if into is None or dq is not None else _add(into, (partial,))
 
-        schedule = self.plan.schedule("state", results=True)
-        nothing = _zeros(q)
-        dq = circulate(schedule, self.transport, self.plan.rows, (q, dout, lse, delta), visit, nothing, _add)
-        return *(nothing if dq is None else dq), dk, dv
+        label = "backward of the state ring"
+        circulate(schedule, self.transport, (q, dout, lse, delta), visit, (home,), _add, label)
+        return home, *(_zeros(k, v) if dk is None else (dk, dv))
 
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        (dq,) = _zeros(q)
+        schedule, visits = self._visits("kv", results=True)
+        home = _zeros(k, v)
+        dq = None
 
-        def visit(owner: int, traveller: Block) -> Block:
+        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
+            nonlocal dq
             k, v = traveller
-            dk, dv = _zeros(k, v)
-            block = self.transport.rank, owner
-            interval = self.plan.intervals(*block)
-            dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, dq, dk, dv, **self._options(*block))
-            return dk, dv
+            interval, options = visits[here]
+            given = (into or (None, None)) if q.shape[0] == 1 else (None, None)
+            dq, *partial = self._gradients(q, k, v, dout, lse, delta, interval, (dq, *given), options)
+            return tuple(partial) if into is None or given[0] is not None else _add(into, partial)
 
-        schedule = self.plan.schedule("kv", results=True)
-        nothing = _zeros(k, v)
-        dkv = circulate(schedule, self.transport, self.plan.rows, (k, v), visit, nothing, _add)
-        return dq, *(nothing if dkv is None else dkv)
+        circulate(schedule, self.transport, (k, v), visit, home, _add, "backward of the KV ring")
+        return *(_zeros(q) if dq is None else (dq,)), *home
+
+    def _gradients(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        interval: tuple[Tensor, Tensor],
+        given: tuple[Tensor | None, Tensor | None, Tensor | None],
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of one block in fp32, added into those that are `given`."""
+        dtype = state_dtype(q.dtype)
+        return dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, *given, grad_dtype=dtype, **options)

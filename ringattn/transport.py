@@ -1,20 +1,42 @@
 """How a hop moves: point-to-point over torch.distributed (NCCL on GPUs, gloo on CPUs), or between threads of one process.
 
-A transport knows its rank and the ring's size, and exchanges lists of tensors. Nothing here knows what they mean.
+A transport is one rank's end of a ring: it carries out the messages of a schedule, step by step. Most do it with exchanges of
+tensors between ranks; `ringattn.peers`, over NVLink, has ways of its own. `resolve` picks one.
 """
 
 import itertools
+import logging
+import os
 import queue
+import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from ringattn.cost import Fabric, attention_flops, fabric
+from ringattn.schedule import Message, RankStep, Schedule
+from ringattn.watchdog import Unwatched, Watchdog
 
 T = TypeVar("T")
+Block = tuple[Tensor, ...]  # tensors of one rank's rows, which stand in dimension 1
+Like = dict[str, Block]  # by kind of message: a block of that kind, for its shapes and dtypes
+Arrive = Callable[[], list[Block]]  # wait for what was exchanged; the blocks received
 Addressed = list[tuple[Tensor, int]]  # a contiguous tensor and the rank of the ring it goes to or comes from
+
+TRANSPORTS = ("auto", "nvlink", "p2p")
+CHOICE = "RINGATTN_TRANSPORT"  # environment: what "auto" means
+log = logging.getLogger(__name__)
+
+
+def cut(block: Block, rows: range) -> Block:
+    """Rows of a whole block, without a copy; a block that has been cut to as many rows is taken as it is."""
+    return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
 
 class Pending(Protocol):
@@ -24,14 +46,72 @@ class Pending(Protocol):
         """Return when every tensor received holds its data, and every tensor sent may be changed."""
 
 
+class Pass(Protocol):
+    """One ring pass on one rank."""
+
+    def exchange(self, t: int, departing: list[Block]) -> Arrive:
+        """Start step t: send the blocks of its outgoing messages, receive those of its incoming ones, in their order.
+
+        A block to be sent has the rows of its message, or all of its owner's; it is contiguous. What `Arrive` returns may be
+        used until the exchange after next is started; what is sent may not be changed until then.
+        """
+
+    def end(self) -> None:
+        """Return, or let the stream go on, when all that was sent may be changed."""
+
+
 class Transport(Protocol):
     """One rank's end of a ring."""
 
     rank: int
     size: int
+    fabric: Fabric
+    watchdog: Watchdog | Unwatched
+
+    def begin(self, schedule: Schedule, like: Like) -> Pass:
+        """Start a pass of `schedule`, on every rank of the ring."""
+
+
+class Messenger:
+    """A transport that exchanges single tensors."""
+
+    rank: int
+    size: int
+    watchdog: Watchdog | Unwatched = Unwatched()
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         """Start all of them at once. Two ranks match their messages in the order in which both list them."""
+        raise NotImplementedError
+
+    def begin(self, schedule: Schedule, like: Like) -> Pass:
+        """See `Transport`."""
+        return _Exchanges(self, schedule.by_rank[self.rank], like)
+
+
+class _Exchanges:
+    """A pass in which every step is one exchange."""
+
+    def __init__(self, line: Messenger, steps: tuple[RankStep, ...], like: Like) -> None:
+        self.line, self.steps, self.like = line, steps, like
+
+    def exchange(self, t: int, departing: list[Block]) -> Arrive:
+        step = self.steps[t]
+        received = [self._landing(message) for message in step.incoming]
+        pending = self.line.exchange(
+            [(x.contiguous(), m.dst) for m, block in zip(step.outgoing, departing, strict=True) for x in cut(block, m.rows)],
+            [(x, m.src) for m, block in zip(step.incoming, received, strict=True) for x in block],
+        )
+
+        def arrive() -> list[Block]:
+            pending.wait()
+            return received
+
+        return arrive
+
+    def _landing(self, message: Message) -> Block:
+        return tuple(x.new_empty(x.shape[0], len(message.rows), *x.shape[2:]) for x in self.like[message.kind])
+
+    def end(self) -> None: ...
 
 
 class _Works:
@@ -43,21 +123,22 @@ class _Works:
             work.wait()
 
 
-class Alone:
+class Alone(Messenger):
     """A ring of one rank."""
 
     rank, size = 0, 1
+    fabric = fabric("alone")
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         assert not sends and not receives, "a ring of one rank has nobody to exchange with"
         return _Works([])
 
 
-class PointToPoint:
+class PointToPoint(Messenger):
     """isend and irecv of a torch.distributed process group, in one batch a step: NCCL launches it as one kernel."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, joined: Fabric | None = None, watchdog: Watchdog | None = None) -> None:
+        self.group, self.fabric, self.watchdog = group, joined, watchdog or self.watchdog
         self.rank, self.size = group.rank(), group.size()
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
@@ -74,8 +155,8 @@ class SimulatedRing:
 
     _ids = itertools.count()
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, all_pairs: bool = False) -> None:
+        self.size, self.all_pairs = size, all_pairs
         self.name = f"simulated-{next(self._ids)}"
         self.mail: dict[tuple[int, int], queue.SimpleQueue] = {
             (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
@@ -87,12 +168,13 @@ class SimulatedRing:
             box.put(None)
 
 
-class SimulatedRank:
+class SimulatedRank(Messenger):
     """One rank of a simulated ring: its transport, and what stands for a process group in `ring_attention`."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
+        self.fabric = fabric("simulated")._replace(all_pairs=ring.all_pairs)
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         for tensor, dst in sends:
@@ -115,13 +197,16 @@ class _Mail:
 _simulated: dict[str, SimulatedRank] = {}
 
 
-def simulate(ranks: int, function: Callable[[int, SimulatedRank], T]) -> list[T]:
+def simulate(ranks: int, function: Callable[[int, SimulatedRank], T], all_pairs: bool = False) -> list[T]:
     """Run `function(rank, group)` on every rank of a simulated ring at once; the results, by rank.
+
+    Args:
+        all_pairs: whether every rank can reach every other directly, or only its neighbours.
 
     Raises:
         Exception: the first one that a rank raised, once all have ended.
     """
-    ring = SimulatedRing(ranks)
+    ring = SimulatedRing(ranks, all_pairs)
     results: list = [None] * ranks
     failures: list[Exception] = []
 
@@ -146,8 +231,125 @@ def simulate(ranks: int, function: Callable[[int, SimulatedRank], T]) -> list[T]
     return results
 
 
-def resolve(group_name: str) -> Transport:
-    """The transport of a process group by its name; "" is a ring of one."""
+def resolve(group_name: str, device: torch.device | None = None, transport: str = "auto") -> Transport:
+    """The transport of a process group, by its name; "" is a ring of one.
+
+    The first call for a group and device asks all its ranks, and must be made by all of them. Without a device it asks nobody,
+    and the transport is the plain `Messenger` of the group.
+
+    Args:
+        transport: "nvlink": copy engines write into the memory of peers; "p2p": sends and receives of the process group;
+            "auto": NVLink where all ranks are GPUs of one host that can reach each other's memory, or what the environment
+            variable RINGATTN_TRANSPORT says.
+
+    Raises:
+        ValueError: a transport that is unknown, or that the group or its hardware does not have.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
     if not group_name:
         return Alone()
-    return _simulated.get(group_name) or PointToPoint(_resolve_process_group(group_name))
+    if group_name in _simulated:
+        return _simulated[group_name]
+    group = _resolve_process_group(group_name)
+    if device is None:
+        return PointToPoint(group)
+    key = group_name, device, transport
+    with _resolving:
+        if key not in _resolved or _resolved[key][0] is not group:
+            if key in _resolved:  # of a group that has been destroyed
+                _resolved[key][1].watchdog.stop()
+            _resolved[key] = group, _choose(group, device, transport)
+        return _resolved[key][1]
+
+
+_resolving = threading.Lock()
+_resolved: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
+
+
+def _choose(group: dist.ProcessGroup, device: torch.device, transport: str) -> Transport:
+    if group.size() == 1:
+        return Alone()
+    wanted = os.environ.get(CHOICE, "auto") if transport == "auto" else transport
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"{CHOICE}={wanted}: choose one of {', '.join(TRANSPORTS)}")
+    store = _get_process_group_store(group)
+    store = store.clone() if hasattr(store, "clone") else store  # its own connection: the watchdog never holds up others
+    store = dist.PrefixStore(f"ringattn/{device.type}/{transport}", store)
+    ranks = _introduce(store, group, device)
+    one_host = len({host for host, _, _ in ranks}) == 1
+    obstacle = _agree(store, group, _obstacle(ranks, device))
+    if wanted == "nvlink" and obstacle:
+        raise ValueError(f"transport 'nvlink' is not to be had: {obstacle}; use 'p2p', or 'auto'")
+    flops = min(float(speed) for _, _, speed in ranks)
+    name = "nvlink" if wanted != "p2p" and not obstacle else "nccl" if device.type == "cuda" else "gloo"
+    why = "asked for" if wanted != "auto" else obstacle or "all GPUs stand in one host and reach each other's memory"
+    joined = fabric(name, one_host, flops)
+    way = "direct" if joined.all_pairs else "relayed"
+    log.info("ring of %d ranks over %s (%s), hops %s", group.size(), name, why, way)
+    watchdog = Watchdog(store, group.rank(), group.size(), device)
+    if name == "nvlink":
+        from ringattn.peers import PeerCopies  # not every build of torch has it
+
+        return PeerCopies(group, device, joined, watchdog)
+    line = PointToPoint(group, joined, watchdog)
+    if device.type == "cuda":
+        _warm(line, device)
+    return line
+
+
+def _warm(line: PointToPoint, device: torch.device) -> None:
+    """Let NCCL make the connections that a ring will use: it takes seconds, and would count as the first hop's."""
+    for distance in range(1, line.size) if line.fabric.all_pairs else (1, line.size - 1):
+        sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
+        after, before = ((line.rank + sign * distance) % line.size for sign in (1, -1))
+        line.exchange([(sent, after)], [(received, before)]).wait()
+    torch.cuda.synchronize(device)
+
+
+def _introduce(store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> list[tuple[str, str, str]]:
+    """(host, GPU, attention flops) of every rank."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
+    texts = _tell_all(store, group, "rank", "|".join((_host(), gpu, str(attention_flops(device)))))
+    return [tuple(text.split("|")) for text in texts]
+
+
+def _tell_all(store: dist.Store, group: dist.ProcessGroup, what: str, text: str) -> list[str]:
+    """The texts of all ranks."""
+    keys = [f"{what}/{rank}" for rank in range(group.size())]
+    store.set(keys[group.rank()], text)
+    store.wait(keys, timedelta(minutes=10))
+    return [store.get(key).decode() for key in keys]
+
+
+def _agree(store: dist.Store, group: dist.ProcessGroup, obstacle: str) -> str:
+    """The first obstacle that any rank sees: all must choose alike."""
+    return next((text for text in _tell_all(store, group, "obstacle", obstacle or " ") if text.strip()), "")
+
+
+def _host() -> str:
+    """A name that two machines do not share: containers of one image may have one host name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()}-{file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _obstacle(ranks: list[tuple[str, str, str]], device: torch.device) -> str:
+    """Why the ranks cannot write into each other's memory, as far as this one sees; "" if they can."""
+    hosts, gpus = {host for host, _, _ in ranks}, [gpu for _, gpu, _ in ranks]
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    if len(hosts) > 1:
+        return f"the ranks stand on {len(hosts)} hosts"
+    if len(set(gpus)) < len(gpus):
+        return "two ranks share a GPU"
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if not set(gpus) <= set(here):
+        return "not every rank sees the GPUs of all others"
+    if not all(a == b or torch.cuda.can_device_access_peer(here[a], here[b]) for a in gpus for b in gpus):
+        return "not every pair of GPUs has access to each other's memory"
+    return ""

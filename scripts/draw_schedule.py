@@ -23,7 +23,7 @@ COLOURS = plt.get_cmap("Set2").colors
 def draw(axes: plt.Axes, schedule: Schedule, title: str, traveller: str, result: str) -> None:
     """One panel: steps to the right, ranks downwards, a box a visit in its owner's colour, an arrow a message."""
     for t, step in enumerate(schedule.steps):
-        for rank, owner in step.visits:
+        for rank, owner, _ in step.visits:
             axes.add_patch(plt.Rectangle((t - 0.3, rank - 0.3), 0.6, 0.6, facecolor=COLOURS[owner], edgecolor="black"))
             axes.text(t, rank, f"Q{owner} K{rank}", ha="center", va="center", fontsize=8)
         for message in step.messages:

@@ -52,9 +52,9 @@ class Case:
         upstream = layout.shard(self.dout, rank), layout.shard(self.dlse, rank).to(lse.dtype)
         return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)]
 
-    def on_ring(self, layout: Layout, mask: Mask, **options) -> list[Tensor]:
-        """(out, lse, dq, dk, dv) over the whole sequence, from a simulated ring."""
-        ranks = simulate(layout.ranks, lambda rank, group: self.on_rank(layout, mask, rank, group, **options))
+    def on_ring(self, layout: Layout, mask: Mask, all_pairs: bool = False, **options) -> list[Tensor]:
+        """(out, lse, dq, dk, dv) over the whole sequence, from a simulated ring, by relay or with all pairs linked."""
+        ranks = simulate(layout.ranks, lambda rank, group: self.on_rank(layout, mask, rank, group, **options), all_pairs)
         return [layout.unshard([shards[i] for shards in ranks]) for i in range(len(NAMES))]
 
     def unsharded(self, mask: Mask, backend: str = "reference") -> list[Tensor]:

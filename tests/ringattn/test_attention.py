@@ -14,25 +14,33 @@ RANKS = (1, 2, 3, 4, 8, 64)
 SCHEDULES = ("state", "kv")
 
 
+links = pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
+
+
+# 64 ranks directly: in `test_error_does_not_grow_with_the_ring`
+RINGS = [(ranks, False) for ranks in RANKS] + [(ranks, True) for ranks in (2, 3, 4, 8)]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mask", MASK_NAMES)
 @pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda n: f"P{n}")
-def test_sharded_equals_unsharded_in_float64(ranks: int, layout: str, mask: str, schedule: str) -> None:
+@pytest.mark.parametrize("ranks, all_pairs", RINGS, ids=[f"P{n}-{('relay', 'direct')[direct]}" for n, direct in RINGS])
+def test_sharded_equals_unsharded_in_float64(ranks: int, layout: str, mask: str, schedule: str, all_pairs: bool) -> None:
     """101 rows divide by none of the ring sizes; grouped heads."""
     case = Case.random(seq_len=101)
     mask = masks(101)[mask]
-    got = case.on_ring(Layout(layout, 101, ranks), mask, schedule=schedule, backend="reference")
+    got = case.on_ring(Layout(layout, 101, ranks), mask, all_pairs, schedule=schedule, backend="reference")
     assert_close(got, case.unsharded(mask), 1e-10)
 
 
+@links
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mask", MASK_NAMES)
 @pytest.mark.parametrize("layout", KINDS)
-def test_ranks_that_hold_no_row(layout: str, mask: str, schedule: str) -> None:
+def test_ranks_that_hold_no_row(layout: str, mask: str, schedule: str, all_pairs: bool) -> None:
     case = Case.random(seq_len=9)
     mask = masks(9)[mask]
-    got = case.on_ring(Layout(layout, 9, 16), mask, schedule=schedule, backend="reference")
+    got = case.on_ring(Layout(layout, 9, 16), mask, all_pairs, schedule=schedule, backend="reference")
     assert_close(got, case.unsharded(mask), 1e-10)
 
 
@@ -73,26 +81,29 @@ def test_triton_kernels_on_the_ring(
     assert_close([x.cpu() for x in got], case.unsharded(mask), 1e-5)
 
 
+@links
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", KINDS)
-def test_shapes_of_users(layout: str, schedule: str) -> None:
+def test_shapes_of_users(layout: str, schedule: str, all_pairs: bool) -> None:
     """A batch whose rows have their own documents, one that spans three ranks; a value dim of its own; full attention."""
     case = Case.random(seq_len=48, batch=2, heads=6, key_heads=3, dim=8, value_dim=5)
     mask = Mask.full(documents=[[1] * 6 + [20, 22], [48]])
-    got = case.on_ring(Layout(layout, 48, 5), mask, schedule=schedule, backend="tiled", scale=0.7)
+    got = case.on_ring(Layout(layout, 48, 5), mask, all_pairs, schedule=schedule, backend="tiled", scale=0.7)
     layout_1 = Layout.contiguous(48, 1)
     assert_close(got, case.on_rank(layout_1, mask, 0, None, backend="reference", scale=0.7), 1e-10)
 
 
-@pytest.mark.parametrize("mask", (Mask.causal(), Mask.full()), ids=("causal", "full"))
+@pytest.mark.parametrize(
+    ("mask", "all_pairs"), ((Mask.causal(), False), (Mask.full(), True)), ids=("causal-relay", "full-direct")
+)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_error_does_not_grow_with_the_ring(schedule: str, mask: Mask) -> None:
+def test_error_does_not_grow_with_the_ring(schedule: str, mask: Mask, all_pairs: bool) -> None:
     """The fp32 error against float64, over the whole tensor, at P = 64 is at most 1.2 times that at P = 1."""
     case = Case.random(seq_len=1024, dim=32, value_dim=32)
     exact = case.unsharded(mask, backend="tiled")
     errors = {}
     for ranks in (1, 64):
-        got = case.to(torch.float32).on_ring(Layout.zigzag(1024, ranks), mask, schedule=schedule)
+        got = case.to(torch.float32).on_ring(Layout.zigzag(1024, ranks), mask, all_pairs, schedule=schedule)
         errors[ranks] = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, exact, strict=True)]
     assert all(many <= 1.2 * one for one, many in zip(errors[1], errors[64], strict=True)), errors
 
@@ -115,22 +126,24 @@ def test_a_dropped_hop_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 1e-3
 
 
+@links
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("layout", KINDS)
 @pytest.mark.parametrize("ranks", (1, 2, 5), ids=lambda n: f"P{n}")
-def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str) -> None:
+def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str, all_pairs: bool) -> None:
     """Output and gradients equal those of one rank, which are held to a written-out mask: so the mask is the same."""
     case = Case.random(seq_len=60, batch=2)
     options = {"dropout_p": 0.2, "seed": 11}
-    got = case.on_ring(Layout(layout, 60, ranks), Mask.causal(), schedule=schedule, backend="tiled", **options)
+    got = case.on_ring(Layout(layout, 60, ranks), Mask.causal(), all_pairs, schedule=schedule, backend="tiled", **options)
     expected = case.on_rank(Layout.contiguous(60, 1), Mask.causal(), 0, None, backend="reference", **options)
     assert_close(got, expected, 1e-10)
     assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 0.1
 
 
-def test_same_bits_every_time() -> None:
+@links
+def test_same_bits_every_time(all_pairs: bool) -> None:
     case = Case.random(seq_len=101, dtype=torch.float32)
-    first, second = (case.on_ring(Layout.zigzag(101, 4), Mask.causal(), schedule="state") for _ in range(2))
+    first, second = (case.on_ring(Layout.zigzag(101, 4), Mask.causal(), all_pairs, schedule="state") for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -164,6 +177,7 @@ REFUSED = {
     "dropout-of-one": ({"dropout_p": 1.0}, "dropout_p = 1.0"),
     "unknown-precision": ({"precision": "half"}, "unknown precision 'half'"),
     "unknown-schedule": ({"schedule": "star"}, "unknown schedule 'star'"),
+    "unknown-transport": ({"transport": "pigeon"}, "unknown transport 'pigeon'"),
     "unknown-backend": ({"backend": "cuda"}, "unknown kernel backend 'cuda'"),
     "backend-without-the-dtype": ({"backend": "triton"}, "Triton kernels have no torch.float64"),
     "documents-of-another-length": ({"mask": Mask.causal(documents=[3, 4])}, "documents sum to 7 tokens"),

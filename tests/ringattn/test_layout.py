@@ -16,6 +16,10 @@ LITERAL = {
     "zigzag-7-over-2": (Layout.zigzag(7, 2), [[0, 5, 6], [1, 2, 3, 4]]),
     "striped-8-over-3": (Layout.striped(8, 3), [[0, 3, 6], [1, 4, 7], [2, 5]]),
     "striped-2-over-3": (Layout.striped(2, 3), [[0], [1], []]),
+    "dealt-7-over-3": (Layout.dealt([1, 0, 0, 1], 2, 7, 3), [[2, 3, 4, 5], [0, 1, 6], []]),
+    "zigzag-12-over-2-split-in-2": (Layout.zigzag(12, 2).split(2), [[0, 1, 2], [9, 10, 11], [3, 4, 5], [6, 7, 8]]),
+    "dealt-7-over-2-split-in-2": (Layout.dealt([1, 0, 0, 1], 2, 7, 2).split(2), [[2, 3], [4, 5], [0], [1, 6]]),
+    "contiguous-2-split-in-3": (Layout.contiguous(2, 1).split(3), [[], [0], [1]]),
 }
 
 
@@ -34,6 +38,21 @@ def test_every_position_has_one_owner_and_shards_are_sorted(kind: str, seq_len: 
     assert max(rows) - min(rows) <= (2 if kind == "zigzag" else 1)
 
 
+@given(st.data(), st.integers(1, 60), st.integers(1, 7), st.integers(1, 9), st.integers(1, 4))
+def test_dealt_and_split_layouts_too(data: st.DataObject, seq_len: int, ranks: int, rows: int, parts: int) -> None:
+    chunks = -(-seq_len // rows)
+    owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=chunks, max_size=chunks))
+    layout = Layout.dealt(owners, rows, seq_len, ranks).split(parts)
+    shards = [layout.positions(rank) for rank in range(layout.ranks)]
+    assert layout.ranks == ranks * parts
+    assert torch.cat(shards).sort().values.tolist() == list(range(seq_len))
+    assert all((shard.diff() > 0).all() for shard in shards)
+    assert [len(shard) for shard in shards] == [layout.rows(rank) for rank in range(layout.ranks)]
+    x = torch.randn(1, seq_len)
+    assert torch.equal(layout.unshard([layout.shard(x, rank) for rank in range(layout.ranks)]), x)
+    assert Layout(layout.kind, seq_len, layout.ranks) == layout  # as an operator makes it
+
+
 @given(st.sampled_from(KINDS), st.integers(1, 50), st.integers(1, 9), st.integers(0, 2))
 def test_unshard_undoes_shard(kind: str, seq_len: int, ranks: int, dim: int) -> None:
     layout = Layout(kind, seq_len, ranks)
@@ -44,6 +63,22 @@ def test_unshard_undoes_shard(kind: str, seq_len: int, ranks: int, dim: int) -> 
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         Layout("spiral", 8, 2)
+    for kind in ("dealt-2", "dealt-2:0,x,0,0", "dealt-:0,0,0,0"):
+        with pytest.raises(ValueError, match="write it as dealt-<rows>:<rank>,<rank>"):
+            Layout(kind, 8, 2)
+    with pytest.raises(
+        ValueError, match="'dealt-4' names 2 owners from 0 to 2: give one for each chunk of 8 positions, from 0 to 1"
+    ):
+        Layout.dealt([0, 2], 4, 8, 2)
+    with pytest.raises(ValueError, match="'dealt-4' names 3 owners"):
+        Layout.dealt([0, 1, 1], 4, 8, 2)
+    for kind in ("zigzag/0", "zigzag/x", "zigzag/3"):
+        with pytest.raises(ValueError, match="the parts of a split must divide them"):
+            Layout(kind, 8, 2)
+    with pytest.raises(ValueError, match="in 0 parts"):
+        Layout.zigzag(8, 2).split(0)
+    with pytest.raises(ValueError, match="split one that is whole"):
+        Layout.zigzag(8, 2).split(2).split(2)
     with pytest.raises(ValueError, match="seq_len = 0"):
         Layout.zigzag(0, 2)
     with pytest.raises(ValueError, match="rank 2 of a layout over 2 ranks"):

@@ -22,7 +22,22 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 
 def test_torch_checks_the_operator() -> None:
-    settings = (Mask.causal(documents=[5, 7]).lengths, True, 4, "contiguous", 12, 1, "", "auto", 0.5, 0.2, 7, "tiled", "ieee")
+    settings = (
+        Mask.causal(documents=[5, 7]).lengths,
+        True,
+        4,
+        "contiguous",
+        12,
+        1,
+        "",
+        "auto",
+        "auto",
+        0.5,
+        0.2,
+        7,
+        "tiled",
+        "ieee",
+    )
     torch.library.opcheck(OPERATOR, (*inputs(), *settings))
 
 

@@ -7,10 +7,16 @@ from hypothesis import strategies as st
 
 from kernels import intervals
 from ringattn import Layout, Mask
+from ringattn.cost import fabric
 from ringattn.layout import KINDS
-from ringattn.plan import backward_bytes, forward_bytes, plan
+from ringattn.plan import FIRST_PART, backward_bytes, backward_work, cuts, forward_bytes, forward_work, plan
 
 CPU = torch.device("cpu")
+
+
+def span(places: torch.Tensor) -> list[int]:
+    """From the first to the last of some places."""
+    return list(range(int(places.min()), int(places.max()) + 1)) if len(places) else []
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 9))
@@ -23,10 +29,13 @@ def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: l
         planned = plan(mask, layout, rank, CPU)
         for other in range(ranks):
             for query_rank, key_rank in ((rank, other), (other, rank)):
-                local = intervals.dense(*planned.intervals(query_rank, key_rank), layout.rows(key_rank))[0]
+                sides = range(layout.rows(query_rank)), key_rank, range(layout.rows(key_rank))
+                local = intervals.dense(*planned._cut(query_rank, *sides).intervals, layout.rows(key_rank))[0]
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
-                assert planned.need[query_rank][key_rank] == bool(expected.any())
+                meeting, (rows, columns) = planned.meetings[query_rank][key_rank], expected.nonzero().T
+                assert meeting.pairs == expected.sum()
+                assert (list(meeting.queries), list(meeting.keys)) == (span(rows), span(columns))
 
 
 @pytest.mark.parametrize(
@@ -35,13 +44,42 @@ def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: l
     ids=("multi-head", "grouped-32-8", "grouped-16-4", "two-heads"),
 )
 def test_auto_moves_the_smaller_operand(heads: int, key_heads: int, forward: str, backward: str) -> None:
-    """4d beside 6d + 8 bytes a row and head forward, 12d beside 8d + 8 backward; grouped heads shrink the first of each."""
+    """4d beside 6d + 8 bytes a row and head forward, 12d beside 8d + 8 backward; grouped heads shrink the first of each.
+
+    Where links are slow, that decides.
+    """
     q, k = torch.empty(1, 4, heads, 128, dtype=torch.bfloat16), torch.empty(1, 4, key_heads, 128, dtype=torch.bfloat16)
     planned = plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
     assert forward_bytes(q, k, k).state == (heads * 2 * 128, heads * (4 * 128 + 8))
     assert sum(forward_bytes(q, k, k).kv) == key_heads * 4 * 128
     assert sum(backward_bytes(q, k, k).state) == heads * (8 * 128 + 8)
     assert sum(backward_bytes(q, k, k).kv) == key_heads * 12 * 128
-    assert planned.choose("auto", forward_bytes(q, k, k), "forward") == forward
-    assert planned.choose("auto", backward_bytes(q, k, k), "backward") == backward
-    assert planned.choose("state", backward_bytes(q, k, k), "backward") == "state"
+    for slow in (fabric("gloo"), fabric("nccl", one_host=False)):
+        assert planned.choose("auto", forward_work(q, k, k), slow) == forward
+        assert planned.choose("auto", backward_work(q, k, k), slow) == backward
+    assert planned.choose("state", backward_work(q, k, k), slow) == "state"
+
+
+@pytest.mark.parametrize("travellers", ("queries", "keys"))
+def test_the_own_block_is_cut_by_work(travellers: str) -> None:
+    """Of a causal block of N rows, the first x N queries see x^2 of the pairs, and the first x N keys 1 - (1 - x)^2."""
+    (row,) = cuts(Mask.causal(), Layout.zigzag(8192, 1), travellers)
+    part = row / 8192
+    assert row % 128 == 0
+    assert (part**2 if travellers == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_PART, abs=0.03)
+
+
+def test_rows_of_a_block_keep_their_intervals() -> None:
+    """What a visit with some rows is told is the mask of those rows."""
+    mask, layout = Mask.causal(window=9), Layout.zigzag(40, 2)
+    planned = plan(mask, layout, 0, CPU)
+    for name in ("state", "kv"):
+        for visit, block in planned.blocks(name, planned.schedule(name, True, all_pairs=True)).items():
+            sides = (visit.owner, visit.rows, 0, range(20)) if name == "state" else (0, range(20), visit.owner, visit.rows)
+            query_rank, queries, key_rank, keys = sides
+            lo, hi = mask.intervals(40)
+            allowed = intervals.dense(lo, hi, 40)[0][layout.positions(query_rank)][:, layout.positions(key_rank)]
+            got = intervals.dense(*block.intervals, len(keys))[0]
+            assert torch.equal(got, allowed[queries.start : queries.stop, keys.start : keys.stop])
+            assert torch.equal(block.positions[0], layout.positions(query_rank)[queries.start : queries.stop].int())
+            assert torch.equal(block.positions[1], layout.positions(key_rank)[keys.start : keys.stop].int())

@@ -1,5 +1,6 @@
-"""The ring in real processes: gloo on CPUs, NCCL on GPUs."""
+"""The ring in real processes: gloo on CPUs, NCCL and NVLink on GPUs."""
 
+import random
 from itertools import product
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import Layout
+from ringattn import Layout, Mask, ring_attention
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case, assert_close, masks
@@ -15,7 +16,15 @@ from tests.ringattn.rings import Case, assert_close, masks
 GPUS = torch.cuda.device_count()
 
 
-def check_rings(seq_len: int, dim: int, dtype: torch.dtype, backend: str, tolerance: float, device: str = "cpu") -> None:
+def check_rings(
+    seq_len: int,
+    dim: int,
+    dtype: torch.dtype,
+    backend: str,
+    tolerance: float,
+    device: str = "cpu",
+    transport: str = "auto",
+) -> None:
     """On every rank: each layout, mask and schedule over all ranks of the job, against float64 on one rank."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     case = Case.random(seq_len=seq_len, batch=2, dim=dim, value_dim=dim).to(dtype)
@@ -23,7 +32,8 @@ def check_rings(seq_len: int, dim: int, dtype: torch.dtype, backend: str, tolera
         exact = case.to(torch.float64).unsharded(mask)
         for kind, schedule in product(KINDS, ("state", "kv")):
             layout = Layout(kind, seq_len, ranks)
-            shards = case.to(device).on_rank(layout, mask, rank, group, schedule=schedule, backend=backend)
+            options = {"schedule": schedule, "backend": backend, "transport": transport}
+            shards = case.to(device).on_rank(layout, mask, rank, group, **options)
             assert_close([layout.unshard(shard, group=group).cpu() for shard in shards], exact, tolerance)
 
 
@@ -49,15 +59,94 @@ def test_gloo(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_gloo, ranks, tmp_path / "ranks")
 
 
-def check_nccl() -> None:
+def check_refusals() -> None:
+    """NVLink between CPUs; and every rank says so."""
+    case, layout = Case.random(seq_len=8), Layout.zigzag(8, dist.get_world_size())
+    with pytest.raises(ValueError, match="transport 'nvlink' is not to be had: the tensors are on cpu"):
+        case.on_rank(layout, Mask.causal(), dist.get_rank(), dist.group.WORLD, transport="nvlink")
+
+
+def test_nvlink_is_refused_on_cpus(tmp_path: Path) -> None:
+    run_ranks(check_refusals, 2, tmp_path / "ranks")
+
+
+def check_gpus(transport: str) -> None:
     device = f"cuda:{dist.get_rank()}"
-    check_rings(515, 64, torch.float32, "triton", 1e-5, device)
-    check_rings(515, 64, torch.bfloat16, "triton", 2e-2, device)
+    check_rings(515, 64, torch.float32, "triton", 1e-5, device, transport)
+    check_rings(515, 64, torch.bfloat16, "auto", 2e-2, device, transport)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ("nvlink", "p2p"))
+@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+def test_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(check_gpus, ranks, tmp_path / "ranks", transport, backend="nccl")
+
+
+def check_hurry() -> None:
+    """Rings back to back while ranks dawdle, three data sets in turn: the same bits as rings one at a time."""
+    rank, ranks, delays = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
+    layout, mask = Layout.zigzag(2048 * ranks, ranks), Mask.causal()
+    cases = [Case.random(2048 * ranks, heads=4, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
+    cases = [case.to(f"cuda:{rank}") for case in cases]
+    for schedule in ("state", "kv"):
+        options = {"schedule": schedule, "transport": "nvlink", "backend": "triton"}  # whose bits are the same every time
+        alone = []
+        for case in cases:
+            torch.cuda.synchronize()
+            dist.barrier()
+            alone.append(case.on_rank(layout, mask, rank, dist.group.WORLD, **options))
+            torch.cuda.synchronize()
+        differ = []
+        for i in range(24):
+            torch.cuda._sleep(delays.choice([0, 0, 20_000, 200_000, 2_000_000]))
+            got = cases[i % 3].on_rank(layout, mask, rank, dist.group.WORLD, **options)
+            differ += [(x != y).any() for x, y in zip(got, alone[i % 3], strict=True)]
+        assert not torch.stack(differ).any()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
-def test_nccl(ranks: int, tmp_path: Path) -> None:
+def test_nvlink_in_a_hurry(ranks: int, tmp_path: Path) -> None:
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs")
-    run_ranks(check_nccl, ranks, tmp_path / "ranks", backend="nccl")
+    run_ranks(check_hurry, ranks, tmp_path / "ranks", backend="nccl")
+
+
+def check_graph() -> None:
+    """Forward and backward in a CUDA graph, replayed with other data, between rings outside of it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout, mask = Layout.zigzag(1024 * ranks, ranks), Mask.causal()
+    cases = [Case.random(1024 * ranks, heads=4, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
+    cases = [case.to(f"cuda:{rank}") for case in cases]
+    for schedule in ("state", "kv"):
+        options = {"schedule": schedule, "transport": "nvlink", "backend": "triton"}
+        alone = [case.on_rank(layout, mask, rank, dist.group.WORLD, **options) for case in cases]
+        inputs = [layout.shard(x, rank) for x in (cases[0].q, cases[0].k, cases[0].v, cases[0].dout, cases[0].dlse.float())]
+        q, k, v, *upstream = (x.requires_grad_(i < 3) for i, x in enumerate(inputs))
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        dist.barrier()
+        with torch.cuda.graph(graph):
+            outputs = ring_attention(q, k, v, layout=layout, mask=mask, group=dist.group.WORLD, return_lse=True, **options)
+            grads = torch.autograd.grad(outputs, (q, k, v), upstream)
+        for i in (0, 1, 2, 1):
+            case = cases[i]
+            with torch.no_grad():
+                for x, whole in zip(inputs, (case.q, case.k, case.v, case.dout, case.dlse), strict=True):
+                    x.copy_(layout.shard(whole, rank))
+            graph.replay()
+            replayed = [x.detach().clone() for x in (*outputs, *grads)]
+            again = case.on_rank(layout, mask, rank, dist.group.WORLD, **options)
+            assert all(torch.equal(x, y) for x, y in zip(replayed, alone[i], strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(again, alone[i], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+def test_nvlink_in_a_cuda_graph(ranks: int, tmp_path: Path) -> None:
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs")
+    run_ranks(check_graph, ranks, tmp_path / "ranks", backend="nccl")

@@ -1,0 +1,48 @@
+"""The few calls of the CUDA driver that a ring needs beyond torch: copies and flags in the order of a stream, without any SM.
+
+Addresses are those of device memory, a peer's mapped here included; streams are raw handles, `torch.cuda.Stream.cuda_stream`.
+Flags are 32-bit counters that wrap around.
+"""
+
+import ctypes
+from functools import cache
+
+_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference, so a counter may wrap
+_WORD = 0xFFFFFFFF
+
+
+@cache
+def _functions() -> tuple:
+    library = ctypes.CDLL("libcuda.so.1")
+    pointer, word = ctypes.c_uint64, ctypes.c_uint32
+    signatures = {
+        "cuMemcpyAsync": (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p),
+        "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
+        "cuStreamWaitValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
+    }
+    functions = []
+    for name, arguments in signatures.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, ctypes.c_int
+        functions.append(function)
+    return tuple(functions)
+
+
+def _check(what: str, code: int) -> None:
+    if code:
+        raise RuntimeError(f"the CUDA driver refused {what}: error {code}")
+
+
+def copy(target: int, source: int, count: int, stream: int) -> None:
+    """Copy `count` bytes, by a copy engine."""
+    _check("a copy", _functions()[0](target, source, count, stream))
+
+
+def write_flag(address: int, value: int, stream: int) -> None:
+    """Set a flag once all earlier work of the stream is done and seen by every device."""
+    _check("to write a flag", _functions()[1](stream, address, value & _WORD, 0))
+
+
+def wait_flag(address: int, value: int, stream: int) -> None:
+    """Let later work of the stream wait until the flag has reached `value`."""
+    _check("to wait for a flag", _functions()[2](stream, address, value & _WORD, _GREATER_OR_EQUAL))

@@ -1,0 +1,136 @@
+"""What a call of `ring_attention` would do, hop by hop, and why: for people."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.cost import Fabric, HopCost, attention_flops, fabric
+from ringattn.layout import Layout
+from ringattn.mask import Mask
+from ringattn.plan import SCHEDULES, Plan, Work, backward_work, forward_work, plan
+from ringattn.schedule import Message, RankStep
+from ringattn.transport import TRANSPORTS, SimulatedRank, resolve
+
+MOVES = {  # what travels, and what comes back
+    ("forward", "kv"): ("k, v", ""),
+    ("forward", "state"): ("q", "m, l, o"),
+    ("backward", "kv"): ("k, v", "dk, dv"),
+    ("backward", "state"): ("q, dout, lse, delta", "dq"),
+}
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    layout: Layout,
+    mask: Mask,
+    group: dist.ProcessGroup | SimulatedRank | None = None,
+    rank: int | None = None,
+    schedule: str = "auto",
+    transport: str = "auto",
+) -> str:
+    """A text: for forward and backward the schedule, why it was chosen, and what every hop moves and hides behind.
+
+    Nothing is computed. Times are estimates from a table of link and kernel speeds, see `ringattn.cost`.
+
+    Args:
+        q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter: tensors on
+            the "meta" device will do, and stand for a GPU.
+        group: the ring. None: one that does not exist, on one host, over NVLink or, with transport "p2p", over NCCL.
+        rank: whose hops are told. None: this rank's, or rank 0's where there is no group.
+
+    Raises:
+        ValueError: a layout for another number of ranks than the group has, a rank outside it, or unknown names.
+    """
+    if schedule not in SCHEDULES or transport not in TRANSPORTS:
+        raise ValueError(
+            f"schedule {schedule!r}, transport {transport!r}: choose from {', '.join(SCHEDULES)} and {', '.join(TRANSPORTS)}"
+        )
+    if group is None:
+        speed = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
+        joined, here = fabric("nccl" if transport == "p2p" else "nvlink", flops=speed), 0
+    else:
+        end = resolve(group.group_name, q.device, transport)
+        joined, here = end.fabric, end.rank
+        if end.size != layout.ranks:
+            raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {end.size}: they must be equal")
+    here = here if rank is None else rank
+    if not 0 <= here < layout.ranks:
+        raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
+    planned = plan(mask, layout, here, torch.device("cpu"))
+    lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]
+    for work in (forward_work(q, k, v), backward_work(q, k, v)):
+        lines += ["", *_direction(planned, work, joined, schedule)]
+    return "\n".join(lines)
+
+
+def _ring(layout: Layout, joined: Fabric) -> str:
+    way = "every pair linked" if joined.all_pairs else "neighbours only, blocks are relayed"
+    return (
+        f"{layout.ranks} ranks over {joined.name}, {way}: {joined.bytes_per_second / 1e9:.0f} GB/s and "
+        f"{1e6 * joined.latency:.0f} us a message, {joined.flops / 1e12:.3g} TFLOP/s a rank"
+    )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> str:
+    return (
+        f"rank {rank} holds {layout.rows(rank):,} of {layout.seq_len:,} positions ({layout.name}); batch {q.shape[0]}, "
+        f"{q.shape[2]} query and {k.shape[2]} key heads of {q.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
+    )
+
+
+def _direction(planned: Plan, work: Work, joined: Fabric, schedule: str) -> list[str]:
+    chosen = planned.choose(schedule, work, joined)
+    traveller, result = MOVES[work.direction, chosen]
+    homeward = f", {result} come home" if result else ""
+    lines = [f"{work.direction}: {chosen} schedule, {traveller} travel{homeward}", _why(planned, work, joined, schedule)]
+    results = getattr(work.row_bytes, chosen)[1] > 0
+    steps = planned.schedule(chosen, results, joined.all_pairs).by_rank[planned.rank]
+    costs = planned.costs(chosen, work, joined, planned.rank)
+    names = {"traveller": traveller, "result": result}
+    for t, (step, cost) in enumerate(zip(steps, costs, strict=True)):
+        lines.append(f"  hop {t}: {_step(step, names)}; {_time(cost)}")
+    return lines
+
+
+def _why(planned: Plan, work: Work, joined: Fabric, schedule: str) -> str:
+    """The two schedules side by side, for the whole ring."""
+    texts = []
+    for name in ("kv", "state"):
+        hops = planned.costs(name, work, joined)
+        moved = sum(hop.bytes for hop in hops) / 2**20
+        texts.append(f"{name} {1e3 * sum(hop.seconds for hop in hops):.3g} ms with {moved:,.1f} MiB")
+    reason = "asked for" if schedule != "auto" else "less time, then fewer bytes, of the busiest rank at each hop"
+    return f"  {reason}: {', '.join(texts)}"
+
+
+def _step(step: RankStep, names: dict[str, str]) -> str:
+    computes = ", ".join(f"rows {_span(visit.rows)} of rank {visit.owner}" for visit in step.visits)
+    parts = [f"computes with {computes}" if computes else "computes nothing"]
+    parts += _moves("sends", "to", step.outgoing, [m.dst for m in step.outgoing], names)
+    parts += _moves("receives", "from", step.incoming, [m.src for m in step.incoming], names)
+    return ", ".join(parts)
+
+
+def _moves(verb: str, way: str, messages: Sequence[Message], peers: Sequence[int], names: dict[str, str]) -> list[str]:
+    return [
+        f"{verb} {names[m.kind]} rows {_span(m.rows)} of rank {m.owner} {way} rank {peer}"
+        for m, peer in zip(messages, peers, strict=True)
+    ]
+
+
+def _span(rows: range) -> str:
+    return f"{rows.start}:{rows.stop}"
+
+
+def _time(cost: HopCost) -> str:
+    text = f"{1e6 * cost.compute:.0f} us of kernels"
+    if not cost.bytes:
+        return text
+    late = cost.communication - cost.compute
+    fate = "hidden" if late <= 0 else f"{1e6 * late:.0f} us of it not hidden"
+    return f"{text} beside {cost.bytes / 2**20:,.1f} MiB in {1e6 * cost.communication:.0f} us, {fate}"

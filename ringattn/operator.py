@@ -1,0 +1,73 @@
+"""How an attention call becomes one operator: what a compiler sees as a node, with autograd and a fake of its own.
+
+By the library's own calls rather than by `torch.library.custom_op`, whose layers cost some 0.1 ms a call on the host: as much
+as the kernels of a short sequence take.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kernels.reference import state_dtype
+
+_library = torch.library.Library("ringattn", "FRAGMENT")
+
+
+def register(
+    name: str,
+    settings: str,
+    num_tensors: int,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return it.
+
+    q is (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv); out (B, Nq, Hq, Dv) in q's dtype, lse (B, Nq, Hq) in fp32 (fp64
+    for fp64 inputs).
+
+    Args:
+        settings: what follows v, in the notation of operator schemas: values, so that a traced graph holds them.
+        num_tensors: how many of them, the first, are tensors or None.
+        forward: forward(q, k, v, *settings).
+        backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v.
+    """
+    tags = (torch.Tag.pt2_compliant_tag,)
+    inputs = "Tensor q, Tensor k, Tensor v"
+    _library.define(f"{name}({inputs}, {settings}) -> (Tensor, Tensor)", tags=tags)
+    saved = f"{inputs}, Tensor out, Tensor lse, Tensor dout, Tensor dlse"
+    _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
+    operator = getattr(torch.ops.ringattn, name).default
+    differential = getattr(torch.ops.ringattn, f"{name}_backward").default
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, *settings):
+            ctx.settings = settings[num_tensors:]
+            with torch._C._AutoDispatchBelowAutograd():
+                out, lse = operator(q, k, v, *settings)
+            ctx.save_for_backward(q, k, v, out, lse, *settings[:num_tensors])
+            return out, lse
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dout, dlse):
+            q, k, v, out, lse, *tensors = ctx.saved_tensors
+            grads = differential(q, k, v, out, lse, dout, dlse, *tensors, *ctx.settings)
+            return *grads, *[None] * (num_tensors + len(ctx.settings))
+
+    _library.impl(name, forward, "CompositeExplicitAutograd")
+    _library.impl(name, lambda *arguments: Differentiable.apply(*arguments), "Autograd")
+    _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ringattn::{name}", _fake_results, lib=_library)
+    torch.library.register_fake(f"ringattn::{name}_backward", _fake_gradients, lib=_library)
+    return operator
+
+
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)

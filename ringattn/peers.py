@@ -1,0 +1,333 @@
+"""Hops over NVLink: copy engines write straight into the memory of peers, and flags beside the data say what has arrived.
+
+Every rank has one *inbox*, which all layers and calls share, in memory that its peers have mapped (torch symmetric memory). A
+sender copies rows into a slot of the receiver's inbox and then raises the receiver's flag; the receiver's stream waits for the
+flag and the kernels read the slot. No kernel communicates, nothing takes an SM, and the host waits for nothing.
+
+What keeps a slot from being overwritten while it is read: the slots of a kind of message are used in turn, and before a sender
+uses one again the reader has raised the sender's *credit*. Between passes the same is said to all: at the end of a pass every
+rank tells its peers that its inbox is *open*. Flags count up for ever and each has one writer, so none is ever reset.
+
+Nothing can wait in a circle: a rank issues its work step by step, and everything it waits for at a step was issued by its peers
+at or before that step. That holds even if a device runs all its streams one after the other.
+"""
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from ringattn import driver
+from ringattn.cost import Fabric
+from ringattn.schedule import Message, Schedule
+from ringattn.transport import Arrive, Block, Like
+from ringattn.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+KINDS = ("traveller", "result")
+OPEN, CREDIT, ARRIVED = 0, 1, 3  # flags: one OPEN, and a CREDIT and an ARRIVED of each kind, all of them by writer
+CAPTURED = 8  # as many flags again for passes in CUDA graphs, with two that are their own
+STARTED, ENDED = CAPTURED, CAPTURED + 5
+ALIGNMENT = 256
+SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages may come two steps early; else two
+
+
+@dataclass(frozen=True)
+class Push:
+    """One message out: where its tensors go and which flags go with it. Values of flags count from the pass's first."""
+
+    message: Message
+    fresh: bool  # whether it is the first of the pass in its slot, so that the inbox need only be open
+    gate: int  # address of the flag to wait for
+    gate_value: int
+    targets: tuple[int, ...]
+    arrived: int
+    arrived_value: int
+
+
+@dataclass(frozen=True)
+class Landing:
+    """One message in: its tensors in the inbox, and the flag that says that they are there."""
+
+    block: Block
+    arrived: int
+    arrived_value: int
+
+
+@dataclass
+class RouteStep:
+    """One step of a pass on this rank."""
+
+    credits: list[tuple[int, int]] = field(default_factory=list)  # flags to raise when the visits before it are done
+    pushes: list[Push] = field(default_factory=list)
+    landings: list[Landing] = field(default_factory=list)
+    results_follow: bool = False  # whether the next step sends results of this one's visits
+
+
+class Slots:
+    """Where in every rank's inbox each message of a schedule lands, counted in bytes; the same on all ranks."""
+
+    def __init__(self, schedule: Schedule, like: Like) -> None:
+        self.like = like
+        self.arrivals: dict[tuple[int, str], list[tuple[int, Message]]] = {}  # (rank, kind): (step, message), in order
+        self.places: dict[Message, int] = {}
+        self.counts: dict[str, int] = {}
+        for t, step in enumerate(schedule.steps):
+            for message in step.messages:
+                self.arrivals.setdefault((message.dst, message.kind), []).append((t, message))
+        self.total = 0
+        for kind in KINDS:
+            queues = [queue for (_, of_kind), queue in self.arrivals.items() if of_kind == kind]
+            size = max((self.extents(message)[-1] for queue in queues for _, message in queue), default=0)
+            self.counts[kind] = min(max(map(len, queues), default=0), 3 if size <= SMALL_SLOT else 2)
+            for queue in queues:
+                for i, (_, message) in enumerate(queue):
+                    self.places[message] = self.total + i % self.counts[kind] * size
+            self.total += self.counts[kind] * size
+
+    def extents(self, message: Message) -> list[int]:
+        """Where the tensors of a message start in its slot, and where the last one ends."""
+        ends = [0]
+        for x in self.like[message.kind]:
+            size = x.shape[0] * len(message.rows) * x.shape[2:].numel() * x.element_size()
+            ends.append(ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+        return ends
+
+
+class PeerCopies:
+    """A ring of GPUs of one host that can all write into each other's memory. Runs direct schedules."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, fabric: Fabric, watchdog: Watchdog) -> None:
+        self.group, self.device, self.fabric, self.watchdog = group, device, fabric, watchdog
+        self.rank, self.size = group.rank(), group.size()
+        self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
+        self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
+        self._inbox: Tensor | None = None
+        self._inboxes: list[int] = []
+        self._kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
+        self._routes: dict[tuple, list[RouteStep]] = {}
+        self._clock = 0  # flags of a pass count from here
+        self._flags, self._flag_addresses = self._share(torch.int32, 2 * CAPTURED * self.size)
+
+    def _share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
+        """Zeros that all ranks have mapped, and their address of each rank. Waits for all ranks."""
+        shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
+        handle = symmetric.rendezvous(shared, self.group.group_name)
+        addresses = [handle.get_buffer(rank, (count,), dtype).data_ptr() for rank in range(self.size)]
+        self._synchronise()
+        return shared, addresses
+
+    def _synchronise(self) -> None:
+        """Wait for all that the GPUs of all ranks have been given to do."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group)
+        torch.cuda.synchronize(self.device)
+
+    @property
+    def inbox_bytes(self) -> int:
+        """Memory of the inbox, which torch's allocator does not count."""
+        return 0 if self._inbox is None else self._inbox.numel()
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _flag(self, rank: int, purpose: int, writer: int) -> int:
+        return self._flag_addresses[rank] + 4 * (purpose * self.size + writer)
+
+    def begin(self, schedule: Schedule, like: Like) -> "_Pass":
+        """Start a pass of a direct schedule, see `Transport`."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in like[kind])
+        route = self._routes.get((schedule, shapes))
+        if route is None:
+            slots = Slots(schedule, like)
+            if capturing and (self._inbox is None or self._inbox.numel() < slots.total):
+                raise RuntimeError(
+                    "the ring has not been run with these shapes: call it once before it is captured in a CUDA graph"
+                )
+            self._reserve(slots.total)
+            if len(self._routes) >= 64:  # packed documents bring new schedules all the time
+                self._routes.clear()
+            route = self._routes[schedule, shapes] = self._plan(schedule, slots)
+        if not capturing:
+            return _Pass(self, route)
+        self._kept.setdefault(self._inbox.data_ptr(), self._inbox)
+        return _CapturedPass(self, route)
+
+    def _reserve(self, count: int) -> None:
+        """Make the inbox `count` bytes long if it is shorter; all ranks ask for the same at the same time."""
+        if self._inbox is not None and self._inbox.numel() >= count:
+            return
+        self._synchronise()  # nobody writes to the old one any more
+        self._routes.clear()
+        self._inbox = None
+        count = max(1, -(-count >> 21)) << 21
+        log.info("rank %d: an inbox of %d MiB for the hops over NVLink", self.rank, count >> 20)
+        self._inbox, self._inboxes = self._share(torch.uint8, count)
+
+    def _plan(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
+        steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
+        for t, step in enumerate(schedule.by_rank[self.rank]):
+            steps[t].pushes = [self._push(t, message, slots) for message in step.outgoing]
+            steps[t].landings = [self._landing(t, message, slots) for message in step.incoming]
+            steps[t - 1].results_follow = any(message.kind == "result" for message in step.outgoing)
+        for kind in KINDS:
+            queue = slots.arrivals.get((self.rank, kind), [])
+            for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
+                # a traveller is computed with in the step after it came, a result merged at the end of its own
+                done = t + (2 if kind == "traveller" else 1)
+                steps[done].credits.append((self._flag(message.src, CREDIT + KINDS.index(kind), self.rank), next_t + 1))
+        return steps
+
+    def _push(self, t: int, message: Message, slots: Slots) -> Push:
+        kind = KINDS.index(message.kind)
+        queue = [other for _, other in slots.arrivals[message.dst, message.kind]]
+        fresh = queue.index(message) < slots.counts[message.kind]
+        gate = self._flag(self.rank, OPEN if fresh else CREDIT + kind, message.dst)
+        place = self._inboxes[message.dst] + slots.places[message]
+        return Push(
+            message,
+            fresh,
+            gate,
+            0 if fresh else t + 1,
+            tuple(place + start for start in slots.extents(message)[:-1]),
+            self._flag(message.dst, ARRIVED + kind, self.rank),
+            t + 1,
+        )
+
+    def _landing(self, t: int, message: Message, slots: Slots) -> Landing:
+        block = []
+        for start, x in zip(slots.extents(message), slots.like[message.kind], strict=False):
+            shape = x.shape[0], len(message.rows), *x.shape[2:]
+            start += slots.places[message]
+            end = start + torch.Size(shape).numel() * x.element_size()
+            block.append(self._inbox[start:end].view(x.dtype).view(shape))
+        return Landing(tuple(block), self._flag(self.rank, ARRIVED + KINDS.index(message.kind), message.src), t + 1)
+
+
+class _Pass:
+    """One ring pass under way."""
+
+    def __init__(self, line: PeerCopies, route: list[RouteStep]) -> None:
+        self.line, self.route, self.base = line, route, line._clock
+        self.main = torch.cuda.current_stream(line.device)
+        self.handle = self.main.cuda_stream
+        self.ready = line._ready  # after it, what is sent next is computed
+        self.ready.record(self.main)
+        line.streams["traveller"].wait_event(self.ready)
+        # results being sent, each with the event after which its memory may be used again
+        self.sending: deque[tuple[torch.cuda.Event, Block]] = deque()
+
+    def exchange(self, t: int, departing: list[Block]) -> Arrive:
+        step = self.route[t]
+        for flag, value in step.credits:
+            self._raise(flag, value, self.handle)
+        while len(self.sending) > 1:
+            self.main.wait_event(self.sending[0][0])
+            self.sending.popleft()
+        for push, block in zip(step.pushes, departing, strict=True):
+            self._send(push, block)
+        return partial(self._arrive, t)
+
+    def _send(self, push: Push, block: Block) -> None:
+        is_result = push.message.kind == "result"
+        stream = self.line.streams[push.message.kind]
+        handle = stream.cuda_stream
+        if is_result:
+            stream.wait_event(self.ready)
+        self._pass_gate(push, handle)
+        rows = push.message.rows
+        for x, target in zip(block, push.targets, strict=True):
+            assert x.is_contiguous(), "copy engines take whole rows"
+            if x.shape[1] == len(rows):
+                driver.copy(target, x.data_ptr(), x.nbytes, handle)
+            else:  # some rows of every batch row
+                pitch = x.nbytes // x.shape[0]
+                row = pitch // x.shape[1]
+                for i in range(x.shape[0]):
+                    source = x.data_ptr() + i * pitch + rows.start * row
+                    driver.copy(target + i * len(rows) * row, source, len(rows) * row, handle)
+        self._raise(push.arrived, push.arrived_value, handle)
+        if is_result:
+            sent = torch.cuda.Event()
+            sent.record(stream)
+            self.sending.append((sent, block))
+
+    def _arrive(self, t: int) -> list[Block]:
+        step = self.route[t]
+        if step.results_follow:
+            self.ready.record(self.main)
+        for landing in step.landings:
+            self._await(landing.arrived, landing.arrived_value, self.handle)
+        return [landing.block for landing in step.landings]
+
+    def _raise(self, flag: int, value: int, handle: int) -> None:
+        driver.write_flag(flag, self.base + value, handle)
+
+    def _await(self, flag: int, value: int, handle: int) -> None:
+        driver.wait_flag(flag, self.base + value, handle)
+
+    def _pass_gate(self, push: Push, handle: int) -> None:
+        self._await(push.gate, push.gate_value, handle)
+
+    def end(self) -> None:
+        self._join()
+        line, stream = self.line, self.line.streams["traveller"]
+        line._clock = self.base + len(self.route)
+        self.ready.record(self.main)
+        stream.wait_event(self.ready)
+        for peer in line.others:
+            driver.write_flag(line._flag(peer, OPEN, line.rank), line._clock, stream.cuda_stream)
+
+    def _join(self) -> None:
+        """Let the main stream wait until all is sent."""
+        for event, _ in self.sending:
+            self.main.wait_event(event)
+        self.sending.clear()
+        self.line._sent.record(self.line.streams["traveller"])
+        self.main.wait_event(self.line._sent)
+
+
+class _CapturedPass(_Pass):
+    """A pass in a CUDA graph, which is replayed with the same values: flags are 0 or 1, and who waits for one puts it back.
+
+    All ranks meet before and after it, so that no flag is raised twice before it is put back, and so that passes in graphs and
+    passes outside keep clear of each other.
+    """
+
+    def __init__(self, line: PeerCopies, route: list[RouteStep]) -> None:
+        self.line, self.handle = line, torch.cuda.current_stream(line.device).cuda_stream
+        self._meet(STARTED)
+        super().__init__(line, route)
+
+    def _meet(self, purpose: int) -> None:
+        line = self.line
+        for peer in line.others:
+            driver.write_flag(line._flag(peer, purpose, line.rank), 1, self.handle)
+        for peer in line.others:
+            flag = line._flag(line.rank, purpose, peer)
+            driver.wait_flag(flag, 1, self.handle)
+            driver.write_flag(flag, 0, self.handle)
+
+    def _raise(self, flag: int, value: int, handle: int) -> None:
+        driver.write_flag(flag + 4 * CAPTURED * self.line.size, 1, handle)
+
+    def _await(self, flag: int, value: int, handle: int) -> None:
+        flag += 4 * CAPTURED * self.line.size
+        driver.wait_flag(flag, 1, handle)
+        driver.write_flag(flag, 0, handle)
+
+    def _pass_gate(self, push: Push, handle: int) -> None:
+        if not push.fresh:
+            self._await(push.gate, push.gate_value, handle)
+
+    def end(self) -> None:
+        self._join()
+        self._meet(ENDED)

@@ -1,0 +1,373 @@
+"""Time ring attention on several GPUs beside the same kernels without communication and beside PyTorch's context_parallel.
+
+    torchrun --nproc-per-node 4 scripts/benchmark_ring.py
+    torchrun --nproc-per-node 4 scripts/benchmark_ring.py --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
+
+bf16, B = 1, zigzag. Every ring is first held to float64 at a small case of the same mask and heads, all rows, output and
+gradients: no speed is reported of a wrong one. Variants are timed in turn, in rounds, because clocks drift with heat; a figure
+is the median over rounds of calls back to back, on the slowest rank. `local` runs the kernels of the automatic schedule on the
+rank's own rows: what the ring would take if communication cost nothing. With `-graph` calls are replayed from a CUDA graph, so
+that the host's time does not count: at 4,096 rows a rank it is the longer one. FLOPs count 4 H pairs D forward, of the pairs
+that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of torch's allocator over a
+forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`). Rank 0 writes README.md
+and ring.json to --output.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shlex
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+from cases import GROUP, TOLERANCE, Case  # noqa: E402
+
+from kernels import dispatch, reference  # noqa: E402
+from ringattn import Layout, Mask, ring_attention  # noqa: E402
+from ringattn import plan as planning  # noqa: E402
+from ringattn.transport import resolve  # noqa: E402
+
+HEAD_DIM = 128
+CHECKED_LENGTH = 1536  # a rank's rows in the check
+NAMES = ("out", "dq", "dk", "dv")
+Step = Callable[[], object]
+
+
+class Steps(NamedTuple):
+    """What to time, and the context to do it in."""
+
+    forward: Step
+    both: Step  # forward and backward
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+@dataclass(frozen=True)
+class RingCase:
+    """One attention problem over all ranks."""
+
+    kind: str  # causal | documents | window
+    length: int
+    heads: int = 16
+    key_heads: int = 16
+
+    @cached_property
+    def mask(self) -> Mask:
+        return Case(self.kind, self.length, self.heads, HEAD_DIM).mask
+
+    def flops(self, backward: bool) -> float:
+        pairs = Case(self.kind, self.length, self.heads, HEAD_DIM).pairs
+        return 4.0 * self.heads * pairs * HEAD_DIM * (3.5 if backward else 1)
+
+    def shard(self, seed: int = 0) -> list[Tensor]:
+        """This rank's q, k, v, dout: standard normal; all but dout require gradients."""
+        generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
+        rows, heads = self.length // dist.get_world_size(), (self.heads, self.key_heads, self.key_heads, self.heads)
+        shards = [torch.randn(1, rows, h, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16) for h in heads]
+        return [x.requires_grad_() for x in shards[:3]] + shards[3:]
+
+
+CASES = {
+    "causal-8k": RingCase("causal", 2**13),
+    "causal-16k": RingCase("causal", 2**14),
+    "causal-64k": RingCase("causal", 2**16),
+    "causal-256k": RingCase("causal", 2**18),
+    "grouped-64k": RingCase("causal", 2**16, 32, 8),
+    "documents-256k": RingCase("documents", 2**18),
+    "window-256k": RingCase("window", 2**18),
+    "causal-1m": RingCase("causal", 2**20),
+}
+VARIANTS = (
+    "local",
+    "local-graph",
+    "nvlink-auto",
+    "nvlink-auto-graph",
+    "nvlink-kv",
+    "nvlink-state",
+    "p2p-auto",
+    "p2p-kv",
+    "p2p-state",
+    "context_parallel",
+)
+
+
+def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
+    """`ring_attention`."""
+    transport, schedule = variant.split("-")
+    layout, (q, k, v, dout) = Layout.zigzag(case.length, dist.get_world_size()), shard
+    options = {"layout": layout, "mask": case.mask, "group": dist.group.WORLD, "transport": transport, "schedule": schedule}
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return ring_attention(q, k, v, **options)
+
+    def both() -> tuple[Tensor, ...]:
+        out = ring_attention(q, k, v, **options)
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    return Steps(forward, both)
+
+
+def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
+    """The same visits with this rank's own rows in place of the visitors'."""
+    layout, (q, k, v, dout) = Layout.zigzag(case.length, dist.get_world_size()), [x.detach() for x in shard]
+    fabric = resolve(dist.group.WORLD.group_name, q.device).fabric
+    plan = planning.plan(case.mask, layout, dist.get_rank(), q.device)
+    name = plan.choose("auto", planning.backward_work(q, k, v), fabric)
+    forward_blocks = plan.blocks("kv", plan.schedule("kv", False, fabric.all_pairs))
+    backward_blocks = plan.blocks(name, plan.schedule(name, True, fabric.all_pairs))
+    scale = HEAD_DIM**-0.5
+
+    def forward() -> tuple[Tensor, Tensor]:
+        state, left = None, len(forward_blocks)
+        for visit, block in forward_blocks.items():
+            rows, left = len(visit.rows), left - 1
+            state = dispatch.forward(q, k[:, :rows], v[:, :rows], *block.intervals, scale, state, left == 0)
+        return state
+
+    def both() -> tuple[Tensor, ...]:
+        out, lse = forward()
+        delta = dispatch.row_delta(out, dout)
+        grads = [torch.zeros(x.shape, device=x.device) for x in (q, k, v)]
+        for visit, block in backward_blocks.items():
+            queries, keys = (slice(x) for x in ((len(visit.rows), None) if name == "state" else (None, len(visit.rows))))
+            rows, columns = [x[:, queries] for x in (q, dout, lse, delta)], [x[:, keys] for x in (k, v)]
+            into = grads[0][:, queries], grads[1][:, keys], grads[2][:, keys]
+            dispatch.backward(rows[0], *columns, *rows[1:], *block.intervals, scale, *into)
+        return out, *(x.bfloat16() for x in grads)
+
+    return Steps(forward, both)
+
+
+def peer_step(case: RingCase, shard: list[Tensor]) -> Steps:
+    """PyTorch's context_parallel with cuDNN."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+
+    set_rotate_method("allgather")
+    mesh, (q, k, v, dout) = init_device_mesh("cuda", (dist.get_world_size(),)), [x.detach().transpose(1, 2) for x in shard]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    @contextlib.contextmanager
+    def spread():
+        buffer = torch.zeros(case.length, device="cuda")
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+                yield
+
+    def attend() -> Tensor:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # context_parallel replaces this attribute
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    return Steps(forward, lambda: torch.autograd.grad(attend(), (q, k, v), dout), spread)
+
+
+def captured(step: Step) -> Step:
+    """Replays of a call, which return the same tensors every time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+
+    def replay() -> object:
+        graph.replay()
+        return results
+
+    return replay
+
+
+def steps_of(case: RingCase, variant: str, shard: list[Tensor]) -> Steps | None:
+    """What to time; None for what a peer cannot do."""
+    if variant.endswith("-graph"):
+        steps = steps_of(case, variant.removesuffix("-graph"), shard)
+        return Steps(captured(steps.forward), captured(steps.both))
+    if variant == "local":
+        return local_step(case, shard)
+    if variant == "context_parallel":
+        return peer_step(case, shard) if case.kind == "causal" and case.heads == case.key_heads else None
+    return ring_step(case, variant, shard)
+
+
+def check(case: RingCase, variant: str) -> dict[str, float]:
+    """Largest error of GROUP rows of any head against float64, relative to them, by name; over all ranks."""
+    ranks = dist.get_world_size()
+    small = RingCase(case.kind, CHECKED_LENGTH * ranks, case.heads, case.key_heads)
+    layout, shard = Layout.zigzag(small.length, ranks), small.shard(seed=1)
+    got = steps_of(small, variant, shard).both()
+    whole = [layout.unshard(x.detach(), dist.group.WORLD) for x in shard]
+    errors = []
+    for x, y in zip(got, expected(small, *whole), strict=True):
+        # the gradient of a row that sees one key vanishes: single rows must not set the scale
+        x, y = (part.double().unflatten(1, (-1, GROUP)) for part in (x, layout.shard(y, dist.get_rank())))
+        error, size = (torch.linalg.vector_norm(part, dim=(2, 4)) for part in (x - y, y))
+        errors.append((error / size.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max())
+    worst = torch.stack(errors)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return dict(zip(NAMES, worst.tolist(), strict=True))
+
+
+def expected(case: RingCase, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    """out, dq, dk, dv of the whole sequence in float64, one key head after the other."""
+    lo, hi = (x.to(q.device, torch.int32) for x in case.mask.intervals(case.length))
+    group, parts = case.heads // case.key_heads, []
+    for head in range(case.key_heads):
+        queries = slice(head * group, (head + 1) * group)
+        tensors = [x.double() for x in (q[:, :, queries], k[:, :, head : head + 1], v[:, :, head : head + 1])]
+        gradient, block = dout[:, :, queries].double(), (lo, hi, HEAD_DIM**-0.5)
+        out, lse = reference.forward(*tensors, *block, final=True)
+        delta = reference.row_delta(out, gradient)
+        parts.append((out, *reference.backward(*tensors, gradient, lse, delta, *block)))
+    return [torch.cat(x, 2) for x in zip(*parts, strict=True)]
+
+
+def slowest(value: float) -> float:
+    """The largest of all ranks' values."""
+    x = torch.tensor(value, device="cuda", dtype=torch.float64)
+    dist.all_reduce(x, dist.ReduceOp.MAX)
+    return x.item()
+
+
+def milliseconds(step: Step, calls: int) -> float:
+    """A call's mean time of `calls` back to back, on the slowest rank."""
+    step()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        step()
+    end.record()
+    torch.cuda.synchronize()
+    return slowest(start.elapsed_time(end) / calls)
+
+
+def peak_bytes(step: Step) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return int(slowest(torch.cuda.max_memory_allocated()))
+
+
+def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]:
+    """By variant: errors, milliseconds and TFLOP/s a GPU forward and in all, and peak bytes."""
+    shard, found, steps = case.shard(), {}, {}
+    for variant in variants:
+        found[variant] = row = {}
+        if variant.split("-")[0] in ("nvlink", "p2p"):
+            row["errors"] = check(case, variant)
+            if not max(row["errors"].values()) <= TOLERANCE:
+                continue
+        if timed := steps_of(case, variant, shard):
+            steps[variant] = timed
+            with timed.around():
+                row["peak_bytes"] = peak_bytes(timed.both)
+    times = {(variant, i): [] for variant in steps for i in range(2)}
+    for _ in range(rounds):
+        for (variant, i), samples in times.items():
+            rate = 4e14 * dist.get_world_size()
+            calls = max(1, min(40, round(0.03 * rate / case.flops(bool(i)))))  # some 30 ms
+            with steps[variant].around():
+                samples.append(milliseconds(steps[variant][i], calls))
+    for (variant, i), samples in times.items():
+        name, ms = ("forward", "both")[i], statistics.median(samples)
+        tflops = case.flops(bool(i)) / dist.get_world_size() / ms * 1e-9
+        found[variant][name] = {"ms": ms, "tflops": tflops, "samples": samples}
+    return found
+
+
+def table(results: dict[str, dict]) -> str:
+    """Markdown: a row a case and variant."""
+    lines = [
+        "| case | variant | forward, TFLOP/s a GPU | forward+backward | of local | of torch | peak, GiB | worst error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, found in results.items():
+        for variant, row in found.items():
+            if "both" not in row:
+                lines.append(f"| {name} | {variant} | {'wrong' if 'errors' in row else '-'} | | | | | |")
+                continue
+            shares = []
+            local = "local-graph" if variant.endswith("-graph") else "local"
+            for base in (local, "context_parallel"):
+                other = found.get(base, {})
+                parts = [other[x]["ms"] / row[x]["ms"] for x in ("forward", "both") if x in other]
+                shares.append(" / ".join(f"{x:.2f}" if base == "context_parallel" else f"{x:.0%}" for x in parts) or "-")
+            error = f"{max(row['errors'].values()):.1e}" if "errors" in row else "-"
+            lines.append(
+                f"| {name} | {variant} | {row['forward']['tflops']:.0f} | {row['both']['tflops']:.0f} | {' | '.join(shares)} "
+                f"| {row['peak_bytes'] / 2**30:.1f} | {error} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def write(output: Path, head: dict, results: dict[str, dict]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    rows = {name: {"case": asdict(CASES[name]), **found} for name, found in results.items()}
+    (output / "ring.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    text = f"# Ring attention, {head['date']}\n\n{head['machine']}.\n\n    {head['command']}\n\n{table(results)}"
+    (output / "README.md").write_text(text)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "benchmarks" / f"{datetime.date.today()}-ring", help="a directory"
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES)[1:], help="default: from 16k")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    arguments = parse(argv)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "scripts/benchmark_ring.py", *argv])
+    machine = f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
+    head, results = {"date": str(datetime.date.today()), "machine": machine, "command": command}, {}
+    for name in arguments.cases:
+        results[name] = measure(CASES[name], arguments.variants, arguments.rounds)
+        torch.cuda.empty_cache()
+        if rank == 0:
+            write(arguments.output, head, results)
+            print(table({name: results[name]}), flush=True)
+    head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device), "inbox_bytes", 0)
+    if rank == 0:
+        write(arguments.output, head, results)
+    dist.destroy_process_group()
+    wrong = [row for found in results.values() for row in found.values() if "errors" in row and "both" not in row]
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,64 @@
+"""A rank that dies or sticks ends all ranks of a job, soon and with one message."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+RANKS, VICTIM = 3, 1
+ROOT = Path(__file__).parents[2]
+
+
+def run_rings(rank: int, store: str, fault: str) -> None:
+    """What a rank of the job does: one ring after the other, until at the third the victim is out."""
+    from ringattn import Layout, Mask, ring_attention
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    layout = Layout.zigzag(24, RANKS)
+    q, k, v = (torch.ones(1, layout.rows(rank), 2, 8) for _ in range(3))
+    for ring in range(1000):
+        if rank == VICTIM and ring == 2:
+            time.sleep(2)  # long enough to have been seen alive
+            if fault == "dead":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        ring_attention(q, k, v, layout=layout, mask=Mask.causal(), group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize("fault", ("dead", "stuck"))
+def test_everybody_ends_and_says_why(fault: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), fault]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RINGATTN_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    ranks = [
+        subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(RANKS)
+    ]
+    texts = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert time.monotonic() - start < 5 + 60
+    assert all(rank.returncode for rank in ranks)
+    how = "gives no sign of life, last seen in" if fault == "dead" else "is stuck in"
+    message = rf"ringattn: rank {VICTIM} {how} forward of the KV ring, hop \d of 3.*; rank \d waited \d+ s in forward of the KV"
+    said = {match.group() for text in texts for match in re.finditer(r"ringattn: rank .* the run ends here", text)}
+    assert len(said) == 1, texts
+    assert re.match(message, said.pop()), texts
+    survivors = [text for rank, text in enumerate(texts) if rank != VICTIM]
+    assert all("the run ends here" in text for text in survivors)
+
+
+def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.watchdog import timeout_seconds
+
+    monkeypatch.setenv("RINGATTN_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="RINGATTN_TIMEOUT=soon"):
+        timeout_seconds()
+
+
+if __name__ == "__main__":
+    run_rings(int(sys.argv[3]), *sys.argv[1:3])

@@ -1,0 +1,160 @@
+"""Heads exchanged inside groups and a ring across them, against one rank in float64."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn import Layout, Mask, simulate, ulysses_attention
+from ringattn.layout import KINDS
+from ringattn.ulysses import bytes_per_row, fewest_bytes, key_copies
+from tests.distributed import run_ranks
+from tests.ringattn.rings import MASK_NAMES, Case, masks
+
+HEADS = {
+    "multi-head": (8, 8),
+    "grouped": (8, 4),
+    "fewer key heads than ranks": (8, 2),
+    "one key head": (4, 1),
+    "key heads that straddle ranks": (12, 3),
+}
+
+
+def on_rank(case: Case, layout: Layout, mask: Mask, rank: int, **options) -> list[torch.Tensor]:
+    """A rank's rows of (out, dq, dk, dv), for the loss sum(out * dout)."""
+    q, k, v = (layout.shard(x, rank).requires_grad_() for x in (case.q, case.k, case.v))
+    out = ulysses_attention(q, k, v, layout=layout, mask=mask, **options)
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), layout.shard(case.dout, rank))]
+
+
+def exact(case: Case, mask: Mask) -> list[torch.Tensor]:
+    """The same over the whole sequence, by one rank."""
+    return on_rank(case, Layout.contiguous(case.q.shape[1], 1), mask, 0, backend="reference")
+
+
+def random_case(seq_len: int, heads: str, dtype: torch.dtype = torch.float64) -> Case:
+    num_heads, key_heads = HEADS[heads]
+    return Case.random(seq_len, batch=2, heads=num_heads, key_heads=key_heads, value_dim=5, dtype=dtype)
+
+
+def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    """Row by row, for tensors without lse."""
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+        error = (x.double() - y).flatten(2).norm(dim=2).max() / y.flatten(2).norm(dim=2).max()
+        assert error <= tolerance, (name, float(error))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_heads_alone_in_float64(mask: str, heads: str) -> None:
+    """U = 4, R = 1; 31 rows divide by no number of ranks."""
+    case, layout, mask = random_case(31, heads), Layout.contiguous(31, 1).split(4), masks(31)[mask]
+    ranks = simulate(4, lambda rank, group: on_rank(case, layout, mask, rank, ulysses_group=group))
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(4)], exact(case, mask), 1e-10)
+
+
+@pytest.mark.parametrize("seq_len", (2, 5))
+def test_ranks_without_a_row(seq_len: int) -> None:
+    case, layout, mask = random_case(seq_len, "grouped"), Layout.contiguous(seq_len, 1).split(4), Mask.causal()
+    ranks = simulate(4, lambda rank, group: on_rank(case, layout, mask, rank, ulysses_group=group))
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(4)], exact(case, mask), 1e-10)
+
+
+def check_mesh(ulysses: int) -> None:
+    """On every rank of four: every layout, mask and arrangement of heads on U x R ranks."""
+    rank, ring = dist.get_rank(), dist.get_world_size() // ulysses
+    mesh = dist.init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    groups = dict(ulysses_group=mesh.get_group("ulysses"), ring_group=mesh.get_group("ring"))
+    for seq_len, kind in ((33, "zigzag"), (33, "striped"), (3, "contiguous")):
+        layout = Layout(kind, seq_len, ring).split(ulysses)
+        for heads in HEADS:
+            for mask in masks(33).values() if seq_len == 33 else [Mask.causal()]:
+                case = random_case(seq_len, heads)
+                got = on_rank(case, layout, mask, rank, **groups)
+                got = [layout.unshard(x) for x in got]
+                assert_close(got, exact(case, mask), 1e-10)
+    case, mask = random_case(33, "grouped", torch.float32), Mask.causal(documents=[1, 20, 12])
+    layout = Layout.zigzag(33, ring).split(ulysses)
+    for schedule in ("state", "kv"):
+        got = on_rank(case, layout, mask, rank, **groups, schedule=schedule)
+        assert_close([layout.unshard(x) for x in got], exact(case.to(torch.float64), mask), 1e-5)
+
+
+@pytest.mark.parametrize("ulysses", (1, 2, 4), ids=lambda n: f"U{n}")
+def test_gloo(ulysses: int, tmp_path: Path) -> None:
+    run_ranks(check_mesh, 4, tmp_path / "ranks", ulysses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seq_len", (1, 7, 40))
+def test_a_group_holds_a_shard_of_the_ring_in_order(kind: str, seq_len: int) -> None:
+    whole = Layout(kind, seq_len, 3)
+    layout = whole.split(4)
+    assert layout.ranks == 12 and layout.whole == whole and layout.parts == 4
+    for rank in range(3):
+        held = torch.cat([layout.positions(4 * rank + peer) for peer in range(4)])
+        assert torch.equal(held, whole.positions(rank))
+
+
+@pytest.mark.parametrize(
+    "heads, key_heads, ulysses, copies", ((8, 8, 4, 1), (8, 4, 4, 1), (8, 2, 4, 2), (4, 1, 4, 4), (12, 3, 2, 2), (12, 3, 4, 4))
+)
+def test_every_query_head_finds_its_key_head(heads: int, key_heads: int, ulysses: int, copies: int) -> None:
+    """By counting: local query head h of a rank reads its local key head h // (local group)."""
+    assert key_copies(heads, key_heads, ulysses) == copies
+    sent = torch.arange(key_heads).repeat_interleave(copies).view(ulysses, -1)
+    for rank in range(ulysses):
+        local = torch.arange(heads // ulysses) // (heads // ulysses // sent.shape[1])
+        queries = rank * (heads // ulysses) + torch.arange(heads // ulysses)
+        assert torch.equal(sent[rank][local], queries // (heads // key_heads))
+
+
+def test_operators_are_well_formed() -> None:
+    """Schema, fake tensors and autograd as PyTorch checks them, on a group of one."""
+
+    def check(rank: int, group) -> None:
+        x = torch.randn(2, 3, 1, 4, dtype=torch.float64, requires_grad=True)
+        torch.library.opcheck(torch.ops.ringattn.gather_rows.default, (x, [3], group.group_name))
+        y = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+        torch.library.opcheck(torch.ops.ringattn.scatter_rows.default, (y, [3], group.group_name))
+
+    simulate(1, check)
+
+
+def test_bytes_by_hand() -> None:
+    """16 heads of 128 in bf16 on 8 ranks, by the counts of docs: 4 d a hop forward, 8 d + 8 backward, a head."""
+    assert bytes_per_row(1, 8, 16, 16, 128, 128) == 7 * 16 * (4 * 128 + 8 * 128 + 8)
+    assert bytes_per_row(8, 1, 16, 16, 128, 128) == 2 * 7 * 16 * 4 * 128 * 2 // 8
+    assert bytes_per_row(2, 4, 16, 16, 128, 128) == 16 * 4 * 128 * 2 + 3 * 16 * (12 * 128 + 8)
+    # one key head: the ring sends 16 d bytes a hop, all of it; the exchange sends that head to every rank
+    assert bytes_per_row(1, 8, 32, 1, 128, 128) == 7 * 16 * 128
+    assert bytes_per_row(8, 1, 32, 1, 128, 128) == 2 * 7 * (2 * 32 + 2 * 8) * 128 * 2 // 8
+
+
+def test_fewest_bytes() -> None:
+    assert fewest_bytes(8, 16, 16, 128) == 8
+    assert fewest_bytes(8, 32, 1, 128) == 1
+    assert fewest_bytes(8, 12, 12, 128) == 4  # no more ranks than divide the heads
+    assert fewest_bytes(1, 16, 16, 128) == 1
+
+
+def test_what_is_refused() -> None:
+    x = torch.zeros(1, 4, 6, 8)
+    layout = Layout.contiguous(16, 1).split(4)
+    call = partial(ulysses_attention, mask=Mask.causal())
+
+    def refused(message: str, q=x, k=x, v=x, layout=layout) -> None:
+        with pytest.raises(ValueError, match=message):
+            simulate(4, lambda rank, group: call(q, k, v, layout=layout, ulysses_group=group))
+
+    refused("6 query heads do not divide among the 4 ranks")
+    y = torch.zeros(1, 4, 8, 8)
+    refused("over 2 x 2 ranks but there are a ring of 1 and a Ulysses group of 4", y, y, y, Layout.contiguous(16, 2).split(2))
+    refused("Hkv must divide Hq", y, y[:, :, :3], y[:, :, :3])
+    refused("give one dtype", y, y, y.double())
+    refused("have 4, 3, 4 dimensions", y, y[0], y)
+    refused("q has 3 rows and k 3, but the shard of rank . has 4", y[:, :3], y[:, :3], y[:, :3])
+    with pytest.raises(ValueError, match="over 2 x 1 ranks but there are a ring of 1"):
+        call(y, y, y, layout=Layout.contiguous(8, 2))
