@@ -1,5 +1,6 @@
 """The typed configuration: defaults here < YAML in configs/ < the command line, checked once before anything starts."""
 
+import math
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -45,10 +46,11 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the ranks share the work: a mesh of data-parallel x ring ranks, parameters sharded over both."""
+    """How the ranks share the work: a mesh of data-parallel x ring x Ulysses ranks, parameters sharded over all."""
 
     ring: int | None = None  # ranks that share one sequence; None: all ranks
-    layout: str = "zigzag"  # contiguous | zigzag | striped
+    ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: what sends fewest bytes
+    layout: str = "zigzag"  # contiguous | zigzag | striped | auto (the least work for the busiest rank, at every step)
     schedule: str = "auto"  # auto | state | kv
     kernel: str = "auto"  # auto | triton | tiled | reference
     activation_checkpointing: bool = False  # recompute blocks in the backward, attention excepted
@@ -80,6 +82,7 @@ class TrainerConfig:
     seed: int = 0  # of the initial parameters
     device: str = "auto"  # auto | cpu | cuda
     precision: str = "auto"  # auto (bf16 on cuda, else fp32) | fp32 | bf16
+    deterministic: bool = False  # the same bits in every run; slower: the backward of attention on Hopper by some 1.6 times
     compile: bool | None = None  # fuse what lies around attention with torch.compile; None: on cuda
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
@@ -113,7 +116,7 @@ class Config:
 
 CHOICES = {
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
-    "parallel.layout": layout.KINDS,
+    "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": plan.SCHEDULES,
     "parallel.kernel": dispatch.BACKENDS,
     "optim.schedule": ("cosine", "wsd"),
@@ -132,7 +135,7 @@ AT_LEAST_ONE = (
         "model.ffn_dim",
         "model.window",
     ),
-    *("data.seq_len", "parallel.ring", "parallel.timeout_s"),
+    *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
 )
 AT_LEAST_ZERO = (
@@ -164,6 +167,11 @@ def check(config: Config, world_size: int) -> None:
             value = attrgetter(name)(config)
             if value is not None and not holds(value):  # None stands for a default, NaN for nothing
                 raise ConfigError(f"{name}={value} makes no sense: it must be {bound}")
+    if config.trainer.deterministic and config.parallel.kernel == "hopper":
+        raise ConfigError(
+            "trainer.deterministic=true and parallel.kernel=hopper contradict each other: those kernels sum gradients in no "
+            "fixed order; use parallel.kernel=auto"
+        )
     _check_model(config.model)
     _check_ring(config, world_size)
     _check_optim(config.optim, config.trainer.steps)
@@ -196,6 +204,12 @@ def _check_ring(config: Config, world_size: int) -> None:
         raise ConfigError(
             f"data.seq_len={config.data.seq_len} is a sequence shorter than the ring of {ring} ranks, some of which "
             f"would hold no token: make it at least {ring}, or lower parallel.ring"
+        )
+    ulysses, heads = config.parallel.ulysses or 1, config.model.heads
+    if ring % ulysses or heads % ulysses:
+        raise ConfigError(
+            f"parallel.ulysses={ulysses} must divide the {ring} ranks that share a sequence, and model.heads={heads}, which "
+            f"they exchange: choose one of {_divisors(math.gcd(ring, heads))}"
         )
 
 

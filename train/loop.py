@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import dispatch
-from ringattn import Layout, Mask, ring_attention
+from ringattn import Layout, Mask, balanced_layout, ulysses_attention
+from ringattn.ulysses import fewest_bytes
 from train import checkpoint, flops, memory, metrics, optim, parallel
 from train.config import Config, ConfigError, TrainerConfig, check
 from train.data import IGNORE, Batch, PackedDataset, load
@@ -78,7 +79,6 @@ class Run:
     mesh: parallel.Mesh
     tokenizer: Tokenizer
     data: PackedDataset
-    layout: Layout
     bf16: bool
     model: GPT
     optimizer: torch.optim.AdamW
@@ -98,22 +98,24 @@ def build(config: Config) -> Run:
     with parallel.agreed():
         check(config, dist.get_world_size())
         device = parallel.pick_device(config.trainer.device)
-        if device.type == "cpu" and config.parallel.kernel == "triton":
-            raise ConfigError("parallel.kernel=triton needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
+        if device.type == "cpu" and config.parallel.kernel in ("hopper", "triton"):
+            kernel = config.parallel.kernel
+            raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
         tokenizer = load_tokenizer(config.data.tokenizer)
         if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
                 "leave it out, or raise it"
             )
-    mesh = parallel.build_mesh(device.type, config.parallel.ring or dist.get_world_size())
-    parallel.set_timeout(mesh, config.parallel.timeout_s)
-    layout = Layout(config.parallel.layout, config.data.seq_len, mesh.ring.size())
+    parallel.set_deterministic(config.trainer.deterministic)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
+    sequence = config.parallel.ring or dist.get_world_size()
+    mesh = parallel.build_mesh(device.type, sequence, config.parallel.ulysses or _best_ulysses(config, sequence, bf16))
+    parallel.set_timeout(mesh, config.parallel.timeout_s)
     with parallel.agreed():
         data = load(config.data, tokenizer)
         _free_memory(device)
-        memory.check(_needed_memory(config, tokenizer, layout, bf16), device)
+        memory.check(_needed_memory(config, tokenizer, mesh, bf16), device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
@@ -124,7 +126,13 @@ def build(config: Config) -> Run:
     parallel.shard(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    return Run(config, device, mesh, tokenizer, data, layout, bf16, model, optimizer, peak_flops)
+    return Run(config, device, mesh, tokenizer, data, bf16, model, optimizer, peak_flops)
+
+
+def _best_ulysses(config: Config, sequence: int, bf16: bool) -> int:
+    model = config.model
+    head_dim = model.head_dim or model.dim // model.heads
+    return fewest_bytes(sequence, model.heads, model.kv_heads, head_dim, size=2 if bf16 else 4)
 
 
 def _free_memory(device: torch.device) -> None:
@@ -135,16 +143,23 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _needed_memory(config: Config, tokenizer: Tokenizer, layout: Layout, bf16: bool) -> dict[str, float]:
-    rows = config.trainer.batch_size * max(layout.rows(rank) for rank in range(layout.ranks))
+def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool) -> dict[str, float]:
+    rows = config.trainer.batch_size * _rows(config, mesh)
     return memory.estimate(config.model, config.parallel, tokenizer.vocab_size, rows, dist.get_world_size(), bf16)
+
+
+def _rows(config: Config, mesh: parallel.Mesh) -> int:
+    """About how many rows of a sequence a rank holds."""
+    return -(-config.data.seq_len // mesh.sequence.size())
 
 
 def describe(run: Run, directory: Path) -> None:
     """Log what the settings amount to."""
-    config, seq_len = run.config, run.config.data.seq_len
-    kernel = dispatch.choose(run.device, torch.bfloat16 if run.bf16 else torch.float32, config.parallel.kernel)
-    needed = sum(_needed_memory(config, run.tokenizer, run.layout, run.bf16).values())
+    config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
+    head_dim = config.model.head_dim or config.model.dim // config.model.heads
+    dtype = torch.bfloat16 if run.bf16 else torch.float32
+    kernel = dispatch.choose(run.device, dtype, config.parallel.kernel, (head_dim, head_dim))
+    needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16).values())
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
@@ -152,10 +167,11 @@ def describe(run: Run, directory: Path) -> None:
         "directory": directory,
         "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
         "data": f"{run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
-        "mesh": f"{run.mesh.dp.size()} data-parallel x {run.mesh.ring.size()} ring ranks on {run.device.type}",
+        "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
+        f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
-        "ring": f"layout {run.layout.kind}, {run.layout.rows(0):,} rows a rank, schedule {config.parallel.schedule}",
-        "kernel": f"{kernel.backend}: {kernel.why}",
+        "ring": f"layout {config.parallel.layout}, {_rows(config, mesh):,} rows a rank, schedule {config.parallel.schedule}",
+        "kernel": f"{kernel.backend}: {kernel.why}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "FLOPs": f"{flops_per_token:.3g} a token, in a sequence of one document",
         "memory": f"about {needed / memory.GIB:.1f} GiB a rank",
@@ -216,6 +232,13 @@ def mask_of(config: Config, batch: Batch) -> Mask:
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
 
 
+def layout_of(config: Config, mesh: parallel.Mesh, mask: Mask) -> Layout:
+    """Which tokens of a batch each rank of a sequence holds."""
+    kind, seq_len, ring = config.parallel.layout, config.data.seq_len, mesh.ring.size()
+    whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
+    return whole.split(mesh.ulysses.size())
+
+
 def _pairs(mask: Mask, batch: Batch) -> int:
     pairs = mask.pairs(batch.tokens.shape[1])
     return sum(pairs) * (len(batch.tokens) // len(pairs))  # one entry stands for all rows where they share the mask
@@ -223,18 +246,19 @@ def _pairs(mask: Mask, batch: Batch) -> int:
 
 def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
     """The loss on this rank's rows of the batch, divided by the number of valid labels of the whole step."""
-    ring, rank = run.mesh.ring, run.mesh.ring.get_local_rank()
+    layout, rank = layout_of(run.config, run.mesh, mask), run.mesh.sequence.get_local_rank()
     attend = partial(
-        ring_attention,
-        layout=run.layout,
+        ulysses_attention,
+        layout=layout,
         mask=mask,
-        group=ring.get_group(),
+        ulysses_group=run.mesh.ulysses.get_group(),
+        ring_group=run.mesh.ring.get_group(),
         schedule=run.config.parallel.schedule,
         backend=run.config.parallel.kernel,
     )
-    tokens, labels = (run.layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
+    tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
     finish = partial(cross_entropy, labels=labels, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1))
-    return run.model(tokens, run.layout.positions(rank).to(run.device), attend, finish)
+    return run.model(tokens, layout.positions(rank).to(run.device), attend, finish)
 
 
 def resume(run: Run, directory: Path) -> tuple[int, int]:
@@ -312,7 +336,7 @@ def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
     return {
         "seq_len": run.config.data.seq_len,
         "ranks": world_size,
-        "ring": run.mesh.ring.size(),
+        "ring": run.mesh.sequence.size(),
         "steps": run.config.trainer.steps,
         "final_loss": statistics.fmean(row["loss"] for row in last),
         "seconds_per_step": seconds,
@@ -340,7 +364,7 @@ def sample(run: Run) -> str:
         run.model,
         tokenizer.encode(trainer.sample_prompt).tolist(),
         trainer.sample_tokens,
-        group=run.mesh.ring.get_group(),
+        group=run.mesh.sequence.get_group(),
         device=run.device,
         vocab_size=tokenizer.vocab_size,
         eos=tokenizer.eos,

@@ -4,12 +4,12 @@ How tokens attend to each other is handed in, so the model runs on any shard of 
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
-So is what becomes of the last hidden states: `finish` runs inside `forward`, where sharded parameters are whole, and no
-logits need ever exist for all tokens at once.
+One serves all layers, or each has its own, which may remember keys. What becomes of the last hidden states is handed in, too:
+`finish` runs inside `forward`, where sharded parameters are whole, and no logits need ever exist for all tokens at once.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ def rope(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor
     Feature pair i of position p turns by p * theta ** (-2 i / D).
     """
     frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
-    angle = positions.float().view(-1, positions.shape[-1], 1, 1) * frequency
+    angle = torch.atleast_2d(positions).float()[..., None, None] * frequency
     return angle.cos(), angle.sin()
 
 
@@ -109,13 +109,13 @@ class GPT(nn.Module):
             nn.init.normal_(self.head, std=0.02, generator=generator)
         nn.init.ones_(self.norm)
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, finish: Finish) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
         """Run this rank's rows through the model.
 
         Args:
             tokens: int64 (B, N), this rank's rows of the sequence.
             positions: int64 (N,) or (B, N), where in the whole sequence they stand.
-            attend: attention over the whole sequence, see above.
+            attend: attention over the whole sequence, see above; a sequence has one for every layer.
             finish: of the normalised hidden states (B, N, dim) and the output matrix (padded vocabulary, dim).
 
         Returns:
@@ -123,7 +123,8 @@ class GPT(nn.Module):
         """
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope(positions, self.blocks[0].head_dim, self.config.rope_theta)
-        for block in self.blocks:
+        attends = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
+        for block, attend in zip(self.blocks, attends, strict=True):
             x = block(x, cos, sin, attend)
         x = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
         return finish(x, self.embedding if self.head is None else self.head)

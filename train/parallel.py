@@ -1,7 +1,8 @@
-"""How ranks share the work: process groups, the mesh of data-parallel x ring ranks, sharded parameters, agreement.
+"""How ranks share the work: process groups, the mesh of data-parallel x ring x Ulysses ranks, sharded parameters, agreement.
 
-A batch is cut twice: sequences over the "dp" axis of the mesh, tokens of a sequence over its "ring" axis. Parameters,
-gradients and optimizer state are sharded over all ranks of both (FSDP2): a ring of any size costs no copy of them.
+A batch is cut twice: sequences over the "dp" axis of the mesh, tokens of a sequence over the other two, which attend on a ring
+and exchange heads. Parameters, gradients and optimizer state are sharded over all ranks (FSDP2): a ring of any size costs no
+copy of them.
 """
 
 import os
@@ -74,6 +75,15 @@ def agreed() -> Iterator[None]:
         raise ConfigError(message)
 
 
+def set_deterministic(wanted: bool) -> None:
+    """Let every operation that has one take its variant that gives the same bits in every run, or let it be."""
+    if wanted:
+        # cuBLAS reads it when it is first used
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(wanted, warn_only=True)
+
+
 def pick_device(name: str) -> torch.device:
     """This rank's device for `trainer.device`; on a CPU, the cores are divided among the ranks of the machine.
 
@@ -96,23 +106,29 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a rectangle of data-parallel x ring, seen along one axis at a time, and flat."""
+    """All ranks as a box of data-parallel x ring x Ulysses, seen along one axis at a time, and flat."""
 
     dp: DeviceMesh
+    sequence: DeviceMesh  # the ranks that share one sequence: ring x ulysses, flat
     ring: DeviceMesh
+    ulysses: DeviceMesh
     all: DeviceMesh
 
 
 @lru_cache  # the jobs of a sweep that have the same mesh share its process groups
-def build_mesh(device_type: str, ring: int) -> Mesh:
-    """The mesh whose rings have `ring` ranks each; neighbours in a ring are neighbours by rank."""
-    mesh = init_device_mesh(device_type, (dist.get_world_size() // ring, ring), mesh_dim_names=("dp", "ring"))
-    return Mesh(mesh["dp"], mesh["ring"], mesh._flatten("all"))
+def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
+    """The mesh in which `sequence` ranks share a sequence, `ulysses` of which exchange heads.
+
+    Those that exchange heads are neighbours by rank, and neighbours in a ring are as near as that leaves them.
+    """
+    shape = dist.get_world_size() // sequence, sequence // ulysses, ulysses
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"))
+    return Mesh(mesh["dp"], mesh["ring", "ulysses"]._flatten("sequence"), mesh["ring"], mesh["ulysses"], mesh._flatten("all"))
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
     """How long a collective may take before its ranks fail."""
-    for group in (None, *(axis.get_group() for axis in (mesh.dp, mesh.ring, mesh.all))):
+    for group in (None, *(axis.get_group() for axis in (mesh.dp, mesh.sequence, mesh.ring, mesh.ulysses, mesh.all))):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
@@ -149,7 +165,8 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT) -> None:
     """Keep only the input of a block and its attention's output, and recompute the rest in the backward.
 
-    Attention is the dear part and its communication involves other ranks: neither ever runs twice.
+    Attention is the dear part and its communication involves other ranks: neither ever runs twice. An exchange of heads does,
+    as it is cheap beside the memory of what it brings.
     """
     contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     for block in model.blocks:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ringattn.attention
+from ringattn import Mask
 from tests.distributed import run_ranks
 from tests.train.launch import write_corpus
 from train import loop, parallel
@@ -54,7 +56,7 @@ def gradients(config: Config, path: Path) -> None:
 def greedy(config: Config, prompt: list[int]) -> list[int]:
     """Eight tokens after a prompt, by a fresh model."""
     run = loop.build(config)
-    group, vocab_size = run.mesh.ring.get_group(), run.tokenizer.vocab_size
+    group, vocab_size = run.mesh.sequence.get_group(), run.tokenizer.vocab_size
     return generate(run.model, prompt, 8, group=group, device=run.device, vocab_size=vocab_size, eos=256, temperature=0.0)
 
 
@@ -71,10 +73,16 @@ def work(corpus: str, directory: Path) -> None:
         tokens = [greedy(config, prompt) for prompt in ([], [65], list(range(40, 80)))]
         if dist.get_rank() == 0:
             (out / "tokens.json").write_text(json.dumps(tokens))
-    for layout, schedule in (("contiguous", "state"), ("striped", "kv")):
-        config = job(corpus, 1, ring=world_size, layout=layout, schedule=schedule)
-        config.parallel.activation_checkpointing = True
-        gradients(config, directory / f"world{world_size}_{layout}.pt")
+    for layout, schedule, ulysses in (
+        ("contiguous", "state", 1),
+        ("striped", "kv", 1),
+        ("auto", "auto", 2),
+        ("zigzag", "kv", None),
+    ):
+        if world_size % (ulysses or 1) == 0:
+            config = job(corpus, 1, ring=world_size, ulysses=ulysses, layout=layout, schedule=schedule)
+            config.parallel.activation_checkpointing = True
+            gradients(config, directory / f"world{world_size}_{layout}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +115,8 @@ def test_twenty_steps_are_those_of_one_rank(results, ring):
 @pytest.mark.parametrize(
     "name",
     ["world4_ring1/gradients.pt", "world4_ring2/gradients.pt", "world4_ring4/gradients.pt"]
-    + ["world4_contiguous.pt", "world4_striped.pt", "world1_striped.pt"],
+    + [f"world4_{layout}.pt" for layout in ("contiguous", "striped", "auto", "zigzag")]
+    + ["world1_striped.pt"],
 )
 def test_gradients_of_every_parameter_are_those_of_one_rank(results, name):
     alone, shared = torch.load(results / "world1_ring1" / "gradients.pt"), torch.load(results / name)
@@ -123,6 +132,18 @@ def test_the_same_text_is_generated(results, ring):
     alone, shared = (json.loads((results / f"{x}/tokens.json").read_text()) for x in ("world1_ring1", f"world4_ring{ring}"))
     assert shared == alone
     assert [len(tokens) for tokens in alone] == [8, 9, 48]
+
+
+def test_the_layout_follows_the_documents():
+    """2 x 2 ranks: chunks dealt over the ring for the batch at hand, and split among those that exchange heads."""
+    mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
+    config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
+    layouts = {}
+    for lengths in ([2048, 2048], [3000, 1096], [4096]):
+        layout = loop.layout_of(config, mesh, Mask.causal(documents=lengths))
+        assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
+        layouts[layout.name] = lengths
+    assert layouts == {"contiguous/2": [2048, 2048], "dealt-128/2": [3000, 1096], "zigzag/2": [4096]}
 
 
 def test_activation_checkpointing_never_runs_attention_twice(results, monkeypatch):

@@ -42,6 +42,11 @@ BAD = {
     "no GPU": (["trainer.device=cuda"], "usable GPUs for 1 ranks"),
     "vocabulary below the tokenizer's": (["model.vocab_size=100"], "model.vocab_size=100 is less than the tokenizer's 257"),
     "kernel without its device": (["parallel.kernel=triton"], "parallel.kernel=triton needs a GPU"),
+    "Hopper kernel without its device": (["parallel.kernel=hopper"], "parallel.kernel=hopper needs a GPU"),
+    "deterministic by a kernel that is not": (
+        ["trainer.deterministic=true", "parallel.kernel=hopper"],
+        "trainer.deterministic=true and parallel.kernel=hopper contradict each other",
+    ),
     "missing data file": (["data.path=/missing/*.txt"], "data.path=/missing/*.txt matches no file"),
     "no data path": (["data.path=null"], "data.source=text needs data.path"),
     "corpus shorter than a sequence": (["data.seq_len=1000000"], "data.seq_len=1000000 needs 1,000,001"),

@@ -1,0 +1,148 @@
+"""The planner: bytes are the schedules' own, times follow by hand, and nothing gets faster for being slower."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn import Layout, Mask
+from ringattn.layout import KINDS
+from ringattn.plan import plan
+from ringattn.ulysses import bytes_per_row
+from scripts import plan_ring
+from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict
+
+SLOW = Cluster(forward_flops=1e12, backward_flops=1e12, nvlink=1e9, nvlink_latency=1e-4, node=4, network=1e8)
+MASKS = (("causal", None), ("full", None), ("causal", 100), ("full", 100))
+
+
+@pytest.mark.parametrize("name", ("kv", "state"))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mask, window", MASKS)
+@pytest.mark.parametrize("ranks", (2, 3, 8))
+def test_bytes_are_those_of_the_schedules(ranks: int, mask: str, window: int | None, kind: str, name: str) -> None:
+    """Of its busiest rank, relayed and direct; by hand under a full mask."""
+    layer = Layer(1024, 8, 2, 64, ranks, batch=2, mask=mask, window=window, layout=kind)
+    own = plan(Mask(mask == "causal", window), Layout(kind, 1024, ranks), 0, torch.device("cpu"))
+    for node in (1, 8):
+        for work in layer.works():
+            fabric = Cluster(node=node).fabric(ranks, 1e12)
+            traveller, result = getattr(work.row_bytes, name)
+            sent = own.schedule(name, result > 0, fabric.all_pairs).bytes_sent(traveller, result)
+            assert planned(layer, name, work, fabric).bytes == 2 * max(sent)
+            if mask == "full" and window is None and 1024 % ranks == 0:
+                assert max(sent) == (ranks - 1) * (1024 // ranks) * (traveller + result)
+
+
+@pytest.mark.parametrize("name", ("kv", "state"))
+@pytest.mark.parametrize(
+    "kind, mask, window",
+    (
+        *(("zigzag", "causal", None), ("striped", "causal", None), ("contiguous", "full", None)),
+        *(("striped", "causal", 100), ("contiguous", "causal", 100)),
+    ),
+)
+def test_the_closed_form_takes_over_without_a_jump(kind: str, mask: str, window: int | None, name: str) -> None:
+    """Where a ring is relayed. The closed form knows no row that some hop could leave out: never less, and little more."""
+    for ranks in (4, 16):
+        layer = Layer(2048, 8, 2, 64, ranks, mask=mask, window=window, layout=kind)
+        for work in layer.works():
+            fabric = Cluster(node=1).fabric(ranks, 5e14)
+            exact, closed = (steps(layer, name, work, fabric) for steps in (planned, closed_form))
+            assert closed.compute == pytest.approx(exact.compute, rel=0.01 if window is None else 0.25)
+            assert exact.bytes <= closed.bytes <= 1.1 * exact.bytes
+            assert closed.seconds == pytest.approx(exact.seconds, rel=0.01)
+
+
+@pytest.mark.parametrize("steps", (planned, closed_form))
+def test_by_hand(steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ranks, 4,096 tokens, one head of 128, full mask, keys travel, 1 TFLOP/s, 1 GB/s, 0.1 ms a message.
+
+    A block is 1,024 x 1,024 pairs of 512 FLOPs: 0.537 ms. A hop is 1,024 rows of 512 bytes: 0.624 ms. Three hops, then a block.
+    """
+    monkeypatch.setattr(plan_ring, "EXACT_RANKS", 16 if steps is planned else 0)
+    layer = Layer(4096, 1, 1, 128, 4, mask="full", schedule="kv")
+    forward, backward = predict(layer, SLOW)
+    assert forward.compute == pytest.approx(4 * 0.536871e-3, rel=1e-5)
+    assert forward.seconds == pytest.approx(3 * 0.624288e-3 + 0.536871e-3, rel=1e-5)
+    assert forward.exposed == pytest.approx(3 * (0.624288 - 0.536871) * 1e-3, rel=1e-4)
+    assert forward.bytes == 3 * 1024 * 512
+    # five products for two, and dk and dv in fp32 travel behind k and v, for one hop longer
+    assert backward.compute == pytest.approx(2.5 * forward.compute)
+    assert backward.bytes == 3 * 1024 * 1536
+
+
+def test_exchange_by_hand() -> None:
+    """Half of 2 GPUs' heads cross: the bytes of `bytes_per_row`, and two latencies a direction."""
+    layer = Layer(4096, 4, 4, 128, 2, ulysses=2)
+    cost = exchange(layer, SLOW)
+    assert 2 * cost.bytes == 2048 * bytes_per_row(2, 1, 4, 4, 128, 128)
+    assert cost.compute == 0 and cost.seconds == cost.exposed == pytest.approx(cost.bytes / 1e9 + 2e-4)
+    across = exchange(replace(layer, ranks=16, ulysses=4, heads=16), replace(SLOW, node=2))
+    to_each = 256 * (2 * 16 + 2 * 4) * 128 * 2 / 4
+    assert across.seconds == pytest.approx(2 * to_each / 1e8 + 2 * SLOW.network_latency)
+
+
+@given(
+    st.sampled_from((2, 4, 8, 64, 4096)),
+    st.sampled_from((1, 2)),
+    st.sampled_from(KINDS),
+    st.sampled_from(MASKS),
+    st.sampled_from(("auto", "kv", "state")),
+)
+@settings(max_examples=25)
+def test_monotone(ranks: int, ulysses: int, kind: str, mask: tuple[str, int | None], schedule: str) -> None:
+    """More work takes no less time, and slower clusters take no less."""
+    layer = Layer(8192, 8, 4, 64, ranks, ulysses, mask=mask[0], window=mask[1], layout=kind, schedule=schedule)
+    cluster = Cluster()
+    seconds = sum(cost.seconds for cost in predict(layer, cluster))
+    assert all(cost.seconds >= cost.compute > 0 for cost in predict(layer, cluster))
+
+    def takes(layer: Layer = layer, **changes) -> float:
+        return sum(cost.seconds for cost in predict(layer, replace(cluster, **changes)))
+
+    if layer.window is None:  # which may span fewer of longer shards
+        assert takes(replace(layer, seq_len=2 * layer.seq_len)) >= seconds
+    assert takes(replace(layer, batch=2)) >= seconds
+    assert takes(forward_flops=cluster.forward_flops / 2) >= seconds
+    assert takes(nvlink=cluster.nvlink / 4, network=cluster.network / 4) >= seconds
+    assert takes(network_latency=1e-3, nvlink_latency=1e-3) >= seconds
+
+
+@given(st.integers(1, 60), st.none() | st.integers(1, 70), st.booleans())
+def test_pairs(seq_len: int, window: int | None, is_causal: bool) -> None:
+    layer = Layer(seq_len, 1, 1, 8, 1, mask="causal" if is_causal else "full", window=window)
+    lo, hi = Mask(is_causal, window).intervals(seq_len)
+    for queries in range(seq_len + 1):
+        assert layer.pairs(queries) == int((hi.clamp(max=seq_len) - lo)[0, :queries].sum())
+
+
+def test_the_table(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    plan_ring.main(["--length", "65536", "--ranks", "2", "16", "4096", "--ulysses", "auto", "--plot", str(tmp_path / "x.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["2", "16", "4,096"]
+    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_measured_rows_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    forward, backward = predict(Layer(8192, 8, 2, 64, 4), Cluster())
+    row = dict(ranks=4, seq_len=8192, heads=8, kv_heads=2, dim=64)
+    times = dict(forward_ms=2e3 * forward.seconds, forward_backward_ms=500 * (forward.seconds + backward.seconds))
+    (tmp_path / "rows.json").write_text(json.dumps([row | times]))
+    plan_ring.main(["--measured", str(tmp_path / "rows.json")])
+    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
+    assert (cells[6], cells[9]) == ("2.00", "0.50")
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="--ulysses 3 must divide the 4 ranks and the 32 heads"):
+        plan_ring.main(["--ulysses", "3", "--ranks", "4"])
+    with pytest.raises(SystemExit):
+        plan_ring.main(["--layout", "spiral"])
+    with pytest.raises(SystemExit):
+        plan_ring.main(["--plot", "x.png", "--measured", "rows.json"])
