@@ -72,27 +72,36 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_strided_rows(x: Tensor) -> Tensor:
-    """`x` (B, N, H, D) itself if TMA can address it, else a contiguous copy."""
-    strides = [stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1]
-    addressable = x.stride(-1) == 1 and all(s > 0 and s % 8 == 0 for s in strides) and x.data_ptr() % 16 == 0
-    return x if addressable else x.clone(memory_format=torch.contiguous_format)
+    """`x` (B, N, H, D) itself if TMA can address it, else a contiguous copy; D is a multiple of 8."""
+    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _addressable(x.shape, x.stride())):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@lru_cache(maxsize=1024)
+def _addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
+    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in outer)
+
+
+def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
+    """`descriptor`, but of `x`. One that is made anew checks itself at length: one is made for each shape, and copied."""
+    copy = object.__new__(TensorDescriptor)
+    copy.__dict__.update(descriptor.__dict__, base=x)
+    return copy
 
 
 @lru_cache(maxsize=1024)
 def _template(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int) -> TensorDescriptor:
     block = (1, rows, 1, dim)
-    anywhere = torch.empty(1, dtype=dtype)
-    return TensorDescriptor(anywhere, list(shape), list(strides), list(block), shared_layout(block, dtype))
+    # the stride of a dimension of one says nothing, and may be one that TMA refuses
+    strides = [stride if stride > 0 and stride % 8 == 0 else 8 for stride in strides[:-1]] + [1]
+    return TensorDescriptor(torch.empty(1, dtype=dtype), list(shape), strides, list(block), shared_layout(block, dtype))
 
 
 def describe(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
     """How TMA moves `rows` rows of one head of x (B, N, H, D); rows and columns that x lacks read as 0 and are not written."""
-    # the stride of a dimension of one says nothing, and may be one that TMA refuses
-    strides = tuple(stride if stride > 0 and stride % 8 == 0 else 8 for stride in x.stride()[:-1])
-    # a descriptor checks itself at length: one is made for each shape, and copied
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(_template(x.shape, (*strides, 1), x.dtype, rows, dim).__dict__, base=x)
-    return descriptor
+    return with_base(_template(x.shape, x.stride(), x.dtype, rows, dim), x)
 
 
 _compiled: dict[tuple, CompiledKernel] = {}
@@ -114,7 +123,7 @@ def launch(
 
     None of the kernel's integers may be specialized; `config` is its last parameter, a constexpr.
     """
-    key = kernel, config, torch.cuda.current_device(), *map(_kind, arguments)
+    key = id(kernel), config, torch.cuda.current_device(), *map(_kind, arguments)
     if key in _compiled:
         _compiled[key][(programs, 1, 1)](*arguments, config)
     else:

@@ -22,6 +22,7 @@ All products of a step end within it: one in flight across the loop's end would 
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -542,15 +543,20 @@ def backward(
     return grads
 
 
-def _describe_scratch(scalars: Tensor, dq_sums: Tensor, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """How TMA reads the scalars of a query tile, and adds a chunk of dq."""
-    block = (2 * config.columns, 32)
+@lru_cache(maxsize=256)
+def _describe_scratch(num_scalars: int, num_sums: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """How TMA reads the scalars of a query tile, and adds a chunk of dq; of no tensors yet."""
+    nowhere, block = torch.empty(1), (2 * config.columns, 32)
     return (
-        TensorDescriptor(scalars, [scalars.numel()], [1], [2 * config.queries], SCALARS_LAYOUT),
-        TensorDescriptor(
-            dq_sums, [dq_sums.numel() // 32, 32], [32, 1], list(block), hopper.shared_layout(block, dq_sums.dtype)
-        ),
+        TensorDescriptor(nowhere, [num_scalars], [1], [2 * config.queries], SCALARS_LAYOUT),
+        TensorDescriptor(nowhere, [num_sums // 32, 32], [32, 1], list(block), hopper.shared_layout(block, torch.float32)),
     )
+
+
+@lru_cache(maxsize=256)
+def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
+    dim = hopper.padded_dim(head_dim, value_dim)
+    return Config(dim, head_dim, value_dim, num_heads, num_heads // num_key_heads, *add)
 
 
 def _section(num_queries: int) -> int:
@@ -567,8 +573,7 @@ def _launch(
 ) -> None:  # fmt: skip
     """Run the kernels on checked inputs; `add` says which of `grads` are accumulators."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
-    dim, group = hopper.padded_dim(head_dim, value_dim), num_heads // num_key_heads
-    config = Config(dim, head_dim, value_dim, num_heads, group, *add)
+    config = _configure(head_dim, value_dim, num_heads, num_key_heads, add)
     dq, dk, dv = grads
     num_intervals, num_blocks, num_tiles = lo.shape[0], -(-num_keys // KEYS.value), -(-num_queries // config.queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
@@ -582,11 +587,12 @@ def _launch(
         num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches,
     )  # fmt: skip
     q, k, v, dout = (hopper.as_strided_rows(x) for x in (q, k, v, dout))
+    scratch = _describe_scratch(scalars.numel(), dq_sums.numel(), config)
     hopper.launch(
         _main_kernel, batch * num_key_heads * num_blocks, config,
         hopper.describe(q, config.queries, config.dim), hopper.describe(k, ROWS.value, config.dim),
         hopper.describe(v, ROWS.value, config.dim), hopper.describe(dout, config.queries, config.dim),
-        *_describe_scratch(scalars, dq_sums, config), dk, dv, query_lo, query_hi,
+        *map(hopper.with_base, scratch, (scalars, dq_sums)), dk, dv, query_lo, query_hi,
         0 if num_intervals == 1 else num_blocks * KEYS.value, num_blocks, num_tiles, num_keys, _section(num_queries),
         batch * num_key_heads, scale,
     )  # fmt: skip

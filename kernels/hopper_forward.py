@@ -15,9 +15,9 @@ see then passes the mask by. Scores are in log2 units. (Dao 2023, algorithm 1; S
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -458,25 +458,27 @@ def forward(
     return (out, lse) if final else (m, l, o)
 
 
+@lru_cache(maxsize=256)
+def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, has_state: bool, final: bool) -> Config:
+    dim = hopper.padded_dim(head_dim, value_dim)
+    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, has_state, final, **TILES[dim])
+
+
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple, has_state: bool
 ) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
-    (batch, num_queries, num_heads), num_key_heads = q.shape[:3], k.shape[2]
-    dim = hopper.padded_dim(q.shape[-1], v.shape[-1])
+    (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     m, l, o, out, lse = results
-    config = Config(
-        dim=dim, value_dim=v.shape[-1], num_heads=num_heads, group=num_heads // num_key_heads,
-        has_state=has_state, final=out is not None, **TILES[dim],
-    )  # fmt: skip
+    config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None)
     q, k, v = (hopper.as_strided_rows(x) for x in (q, k, v))
     lo, hi, interval_stride = tiles.as_intervals(lo, hi)
-    descriptors = [hopper.describe(x, rows, dim) for x, rows in ((q, ROWS.value), (k, config.keys), (v, config.keys))]
-    head_bytes = k.shape[1] * (k.shape[3] + v.shape[3]) * k.element_size()
-    num_sections = triton.cdiv(num_heads * batch, max(1, L2_BYTES // head_bytes) * config.group)
+    blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
+    descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
+    all_heads, num_tiles = num_heads * batch, -(-num_queries // config.queries)
+    heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     with torch.cuda.device_of(q):
         hopper.launch(
-            _forward_kernel, triton.cdiv(num_queries, config.queries) * num_heads * batch, config,
-            *descriptors, None if out is None else hopper.describe(out, ROWS.value, dim), lo, hi, m, l, o, lse,
-            interval_stride, num_queries, num_heads * batch, num_sections, float(scale) * LOG2_E.value,
+            _forward_kernel, num_tiles * all_heads, config, *descriptors, lo, hi, m, l, o, lse,
+            interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value,
         )  # fmt: skip
