@@ -155,12 +155,28 @@ class SimulatedRing:
 
     _ids = itertools.count()
 
-    def __init__(self, size: int, all_pairs: bool = False) -> None:
+    def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
+        self.turn = threading.Semaphore(1 if in_turns else size)  # held by the ranks that compute
         self.name = f"simulated-{next(self._ids)}"
         self.mail: dict[tuple[int, int], queue.SimpleQueue] = {
             (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
         }
+
+    def receive(self, src: int, dst: int) -> Tensor:
+        """The next message from `src` to `dst`; while it is awaited, others compute."""
+        box = self.mail[src, dst]
+        try:
+            message = box.get_nowait()
+        except queue.Empty:
+            self.turn.release()
+            try:
+                message = box.get()
+            finally:
+                self.turn.acquire()
+        if message is None:
+            raise RuntimeError("another rank of the simulated ring failed")
+        return message
 
     def abort(self) -> None:
         """Wake every rank that waits for a message."""
@@ -179,34 +195,35 @@ class SimulatedRank(Messenger):
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         for tensor, dst in sends:
             self.ring.mail[self.rank, dst].put(tensor.clone())
-        return _Mail([(tensor, self.ring.mail[src, self.rank]) for tensor, src in receives])
+        return _Mail(self, receives)
 
 
 class _Mail:
-    def __init__(self, expected: list[tuple[Tensor, queue.SimpleQueue]]) -> None:
-        self.expected = expected
+    def __init__(self, end: SimulatedRank, expected: Addressed) -> None:
+        self.end, self.expected = end, expected
 
     def wait(self) -> None:
-        for tensor, box in self.expected:
-            message = box.get()
-            if message is None:
-                raise RuntimeError("another rank of the simulated ring failed")
-            tensor.copy_(message)
+        for tensor, src in self.expected:
+            tensor.copy_(self.end.ring.receive(src, self.end.rank))
 
 
 _simulated: dict[str, SimulatedRank] = {}
 
 
-def simulate(ranks: int, function: Callable[[int, SimulatedRank], T], all_pairs: bool = False) -> list[T]:
-    """Run `function(rank, group)` on every rank of a simulated ring at once; the results, by rank.
+def simulate(
+    ranks: int, function: Callable[[int, SimulatedRank], T], all_pairs: bool = False, in_turns: bool = True
+) -> list[T]:
+    """Run `function(rank, group)` on every rank of a simulated ring; the results, by rank.
 
     Args:
         all_pairs: whether every rank can reach every other directly, or only its neighbours.
+        in_turns: whether one rank computes while the others wait for messages, or for their turn. Many threads at once take
+            several times as long, and not all kernels can bear them; but only then may ranks wait for each other otherwise.
 
     Raises:
         Exception: the first one that a rank raised, once all have ended.
     """
-    ring = SimulatedRing(ranks, all_pairs)
+    ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
     failures: list[Exception] = []
 
@@ -214,7 +231,8 @@ def simulate(ranks: int, function: Callable[[int, SimulatedRank], T], all_pairs:
         group = SimulatedRank(ring, rank)
         _simulated[group.group_name] = group
         try:
-            results[rank] = function(rank, group)
+            with ring.turn:
+                results[rank] = function(rank, group)
         except Exception as failure:
             failures.append(failure)
             ring.abort()

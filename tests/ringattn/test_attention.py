@@ -1,11 +1,8 @@
 """The ring against one rank: outputs and every gradient, on a simulated ring of up to 64 ranks."""
 
-import threading
-
 import pytest
 import torch
 
-from kernels import dispatch
 from ringattn import Layout, Mask, ring_attention, simulate
 from ringattn.layout import KINDS
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
@@ -54,26 +51,10 @@ def test_sharded_equals_float64_in_fp32(layout: str, mask: str, schedule: str) -
     assert_close(got, case.unsharded(mask), 1e-5)
 
 
-@pytest.fixture
-def one_kernel_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter runs one program at a time in a process, and the ranks of a simulated ring are threads."""
-    lock = threading.Lock()
-    for name in ("forward", "backward", "row_delta"):
-        kernel = getattr(dispatch, name)
-
-        def locked(*arguments, kernel=kernel, **options):
-            with lock:
-                return kernel(*arguments, **options)
-
-        monkeypatch.setattr(dispatch, name, locked)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("mask", MASK_NAMES)
 @pytest.mark.parametrize("layout", KINDS)
-def test_triton_kernels_on_the_ring(
-    layout: str, mask: str, schedule: str, one_kernel_at_a_time: None, device: torch.device
-) -> None:
+def test_triton_kernels_on_the_ring(layout: str, mask: str, schedule: str, device: torch.device) -> None:
     case = Case.random(seq_len=50, heads=2, key_heads=1, dim=16, value_dim=16)
     mask = masks(50)[mask]
     ring_case = case.to(torch.float32).to(device)
@@ -93,9 +74,8 @@ def test_shapes_of_users(layout: str, schedule: str, all_pairs: bool) -> None:
     assert_close(got, case.on_rank(layout_1, mask, 0, None, backend="reference", scale=0.7), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("mask", "all_pairs"), ((Mask.causal(), False), (Mask.full(), True)), ids=("causal-relay", "full-direct")
-)
+@links
+@pytest.mark.parametrize("mask", (Mask.causal(), Mask.full()), ids=("causal", "full"))
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_error_does_not_grow_with_the_ring(schedule: str, mask: Mask, all_pairs: bool) -> None:
     """The fp32 error against float64, over the whole tensor, at P = 64 is at most 1.2 times that at P = 1."""

@@ -159,7 +159,7 @@ def run_node(ranks: int, function: Callable[[int, object], object], resolve: dic
         resolve[group.group_name] = Linked(node, rank, clock)
         return function(rank, group)
 
-    return simulate(ranks, on_rank)
+    return simulate(ranks, on_rank, in_turns=False)
 
 
 @pytest.mark.parametrize("schedule", ("state", "kv", "auto"))
