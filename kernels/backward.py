@@ -306,9 +306,7 @@ def backward(
     checks.check_options(q, k, dropout, blocks, precision)
     given = dq, dk, dv
     checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
-    fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
-    like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
-    dq, dk, dv = (fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
+    dq, dk, dv = tiles.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)

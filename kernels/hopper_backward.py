@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from kernels import checks, hopper
+from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
@@ -246,12 +246,6 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _exp2(x):
-    # gl.exp2 adds instructions for denormal results
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
     """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
     QUERIES: gl.constexpr = CONFIG.queries
@@ -262,7 +256,7 @@ def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
         row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
         seen = (gl.load(query_lo + keys)[:, None] <= row) & (row < gl.load(query_hi + keys)[:, None])
         scores = gl.where(seen, scores, float("-inf"))
-    return _exp2(scores * log2_scale - lse[None, :])
+    return gl.exp2(scores * log2_scale - lse[None, :])
 
 
 @gluon.jit
@@ -534,9 +528,7 @@ def backward(
     checks.check_options(q, k, None, None, precision)
     given = dq, dk, dv
     checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
-    fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
-    like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
-    grads = tuple(fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
+    grads = tiles.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() > 0 and k.numel() > 0:
         with torch.cuda.device_of(q):
             _launch(q, k, v, dout, lse, delta, lo, hi, float(scale), grads, tuple(x is not None for x in given))

@@ -48,6 +48,7 @@ from kernels.reference import State
 
 ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
+TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,13 @@ def _produce(arguments, CONFIG: gl.constexpr):
 @gluon.jit
 def _take_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.turns:
-        named_barrier_wait(FIRST_TURN + CONSUMER, 256)
+        named_barrier_wait(FIRST_TURN + CONSUMER, TURN_THREADS)
 
 
 @gluon.jit
 def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.turns:
-        named_barrier_arrive(FIRST_TURN + (CONSUMER + 1) % CONFIG.consumers, 256)
+        named_barrier_arrive(FIRST_TURN + (CONSUMER + 1) % CONFIG.consumers, TURN_THREADS)
 
 
 @gluon.jit
@@ -306,7 +307,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     mbarrier.wait(q_full.index(CONSUMER), 0)
     mbarrier.wait(k_full.index(0), 0)
     if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
-        named_barrier_arrive(FIRST_TURN, 256)
+        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.blocks import BlockMask
 from kernels.dropout import ROUNDS, Dropout
-from kernels.reference import State
+from kernels.reference import Gradients, State
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -86,6 +86,15 @@ def allocate_results(
         m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
         o = q.new_empty(*rows, value_dim, dtype=torch.float32)
     return m, l, o, None, None
+
+
+def allocate_gradients(
+    q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor | None, ...], grad_dtype: torch.dtype | None
+) -> Gradients:
+    """(dq, dk, dv) of a backward call: those `given`, or fresh ones, which are zero where there is nothing to compute."""
+    fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
+    like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
+    return tuple(fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
 
 
 def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:

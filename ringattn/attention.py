@@ -3,7 +3,6 @@
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from kernels import dispatch
@@ -12,6 +11,7 @@ from ringattn import operator
 from ringattn import transport as transports
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.messages import Group, rank_and_size
 from ringattn.plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 
@@ -23,7 +23,7 @@ def ring_attention(
     *,
     layout: Layout,
     mask: Mask,
-    group: dist.ProcessGroup | transports.SimulatedRank | None = None,
+    group: Group | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
@@ -77,18 +77,8 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _rank_and_size(group: dist.ProcessGroup | transports.SimulatedRank | None) -> tuple[int, int]:
-    if group is None:
-        return 0, 1
-    if isinstance(group, transports.SimulatedRank):
-        return group.rank, group.size
-    return group.rank(), group.size()
-
-
-def _check_ring(
-    q: Tensor, layout: Layout, group: dist.ProcessGroup | transports.SimulatedRank | None, schedule: str, transport: str
-) -> None:
-    rank, size = _rank_and_size(group)
+def _check_ring(q: Tensor, layout: Layout, group: Group | None, schedule: str, transport: str) -> None:
+    rank, size = rank_and_size(group)
     if size != layout.ranks:
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.messages import Group
 from ringattn.plan import SCHEDULES, Plan, Work, backward_work, forward_work, plan
 from ringattn.schedule import Message, RankStep
-from ringattn.transport import TRANSPORTS, SimulatedRank, resolve
+from ringattn.transport import TRANSPORTS, resolve
 
 MOVES = {  # what travels, and what comes back
     ("forward", "kv"): ("k, v", ""),
@@ -28,7 +28,7 @@ def explain(
     *,
     layout: Layout,
     mask: Mask,
-    group: dist.ProcessGroup | SimulatedRank | None = None,
+    group: Group | None = None,
     rank: int | None = None,
     schedule: str = "auto",
     transport: str = "auto",
