@@ -2,7 +2,8 @@
 
 One kernel holds a tile of keys and walks over the query tiles that see it, by the transposed intervals, for every query
 head of the group in turn; the other holds a tile of queries and walks over its key tiles as the forward does. Both
-recompute p = exp(s - lse), in log2 units, and add into given fp32 accumulators or write fresh gradients.
+recompute p = exp(s - lse), in log2 units, and add into given fp32 accumulators or write fresh gradients. What they read in
+their inner loops, and the transposed intervals, a first short kernel lays out.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import checks, intervals, tiles
+from kernels import checks, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.reference import Gradients
@@ -24,14 +25,34 @@ from kernels.tiles import (
     load_rows,
     load_scalars,
     plan_walk,
+    schedule,
     tile_start,
     visible,
 )  # fmt: skip
 
 
 @triton.jit
+def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
+    """(lse in log2 units, delta) of rows [first, first + ROWS) of a head from a (num_rows, 2) matrix; MASKED as in `load_rows`.
+
+    Each number is read twice. Where a tile has fewer numbers than the program has threads, Triton lets every thread fetch all
+    that it needs, here 32 numbers a step: too many instructions for the inner loop, and at head dim 128 too many registers.
+    """
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
+    pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
+    if MASKED:
+        tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    lse, delta = tl.split(tl.reshape(tile, [ROWS, 2, 2]))
+    lse, _ = tl.split(lse)
+    delta, _ = tl.split(delta)
+    return lse, delta
+
+
+@triton.jit
 def _key_step(
-    q, dout, lse, delta, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dropout, head, dk, dv, log2_scale,
+    q, dout, stats, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dropout, head, dk, dv, log2_scale,
     STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -40,8 +61,7 @@ def _key_step(
     `dropout` is None or as in `kernels.tiles.draw`.
     """
     query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
-    log2_lse = load_scalars(lse, start, num_queries, STEP, MASKED) * LOG2_E
-    deltas = load_scalars(delta, start, num_queries, STEP, MASKED)
+    log2_lse, delta = _load_stats(stats, start, num_queries, STEP, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=PRECISION) * log2_scale - log2_lse[None, :])
     if MASKED:
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
@@ -54,7 +74,7 @@ def _key_step(
     dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[5], 0.0)
-    ds = p * (dp - deltas[None, :])
+    ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -78,7 +98,7 @@ def _group_tile(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
 def _key_gradient_kernel(
-    q, k, v, dout, lse, delta, query_lo, query_hi, dk, dv,
+    q, k, v, dout, stats, query_lo, query_hi, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
     query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -88,15 +108,14 @@ def _key_gradient_kernel(
     NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
     num_tiles = tl.cdiv(num_keys, KEYS)
     # the first tile first: under a causal mask it is the heaviest
-    first = tl.program_id(0) % num_tiles * KEYS
-    key_head = tl.program_id(0) // num_tiles % NUM_KEY_HEADS
-    batch = (tl.program_id(0) // num_tiles // NUM_KEY_HEADS).to(tl.int64)
+    tile, index = schedule(num_tiles)
+    first = tile * KEYS
+    key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
-    lse += batch * num_queries * NUM_HEADS
-    delta += batch * num_queries * NUM_HEADS
+    stats += batch * num_queries * NUM_HEADS * 2
     query_lo += batch * interval_stride
     query_hi += batch * interval_stride
 
@@ -121,7 +140,7 @@ def _key_gradient_kernel(
         start, head = _group_tile(begin, num_head, num_full, step, num_full, column, QUERIES, BLOCK, GROUP, False)
         head = (key_head * GROUP + head).to(tl.int64)
         key_grad, value_grad = _key_step(
-            q + head * q_strides[2], dout + head * dout_strides[2], lse + head * num_queries, delta + head * num_queries,
+            q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
             q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
             key_grad, value_grad, log2_scale,
             QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
@@ -133,7 +152,7 @@ def _key_gradient_kernel(
         start, head = _group_tile(begin, num_head, num_full, step, num_edge, column, QUERIES, BLOCK, GROUP, True)
         head = (key_head * GROUP + head).to(tl.int64)
         key_grad, value_grad = _key_step(
-            q + head * q_strides[2], dout + head * dout_strides[2], lse + head * num_queries, delta + head * num_queries,
+            q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
             q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
             key_grad, value_grad, log2_scale,
             QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
@@ -182,7 +201,7 @@ def _query_step(
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
 def _query_gradient_kernel(
-    q, k, v, dout, lse, delta, lo, hi, dq,
+    q, k, v, dout, stats, lo, hi, dq,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
     query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -190,22 +209,20 @@ def _query_gradient_kernel(
     ADD_DQ: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_queries, QUERIES)
-    first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
-    head = (tl.program_id(0) // num_tiles % NUM_HEADS).to(tl.int64)
-    batch = (tl.program_id(0) // num_tiles // NUM_HEADS).to(tl.int64)
+    tile, index = schedule(num_tiles)
+    first = (num_tiles - 1 - tile) * QUERIES
+    head, batch = (index % NUM_HEADS).to(tl.int64), (index // NUM_HEADS).to(tl.int64)
     q += batch * q_strides[0] + head * q_strides[2]
     k += batch * k_strides[0] + head // GROUP * k_strides[2]
     v += batch * v_strides[0] + head // GROUP * v_strides[2]
     dout += batch * dout_strides[0] + head * dout_strides[2]
     lo += batch * interval_stride
     hi += batch * interval_stride
+    stats += (batch * NUM_HEADS + head) * num_queries * 2
 
     query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
     grad = load_rows(dout, first, dout_strides[1], num_queries, QUERIES, VALUE_DIM, VALUE_PADDED, True)
-    rows = first + tl.arange(0, QUERIES)
-    row_index = (batch * NUM_HEADS + head) * num_queries + rows
-    log2_lse = tl.load(lse + row_index, mask=rows < num_queries, other=0.0) * LOG2_E
-    deltas = tl.load(delta + row_index, mask=rows < num_queries, other=0.0)
+    log2_lse, delta = _load_stats(stats, first, num_queries, QUERIES, True)
     row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
     blocks, dropout = None, None
     if block_lists is not None:
@@ -222,7 +239,7 @@ def _query_gradient_kernel(
         start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
         query_grad = _query_step(
             query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, deltas, dropout, head, query_grad, log2_scale,
+            row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
             KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
         )  # fmt: skip
         column = next_column
@@ -232,7 +249,7 @@ def _query_gradient_kernel(
         start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
         query_grad = _query_step(
             query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, deltas, dropout, head, query_grad, log2_scale,
+            row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
             KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
         )  # fmt: skip
         column = next_column
@@ -254,6 +271,75 @@ def _row_delta_kernel(
     tl.store(delta + first.to(tl.int64) + rows, result, mask=rows < num_rows - first)
 
 
+@triton.jit
+def _lay_out_stats(lse, delta, stats, first, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    """Rows [first, first + ROWS) of lse and delta (num_rows, NUM_HEADS), as pairs in stats (NUM_HEADS, num_rows, 2)."""
+    rows, heads = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    index = rows.to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
+    mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
+    log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
+    deltas = tl.load(delta + index, mask=mask, other=0.0)
+    pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
+    index = (heads.to(tl.int64)[:, None] * num_rows + rows[None, :])[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
+    tl.store(stats + index, pairs, mask=mask[:, :, None])
+
+
+@triton.jit
+def _count_up_to(keys, bounds, num_rows):
+    """How many of the `num_rows` non-decreasing bounds are at most each of the keys, by binary search."""
+    count, reach = tl.zeros_like(keys), 1
+    while reach * 2 <= num_rows:
+        reach *= 2
+    while reach > 0:
+        inside = count + reach <= num_rows
+        bound = tl.load(bounds + count + reach - 1, mask=inside, other=0)
+        count = tl.where(inside & (bound <= keys), count + reach, count)
+        reach //= 2
+    return count
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "batch_size"])
+def _prepare_kernel(
+    lse, delta, lo, hi, stats, query_lo, query_hi, interval_stride, num_queries, num_keys, batch_size,
+    NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    num_tiles, num_key_tiles = tl.cdiv(num_queries, ROWS), tl.cdiv(num_keys, KEYS)
+    program = tl.program_id(0)
+    if program < num_tiles * batch_size:
+        before = (program // num_tiles).to(tl.int64) * num_queries * NUM_HEADS
+        first = program % num_tiles * ROWS
+        _lay_out_stats(lse + before, delta + before, stats + before * 2, first, num_queries, NUM_HEADS, PADDED, ROWS)
+    else:
+        # as `kernels.intervals.transpose`
+        program -= num_tiles * batch_size
+        keys = program % num_key_tiles * KEYS + tl.arange(0, KEYS)
+        entry = (program // num_key_tiles).to(tl.int64)
+        target, mask = entry * num_keys + keys, keys < num_keys
+        tl.store(query_lo + target, _count_up_to(keys, hi + entry * interval_stride, num_queries), mask=mask)
+        tl.store(query_hi + target, _count_up_to(keys, lo + entry * interval_stride, num_queries), mask=mask)
+
+
+def _prepare(lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What the gradient kernels read beside q, k, v and dout, in one launch: stats (B, Hq, Nq, 2) and the transposed intervals.
+
+    Stats are lse in log2 units and delta, side by side for every head: read in the inner loop, at the strides of (B, Nq, Hq)
+    each would cost a sector of 32 bytes.
+    """
+    batch, num_queries, num_heads = lse.shape
+    lo, hi, stride = tiles.as_intervals(lo, hi)
+    stats = lse.new_empty(batch, num_heads, num_queries, 2)
+    query_lo, query_hi = (lo.new_empty(lo.shape[0], num_keys) for _ in range(2))
+    padded = triton.next_power_of_2(num_heads)
+    rows, keys = max(1, 2048 // padded), 128
+    programs = triton.cdiv(num_queries, rows) * batch + triton.cdiv(num_keys, keys) * lo.shape[0]
+    _prepare_kernel[(programs,)](
+        lse.contiguous(), delta.contiguous(), lo, hi, stats, query_lo, query_hi, stride, num_queries, num_keys, batch,
+        NUM_HEADS=num_heads, PADDED=padded, ROWS=rows, KEYS=keys,
+    )  # fmt: skip
+    return stats, query_lo, query_hi
+
+
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """`kernels.reference.row_delta` in one pass: out, dout (B, N, Hq, Dv) of one dtype, dlse fp32 (B, N, Hq) or None."""
     rows, value_dim = out.shape[:3], out.shape[-1]
@@ -261,9 +347,10 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     tile = 64
     if delta.numel() > 0:
         with torch.cuda.device_of(out):
-            _row_delta_kernel[(triton.cdiv(delta.numel(), tile),)](
-                out.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous(), delta, delta.numel(),
-                DIM=value_dim, PADDED=max(16, triton.next_power_of_2(value_dim)), ROWS=tile,
+            tiles.launch(
+                _row_delta_kernel, -(-delta.numel() // tile),
+                (out.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous(), delta), (delta.numel(),),
+                DIM=value_dim, PADDED=max(16, 1 << (value_dim - 1).bit_length()), ROWS=tile,
             )  # fmt: skip
     return delta
 
@@ -312,16 +399,16 @@ def backward(
     add_dq, add_dk, add_dv = (x is not None for x in given)
     (batch, num_queries, num_heads), (num_keys, num_key_heads) = q.shape[:3], k.shape[1:3]
     q, k, v, dout = (tiles.as_rows(x) for x in (q, k, v, dout))
-    # a head's scalars side by side: read in the inner loop, at strides of all heads they cost a tenth of the time
-    operands = q, k, v, dout, *(x.transpose(1, 2).contiguous() for x in (lse, delta))
     strides = [x.stride()[:3] for x in (q, k, v, dout)]
     sizes = num_queries, num_keys, float(scale)
     drop = tiles.dropout_arguments(dropout)
     constants = tiles.shape_constants(q, k, v) | dict(BLOCK=0 if blocks is None else blocks.size, PRECISION=precision)
     head_dim = max(constants["PADDED"], constants["VALUE_PADDED"])
     with torch.cuda.device_of(q):
+        stats, query_lo, query_hi = _prepare(lse, delta, lo, hi, num_keys)
+        operands = q, k, v, dout, stats
         tile = tiles.fit_tile(tiles.choose_tile("key_gradient", q.dtype, head_dim), blocks)
-        query_lo, query_hi, stride = tiles.as_intervals(*intervals.transpose(lo, hi, num_keys))
+        query_lo, query_hi, stride = tiles.as_intervals(query_lo, query_hi)
         lists = None if blocks is None else blocks.key_lists(num_heads // num_key_heads)
         _key_gradient_kernel[(triton.cdiv(num_keys, tile.keys) * batch * num_key_heads,)](
             *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, *drop,

@@ -24,6 +24,7 @@ from kernels.tiles import (
     load_rows,
     load_scalars,
     plan_walk,
+    schedule,
     tile_start,
     visible,
 )  # fmt: skip
@@ -75,10 +76,10 @@ def _forward_kernel(
     PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
     num_tiles = tl.cdiv(num_queries, QUERIES)
+    tile, index = schedule(num_tiles)
     # the last tile first: under a causal mask it is the heaviest
-    first = (num_tiles - 1 - tl.program_id(0) % num_tiles) * QUERIES
-    head = tl.program_id(0) // num_tiles % NUM_HEADS
-    batch = (tl.program_id(0) // num_tiles // NUM_HEADS).to(tl.int64)
+    first = (num_tiles - 1 - tile) * QUERIES
+    head, batch = index % NUM_HEADS, (index // NUM_HEADS).to(tl.int64)
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // GROUP * k_strides[2]

@@ -13,14 +13,14 @@ SHARED_MEMORY = 227 * 1024  # of a program on sm_90
 # bytes a thread may keep on the stack: the key gradient at 128 reloads some values that are constant in its loops, and the
 # forward at 64 has few warps for the words of a dropout mask
 STACK = {
-    ("key_gradient", 64, "dropout"): 64,
-    ("key_gradient", 64, "blocks+dropout"): 64,
+    ("key_gradient", 64, "dropout"): 16,
+    ("key_gradient", 64, "blocks+dropout"): 16,
     ("forward", 64, "dropout"): 256,
     ("forward", 64, "blocks+dropout"): 256,
     ("key_gradient", 128, ""): 160,
     ("key_gradient", 128, "blocks"): 160,
-    ("key_gradient", 128, "dropout"): 256,
-    ("key_gradient", 128, "blocks+dropout"): 384,
+    ("key_gradient", 128, "dropout"): 320,
+    ("key_gradient", 128, "blocks+dropout"): 320,
 }
 
 

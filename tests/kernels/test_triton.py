@@ -1,5 +1,6 @@
 """The Triton kernels against the float64 reference: on the GPU, or in Triton's interpreter."""
 
+import math
 import re
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import backward, forward, reference
+from kernels import backward, forward, intervals, reference
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, check_kernels, max_row_error
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem, strided
@@ -24,6 +25,7 @@ SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
     "130x111": ((130, 111), (2, 2), (64, 48), 1),
     "128": ((128, 128), (2, 1), (128, 128), 1),
     "value-dim-wider": ((65, 65), (2, 1), (16, 96), 1),
+    "many-heads": ((40, 40), (10, 5), (16, 16), 2),
 }
 
 
@@ -51,6 +53,18 @@ def test_shapes(shape, dtype, device):
 @pytest.mark.parametrize("dim", [16, 64, 128, 256])
 def test_tiles_of_the_table(dim, dtype, device):
     check_all(make_problem(*intervals_of("causal", 150, 150), 150, dtype, heads=(1, 1), dims=(dim, dim), device=device))
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "batch"), [((1, 1), 1, 1), ((300, 200), 3, 2), ((64, 257), 16, 1), ((127, 5), 40, 2)]
+)
+def test_what_the_backward_prepares(rows, heads, batch, device):
+    lo, hi = (x.to(device) for x in random_intervals(*rows, seed=1, batch=batch))
+    lse, delta = torch.randn(2, batch, rows[0], heads, device=device)
+    stats, *bounds = backward._prepare(lse, delta, lo, hi, rows[1])
+    torch.testing.assert_close(stats, torch.stack([lse / math.log(2), delta], -1).transpose(1, 2).contiguous())
+    for found, expected in zip(bounds, intervals.transpose(lo, hi, rows[1]), strict=True):
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.usefixtures("small_tiles")
