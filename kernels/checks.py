@@ -13,7 +13,7 @@ PRECISIONS = ("ieee", "tf32")
 
 
 def _require_shape(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    if tuple(x.shape) != shape:
+    if x.shape != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, but q, k and v imply {shape}")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but q is on {device}: move all arguments to one device")
@@ -36,16 +36,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale:
             raise ValueError(f"{name} has shape {tuple(x.shape)}, but must be (batch, rows, heads, head dim)")
         if x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}: cast them to one dtype")
-    batch, num_queries, num_heads, head_dim = q.shape
-    num_keys, num_key_heads = k.shape[1:3]
-    _require_shape("k", k, (batch, num_keys, num_key_heads, head_dim), q.device)
-    _require_shape("v", v, (batch, num_keys, num_key_heads, v.shape[-1]), q.device)
+    (batch, num_queries, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
+    device = q.device
+    _require_shape("k", k, (batch, num_keys, num_key_heads, head_dim), device)
+    _require_shape("v", v, (batch, num_keys, num_key_heads, v.shape[3]), device)
     if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(f"{num_heads} query heads cannot be shared out over {num_key_heads} key heads: Hq % Hkv must be 0")
+    bounds = 1 if lo.shape[:1] == (1,) else batch, num_queries
     for name, x in (("lo", lo), ("hi", hi)):
         if x.dtype != torch.int32:
             raise ValueError(f"{name} is {x.dtype}, but interval bounds must be torch.int32")
-        _require_shape(name, x, (1 if lo.shape[:1] == (1,) else batch, num_queries), q.device)
+        _require_shape(name, x, bounds, device)
     if not (scale > 0 and math.isfinite(scale)):
         raise ValueError(f"scale is {scale}, but must be positive and finite: for a negative scale negate q")
 

@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ _MODULES = {
 }
 
 
+@cache
 def _module(backend: str, direction: str):
     # imported on first use: a CPU rank never loads Triton
     return importlib.import_module(_MODULES.get(backend, {}).get(direction, f"kernels.{backend}"))

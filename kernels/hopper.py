@@ -3,20 +3,17 @@
 Gluon renames functions from release to release; every such call stands behind a name of this file.
 """
 
-from collections.abc import Hashable
 from functools import lru_cache
 
 import torch
 import triton
 from torch import Tensor
 from triton._C.libtriton import ir
-from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.runtime import JITFunction
 
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
@@ -102,32 +99,6 @@ def _template(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
 def describe(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
     """How TMA moves `rows` rows of one head of x (B, N, H, D); rows and columns that x lacks read as 0 and are not written."""
     return with_base(_template(x.shape, x.stride(), x.dtype, rows, dim), x)
-
-
-_compiled: dict[tuple, CompiledKernel] = {}
-
-
-def _kind(x: Tensor | TensorDescriptor | int | float | None) -> tuple | None:
-    """What Triton compiles an argument of `launch` for."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    return None if x is None else (type(x), x >= 2**31)
-
-
-def launch(
-    kernel: JITFunction, programs: int, config: Hashable, *arguments: Tensor | TensorDescriptor | int | float | None
-) -> None:
-    """kernel[(programs,)](*arguments, config) on the current device, without asking each time what to compile.
-
-    None of the kernel's integers may be specialized; `config` is its last parameter, a constexpr.
-    """
-    key = id(kernel), config, torch.cuda.current_device(), *map(_kind, arguments)
-    if key in _compiled:
-        _compiled[key][(programs, 1, 1)](*arguments, config)
-    else:
-        _compiled[key] = kernel[(programs,)](*arguments, config, num_warps=4)
 
 
 @_core.builtin

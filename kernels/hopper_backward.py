@@ -571,21 +571,23 @@ def _launch(
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
     scalars = lse.new_empty(num_pairs * 2 * config.queries)
     dq_sums = lse.new_empty(num_pairs * config.queries * config.dim)
-    query_lo, query_hi = lo.new_empty(2, num_intervals, num_blocks * KEYS.value)
+    query_lo, query_hi = (lo.new_empty(num_intervals * num_blocks * KEYS.value) for _ in range(2))
     num_searches = num_intervals * num_blocks
-    hopper.launch(
-        _prepare_kernel, num_searches + num_pairs, config,
-        *(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi,
-        num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches,
+    tiles.launch(
+        _prepare_kernel, num_searches + num_pairs,
+        (*(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi),
+        (num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches), CONFIG=config,
     )  # fmt: skip
     q, k, v, dout = (hopper.as_strided_rows(x) for x in (q, k, v, dout))
     scratch = _describe_scratch(scalars.numel(), dq_sums.numel(), config)
-    hopper.launch(
-        _main_kernel, batch * num_key_heads * num_blocks, config,
+    descriptors = (
         hopper.describe(q, config.queries, config.dim), hopper.describe(k, ROWS.value, config.dim),
         hopper.describe(v, ROWS.value, config.dim), hopper.describe(dout, config.queries, config.dim),
-        *map(hopper.with_base, scratch, (scalars, dq_sums)), dk, dv, query_lo, query_hi,
-        0 if num_intervals == 1 else num_blocks * KEYS.value, num_blocks, num_tiles, num_keys, _section(num_queries),
-        batch * num_key_heads, scale,
+        *map(hopper.with_base, scratch, (scalars, dq_sums)),
     )  # fmt: skip
-    hopper.launch(_finish_kernel, 2 * num_pairs, config, dq_sums, dq, num_tiles, num_queries, scale)
+    interval_stride = 0 if num_intervals == 1 else num_blocks * KEYS.value
+    tiles.launch(
+        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, query_lo, query_hi),
+        (interval_stride, num_blocks, num_tiles, num_keys, _section(num_queries), batch * num_key_heads, scale), CONFIG=config,
+    )  # fmt: skip
+    tiles.launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

@@ -73,7 +73,7 @@ def ring_attention(
     name = "" if group is None else group.group_name
     settings = mask.lengths, mask.is_causal, mask.window or 0, layout.kind, layout.seq_len, layout.ranks, name
     options = schedule, transport, scale, float(dropout_p), seed, backend, precision
-    out, lse = torch.ops.ringattn.ring_attention(q, k, v, *settings, *options)
+    out, lse = _attention(q, k, v, *settings, *options)
     return (out, lse) if return_lse else out
 
 
@@ -108,13 +108,14 @@ def check_inputs(
     """
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    (batch, _, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
+    if k.shape != (batch, num_keys, num_key_heads, head_dim) or v.shape[:3] != k.shape[:3]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
             "v (B, N, Hkv, Dv)"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads do not divide into {k.shape[2]} key heads: Hkv must divide Hq")
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(f"{num_heads} query heads do not divide into {num_key_heads} key heads: Hkv must divide Hq")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
@@ -123,7 +124,7 @@ def check_inputs(
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
     if not 0 <= dropout_p < 1 or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and 0 <= seed < 2**63")
-    mask.check(seq_len, q.shape[0])
+    mask.check(seq_len, batch)
     dispatch.choose(q.device, q.dtype, backend)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
@@ -170,7 +171,7 @@ def _plan(
     rank: int,
     device: torch.device,
 ) -> Plan:
-    mask = Mask.from_lengths(is_causal, window or None, torch.tensor(documents, dtype=torch.int64), seq_len)
+    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
     return plan(mask, Layout(layout, seq_len, ranks), rank, device)
 
 
@@ -187,4 +188,4 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
     return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
-_attention = operator.register("ring_attention", _SETTINGS, 1, _forward, _backward)
+_attention = operator.register("ring_attention", _SETTINGS, _forward, _backward)

@@ -12,6 +12,9 @@ from ringattn import operator
 from ringattn.attention import check_inputs
 from ringattn.mask import Mask
 
+# once: a mask holds a tensor
+_CAUSAL, _FULL = Mask.causal(), Mask.full()
+
 
 def flash_attention(
     q: Tensor,
@@ -59,17 +62,20 @@ def flash_attention(
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
-    mask = mask or (Mask.causal() if is_causal else Mask.full())
+    mask = mask or (_CAUSAL if is_causal else _FULL)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     check_inputs(q, k, v, mask, k.shape[1], scale, dropout_p, seed, backend, precision)
     keep, size = (None, 0) if blocks is None else (blocks.keep, blocks.size)
     settings = mask.lengths, keep, mask.is_causal, mask.window or 0, size
-    out, lse = torch.ops.ringattn.flash_attention(q, k, v, *settings, scale, float(dropout_p), seed, backend, precision)
+    out, lse = _attention(q, k, v, *settings, scale, float(dropout_p), seed, backend, precision)
     return (out, lse) if return_lse else out
 
 
 @lru_cache(maxsize=8)
-def _intervals(mask: Mask, num_queries: int, num_keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _intervals(
+    documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
     lo, hi = mask.intervals(num_keys, num_queries)
     return lo.to(device, torch.int32), hi.to(device, torch.int32)
 
@@ -102,14 +108,14 @@ def _block(
 ) -> tuple[tuple, dict]:
     """What the kernels are told about this one block: (lo, hi, scale), and their options."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
+    lo, hi = _intervals(tuple(documents.tolist()), is_causal, window, num_queries, num_keys, q.device)
     dropout = None
     if dropout_p:
         positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
         dropout = Dropout(dropout_p, seed, *positions)
     blocks = None if keep is None else BlockMask(keep, block_size)
     options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
-    return (*_intervals(mask, num_queries, num_keys, q.device), scale), options
+    return (lo, hi, scale), options
 
 
 def _forward(q, k, v, *settings):
@@ -123,4 +129,4 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
     return dispatch.backward(q, k, v, dout, lse, delta, *mask, **options)
 
 
-_attention = operator.register("flash_attention", _SETTINGS, 2, _forward, _backward)
+_attention = operator.register("flash_attention", _SETTINGS, _forward, _backward)

@@ -95,10 +95,10 @@ class Mask:
         return (hi - lo).sum(-1).tolist()
 
     @classmethod
-    def from_lengths(cls, is_causal: bool, window: int | None, lengths: Tensor, seq_len: int) -> "Mask":
-        """The mask whose `lengths` these are: a row ends where its documents sum to `seq_len`."""
+    def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
+        """The mask whose `lengths` these are, as integers: a row ends where its documents sum to `seq_len`."""
         rows, row, total = [], [], 0
-        for length in lengths.tolist():
+        for length in lengths:
             row.append(length)
             total += length
             if total == seq_len:

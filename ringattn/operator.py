@@ -18,51 +18,60 @@ _library = torch.library.Library("ringattn", "FRAGMENT")
 def register(
     name: str,
     settings: str,
-    num_tensors: int,
     forward: Callable[..., tuple[Tensor, Tensor]],
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return it.
+    """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return the call of it.
 
     q is (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv); out (B, Nq, Hq, Dv) in q's dtype, lse (B, Nq, Hq) in fp32 (fp64
     for fp64 inputs).
 
     Args:
         settings: what follows v, in the notation of operator schemas: values, so that a traced graph holds them.
-        num_tensors: how many of them, the first, are tensors or None.
         forward: forward(q, k, v, *settings).
-        backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v.
+        backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v; dlse is None
+            where lse has no gradient.
     """
     tags = (torch.Tag.pt2_compliant_tag,)
     inputs = "Tensor q, Tensor k, Tensor v"
     _library.define(f"{name}({inputs}, {settings}) -> (Tensor, Tensor)", tags=tags)
-    saved = f"{inputs}, Tensor out, Tensor lse, Tensor dout, Tensor dlse"
+    saved = f"{inputs}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
     _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
     operator = getattr(torch.ops.ringattn, name).default
     differential = getattr(torch.ops.ringattn, f"{name}_backward").default
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, *settings):
-            ctx.settings = settings[num_tensors:]
+        def forward(ctx, q, k, v, settings):
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse = operator(q, k, v, *settings)
-            ctx.save_for_backward(q, k, v, out, lse, *settings[:num_tensors])
+            # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(q, k, v, out, lse)
+            ctx.settings = settings
             return out, lse
 
         @staticmethod
         @once_differentiable
         def backward(ctx, dout, dlse):
-            q, k, v, out, lse, *tensors = ctx.saved_tensors
-            grads = differential(q, k, v, out, lse, dout, dlse, *tensors, *ctx.settings)
-            return *grads, *[None] * (num_tensors + len(ctx.settings))
+            q, k, v, out, lse = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
+            return *differential(q, k, v, out, lse, dout, dlse, *ctx.settings), None
+
+    def differentiable(q, k, v, *settings):
+        # as one argument the settings cost autograd nothing
+        return Differentiable.apply(q, k, v, settings)
+
+    def call(*arguments):
+        # a compiler needs the node; otherwise the dispatcher would only lead to autograd
+        return operator(*arguments) if torch.compiler.is_compiling() else differentiable(*arguments)
 
     _library.impl(name, forward, "CompositeExplicitAutograd")
-    _library.impl(name, lambda *arguments: Differentiable.apply(*arguments), "Autograd")
+    _library.impl(name, differentiable, "Autograd")
     _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
     torch.library.register_fake(f"ringattn::{name}", _fake_results, lib=_library)
     torch.library.register_fake(f"ringattn::{name}_backward", _fake_gradients, lib=_library)
-    return operator
+    return call
 
 
 def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
