@@ -140,12 +140,12 @@ def _produce(arguments, CONFIG: gl.constexpr):
     queries, keys, values = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
     first, head, batch = _place(num_queries, all_heads, num_sections, CONFIG)
-    begin, num_head, num_full, num_edge = walk(
-        lo + batch * interval_stride, hi + batch * interval_stride, first, num_queries, QUERIES, KEYS
-    )
     for c in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(c), q.block_type.nbytes)
         tma_load(q, [batch, first + c * ROWS, head, 0], q_full.index(c), tile_view(queries.index(c), q))
+    begin, num_head, num_full, num_edge = walk(
+        lo + batch * interval_stride, hi + batch * interval_stride, first, num_queries, QUERIES, KEYS
+    )
     key_head = head // CONFIG.group
     stage = 0
     phase = 1
@@ -215,22 +215,23 @@ def _sum_in_thread(p, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _softmax(scores, m, l, log2_scale, CONFIG: gl.constexpr):
-    """(p, m, l, alpha) after the scores of a tile; m is in log2 units, l by thread.
+def _softmax(scores, m, origin, l, log2_scale, CONFIG: gl.constexpr):
+    """(p, m, origin, l, alpha) after the scores of a tile, in log2 units; p = exp2(score - origin), l is summed by thread.
 
-    Before an output, where any m will do, it follows the row's maximum only when that has grown by more than SLACK: until then
-    alpha is 1, and p at most 2**SLACK.
+    The origin follows a row's maximum m only when that is ahead by more than SLACK: until then alpha is 1, and p at most
+    2**SLACK.
     """
-    SLACK: gl.constexpr = 8.0 if CONFIG.final else 0.0
-    new_max = gl.max(scores, axis=1) * log2_scale
-    new_m = gl.where(new_max > m + SLACK, new_max, m)
-    # a row that has seen no key yet keeps m = -inf: subtract 0 there, exp2(-inf - 0) = 0
-    origin = gl.where(new_m == float("-inf"), 0.0, new_m)
-    p = gl.exp2(scores * log2_scale - origin[:, None])
-    alpha = gl.exp2(m - origin)
+    SLACK: gl.constexpr = 8.0
+    top = gl.max(scores, axis=1) * log2_scale
+    m = gl.maximum(m, top)
+    moved = gl.where(top > origin + SLACK, top, origin)
+    # a row that has seen no key yet keeps origin = -inf: subtract 0 there, exp2(-inf - 0) = 0
+    zero = gl.where(moved == float("-inf"), 0.0, moved)
+    p = gl.exp2(scores * log2_scale - zero[:, None])
+    alpha = gl.exp2(origin - zero)
     part = _sum_in_thread(p, CONFIG)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + gl.convert_layout(part, l.type.layout)
-    return p, new_m, l, alpha
+    return p, m, moved, l, alpha
 
 
 @gluon.jit
@@ -258,7 +259,7 @@ def _step(
     SCORES: gl.constexpr = CONFIG.scores
     keys, values = buffers
     k_full, k_empty, v_full, v_empty = barriers
-    p, m, l, o, stage, phase, last_stage, last_phase = carry
+    p, m, origin, l, o, stage, phase, last_stage, last_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -271,7 +272,7 @@ def _step(
     begin, num_head, num_full, num_edge = plan
     if step < num_edge:
         scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
-    weights, m, l, alpha = _softmax(scores, m, l, log2_scale, CONFIG)
+    weights, m, origin, l, alpha = _softmax(scores, m, origin, l, log2_scale, CONFIG)
     l = _hold(l, CONFIG)
     o = warpgroup_mma_wait(0, deps=(growing,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
@@ -279,7 +280,7 @@ def _step(
     # only now: before the wait the registers of the last p are still being read
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     next_stage, next_phase = _next(stage, phase, CONFIG)
-    return p, m, l, o, next_stage, next_phase, stage, phase
+    return p, m, origin, l, o, next_stage, next_phase, stage, phase
 
 
 @gluon.jit
@@ -302,6 +303,8 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     rows = gl.minimum(own + gl.arange(0, ROWS, layout=BY_ROW), num_queries - 1)
     row_lo = gl.load(lo + rows)
     row_hi = gl.load(hi + rows)
+    if CONFIG.has_state:
+        _prefetch(results, batch, own, head, num_queries, CONFIG)
 
     query = queries.index(CONSUMER)
     mbarrier.wait(q_full.index(CONSUMER), 0)
@@ -318,7 +321,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     start = step_start(begin, num_head, num_full, num_edge, 0, KEYS)
     m = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
     l = _sum_in_thread(gl.zeros([ROWS, KEYS], gl.float32, SCORES), CONFIG)
-    weights, m, l, alpha = _softmax(_mask(scores, row_lo, row_hi, start, CONFIG), m, l, log2_scale, CONFIG)
+    weights, m, origin, l, alpha = _softmax(_mask(scores, row_lo, row_hi, start, CONFIG), m, m, l, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
 
@@ -329,19 +332,34 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     last_stage = gl.to_tensor(0)
     last_phase = gl.to_tensor(0)
     for step in range(1, num_edge + num_full):
-        p, m, l, o, stage, phase, last_stage, last_phase = _step(
-            query, tiles, flow, (p, m, l, o, stage, phase, last_stage, last_phase), row_lo, row_hi, plan, step, log2_scale,
-            CONSUMER, CONFIG,
-        )  # fmt: skip
+        carry = p, m, origin, l, o, stage, phase, last_stage, last_phase
+        p, m, origin, l, o, stage, phase, last_stage, last_phase = _step(
+            query, tiles, flow, carry, row_lo, row_hi, plan, step, log2_scale, CONSUMER, CONFIG
+        )
     mbarrier.wait(v_full.index(last_stage), last_phase)
     o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
     l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
-    _finish(m, l, o, query, results, out, batch, own, head, num_queries, CONFIG)
+    _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries, CONFIG)
 
 
 @gluon.jit
-def _finish(m, l, o, query, results, out, batch, own, head, num_queries, CONFIG: gl.constexpr):
+def _prefetch(results, batch, own, head, num_queries, CONFIG: gl.constexpr):
+    """Have the o that came in brought to the L2 cache: it is read at the end, when nothing is left to hide that behind."""
+    LINE: gl.constexpr = 32  # fp32 columns of a cache line
+    LINES: gl.constexpr = CONFIG.dim // 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
+    rows = gl.minimum(own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), num_queries - 1)
+    columns = gl.minimum(gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT)) * LINE, CONFIG.value_dim - 1)
+    row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
+    lines = results[2] + row_index[:, None] * CONFIG.value_dim + columns[None, :]
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries, CONFIG: gl.constexpr):
     """Merge the state that came in, and write the new state, or the output by way of the query's shared memory."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
     state_m, state_l, state_o, lse = results
@@ -353,22 +371,25 @@ def _finish(m, l, o, query, results, out, batch, own, head, num_queries, CONFIG:
     mask = gl.convert_layout(inside, gl.SliceLayout(1, CONFIG.output))[:, None] & (columns < CONFIG.value_dim)
     if CONFIG.has_state:
         other_m = gl.load(state_m + row_index, mask=inside, other=float("-inf")) * LOG2_E
-        other_l = gl.load(state_l + row_index, mask=inside, other=0.0)
-        new_m = gl.maximum(m, other_m)
-        origin = gl.where(new_m == float("-inf"), 0.0, new_m)
-        alpha, beta = gl.exp2(m - origin), gl.exp2(other_m - origin)
-        m = new_m
-        l = alpha * l + beta * other_l
+        m = gl.maximum(m, other_m)
+    if CONFIG.has_state or not CONFIG.final:
+        zero = gl.where(m == float("-inf"), 0.0, m)
+        alpha = gl.exp2(origin - zero)
+        l *= alpha
+        o *= gl.convert_layout(alpha, gl.SliceLayout(1, CONFIG.output))[:, None]
+        origin = m
+    if CONFIG.has_state:
+        beta = gl.exp2(other_m - zero)
+        l += beta * gl.load(state_l + row_index, mask=inside, other=0.0)
         other_o = gl.load(state_o + index, mask=mask, other=0.0)
-        o = o * gl.convert_layout(alpha, gl.SliceLayout(1, CONFIG.output))[:, None]
         o += other_o * gl.convert_layout(beta, gl.SliceLayout(1, CONFIG.output))[:, None]
     if CONFIG.final:
-        divisor = gl.where(l == 0.0, 1.0, l)
-        o = o / gl.convert_layout(divisor, gl.SliceLayout(1, CONFIG.output))[:, None]
+        factor = 1.0 / gl.where(l == 0.0, 1.0, l)
+        o *= gl.convert_layout(factor, gl.SliceLayout(1, CONFIG.output))[:, None]
         query.store(o.to(query.dtype))
         fence_async_shared()
         tma_store(out, [batch, own, head, 0], tile_view(query, out))
-        gl.store(lse + row_index, (m + gl.log2(l)) * LN_2, mask=inside)
+        gl.store(lse + row_index, (origin + gl.log2(l)) * LN_2, mask=inside)
         tma.store_wait(0)
     else:
         gl.store(state_m + row_index, m * LN_2, mask=inside)
@@ -479,7 +500,8 @@ def _launch(
     all_heads, num_tiles = num_heads * batch, -(-num_queries // config.queries)
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     with torch.cuda.device_of(q):
-        hopper.launch(
-            _forward_kernel, num_tiles * all_heads, config, *descriptors, lo, hi, m, l, o, lse,
-            interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value,
+        tiles.launch(
+            _forward_kernel, num_tiles * all_heads, (*descriptors, lo, hi, m, l, o, lse),
+            (interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
+            CONFIG=config,
         )  # fmt: skip
