@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels import checks, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.launch import launch
 from kernels.reference import Gradients
 from kernels.tiles import (
     LOG2_E,
@@ -347,7 +348,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     tile = 64
     if delta.numel() > 0:
         with torch.cuda.device_of(out):
-            tiles.launch(
+            launch(
                 _row_delta_kernel, -(-delta.numel() // tile),
                 (out.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous(), delta), (delta.numel(),),
                 DIM=value_dim, PADDED=max(16, 1 << (value_dim - 1).bit_length()), ROWS=tile,

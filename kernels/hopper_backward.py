@@ -43,6 +43,7 @@ from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
+from kernels.launch import launch
 from kernels.reference import Gradients
 
 KEYS = gl.constexpr(128)  # of a program
@@ -573,7 +574,7 @@ def _launch(
     dq_sums = lse.new_empty(num_pairs * config.queries * config.dim)
     query_lo, query_hi = (lo.new_empty(num_intervals * num_blocks * KEYS.value) for _ in range(2))
     num_searches = num_intervals * num_blocks
-    tiles.launch(
+    launch(
         _prepare_kernel, num_searches + num_pairs,
         (*(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi),
         (num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches), CONFIG=config,
@@ -586,8 +587,8 @@ def _launch(
         *map(hopper.with_base, scratch, (scalars, dq_sums)),
     )  # fmt: skip
     interval_stride = 0 if num_intervals == 1 else num_blocks * KEYS.value
-    tiles.launch(
+    launch(
         _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, query_lo, query_hi),
         (interval_stride, num_blocks, num_tiles, num_keys, _section(num_queries), batch * num_key_heads, scale), CONFIG=config,
     )  # fmt: skip
-    tiles.launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)
+    launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

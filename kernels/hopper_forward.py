@@ -44,6 +44,7 @@ from kernels.hopper import (
     visible,
     walk,
 )
+from kernels.launch import launch
 from kernels.reference import State
 
 ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
@@ -500,7 +501,7 @@ def _launch(
     all_heads, num_tiles = num_heads * batch, -(-num_queries // config.queries)
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     with torch.cuda.device_of(q):
-        tiles.launch(
+        launch(
             _forward_kernel, num_tiles * all_heads, (*descriptors, lo, hi, m, l, o, lse),
             (interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
             CONFIG=config,

@@ -1,15 +1,12 @@
 """What the Triton forward and backward share: tile sizes, the walk over the tiles of an interval, loads, arguments."""
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
-from triton.runtime import JITFunction, driver
 
 from kernels.blocks import BlockMask
 from kernels.dropout import ROUNDS, Dropout
@@ -117,37 +114,6 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
 def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tensor | None, tuple[int, int] | None]:
     """block_lists of a kernel and the strides of their batch and head: 0 where all share one list."""
     return (None, None) if lists is None else (lists, lists.expand(batch, heads, -1, -1, -1).stride()[:2])
-
-
-_compiled: dict[tuple, CompiledKernel] = {}
-
-
-def launch(
-    kernel: JITFunction, programs: int, operands: Sequence[Any], numbers: Sequence[int | float], **constants: Hashable
-) -> None:
-    """kernel[(programs,)](*operands, *numbers, **constants) on the current device, without asking each time what to compile.
-
-    Triton spends as long on that question as a short kernel runs. The launch hooks of its profiler are not called.
-
-    Args:
-        operands: tensors, at least one; TMA descriptors, whose blocks follow from the constants; None.
-        numbers: each always of one type, integers below 2**31; the kernel specializes none of them.
-        constants: in the kernel's order.
-    """
-    key = [id(kernel), *constants.values()]
-    for x in operands:
-        if isinstance(x, Tensor):
-            device = x.get_device()
-            key += device, x.dtype, x.data_ptr() % 16
-        else:
-            key.append(x and x.base.dtype)
-    key = tuple(key)
-    compiled = _compiled.get(key)
-    if compiled is None:
-        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
-        return
-    handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
-    compiled.run(programs, 1, 1, *handles, None, None, None, *operands, *numbers, *constants.values())
 
 
 @triton.jit

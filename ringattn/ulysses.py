@@ -34,7 +34,8 @@ def ulysses_attention(
     transport: str = "auto",
     backend: str = "auto",
     precision: str = "ieee",
-) -> Tensor:
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v over the whole sequence, as `ring_attention`, on U x R ranks; with autograd.
 
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
@@ -50,9 +51,10 @@ def ulysses_attention(
         ulysses_group: the U ranks that exchange heads. None: this rank alone, U = 1.
         ring_group: the R ranks of the ring. None: this rank alone, R = 1.
         scale, schedule, transport, backend, precision: as for `ring_attention`; the exchange of heads is point to point.
+        return_lse: also return the log of the softmax's denominator.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype.
+        out (B, N, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, N, Hq) in fp32 (fp64 for fp64 inputs).
 
     Raises:
         ValueError: query heads that U does not divide, a layout split for another U, and what `ring_attention` refuses.
@@ -62,9 +64,10 @@ def ulysses_attention(
     check_inputs(q, k, v, mask, layout.seq_len, scale, 0.0, 0, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
     options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport)
-    options |= dict(backend=backend, precision=precision)
+    options |= dict(backend=backend, precision=precision, return_lse=True)
     if size == 1:
-        return ring_attention(q, k, v, layout=layout, **options)
+        out, lse = ring_attention(q, k, v, layout=layout, **options)
+        return (out, lse) if return_lse else out
     heads = q.shape[2] // size
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
@@ -72,10 +75,12 @@ def ulysses_attention(
     # one message to each rank: its heads of q, k and v, side by side
     outgoing = torch.cat([x.unflatten(2, (size, -1)).flatten(3) for x in (q, k, v)], -1)
     rows = [layout.rows(ring_rank * size + peer) for peer in range(size)]
-    gathered = torch.ops.ringattn.gather_rows(outgoing, rows, ulysses_group.group_name)
+    name = ulysses_group.group_name
+    gathered = torch.ops.ringattn.gather_rows(outgoing, rows, name)
     q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in zip(gathered.split(widths, -1), (q, k, v), strict=True))
-    out = ring_attention(q, k, v, layout=layout.whole, **options).flatten(2)
-    return torch.ops.ringattn.scatter_rows(out, rows, ulysses_group.group_name).unflatten(3, (heads, -1)).flatten(2, 3)
+    out, lse = ring_attention(q, k, v, layout=layout.whole, **options)
+    out = torch.ops.ringattn.scatter_rows(out.flatten(2), rows, name).unflatten(3, (heads, -1)).flatten(2, 3)
+    return (out, torch.ops.ringattn.scatter_rows(lse, rows, name).flatten(2)) if return_lse else out
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:

@@ -23,10 +23,11 @@ HEADS = {
 
 
 def on_rank(case: Case, layout: Layout, mask: Mask, rank: int, **options) -> list[torch.Tensor]:
-    """A rank's rows of (out, dq, dk, dv), for the loss sum(out * dout)."""
+    """A rank's rows of (out, lse, dq, dk, dv), for the loss sum(out * dout) + sum(lse * dlse)."""
     q, k, v = (layout.shard(x, rank).requires_grad_() for x in (case.q, case.k, case.v))
-    out = ulysses_attention(q, k, v, layout=layout, mask=mask, **options)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), layout.shard(case.dout, rank))]
+    out, lse = ulysses_attention(q, k, v, layout=layout, mask=mask, return_lse=True, **options)
+    upstream = layout.shard(case.dout, rank), layout.shard(case.dlse, rank).to(lse.dtype)
+    return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)]
 
 
 def exact(case: Case, mask: Mask) -> list[torch.Tensor]:
@@ -40,8 +41,8 @@ def random_case(seq_len: int, heads: str, dtype: torch.dtype = torch.float64) ->
 
 
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    """Row by row, for tensors without lse."""
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected, strict=True):
+    """Row by row."""
+    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
         error = (x.double() - y).flatten(2).norm(dim=2).max() / y.flatten(2).norm(dim=2).max()
         assert error <= tolerance, (name, float(error))
 
@@ -52,14 +53,26 @@ def test_heads_alone_in_float64(mask: str, heads: str) -> None:
     """U = 4, R = 1; 31 rows divide by no number of ranks."""
     case, layout, mask = random_case(31, heads), Layout.contiguous(31, 1).split(4), masks(31)[mask]
     ranks = simulate(4, lambda rank, group: on_rank(case, layout, mask, rank, ulysses_group=group))
-    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(4)], exact(case, mask), 1e-10)
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], exact(case, mask), 1e-10)
 
 
 @pytest.mark.parametrize("seq_len", (2, 5))
 def test_ranks_without_a_row(seq_len: int) -> None:
     case, layout, mask = random_case(seq_len, "grouped"), Layout.contiguous(seq_len, 1).split(4), Mask.causal()
     ranks = simulate(4, lambda rank, group: on_rank(case, layout, mask, rank, ulysses_group=group))
-    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(4)], exact(case, mask), 1e-10)
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], exact(case, mask), 1e-10)
+
+
+def test_the_output_alone() -> None:
+    case, layout, mask = random_case(12, "grouped"), Layout.contiguous(12, 1).split(4), Mask.causal()
+
+    def outputs(rank: int, group) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = (layout.shard(x, rank) for x in (case.q, case.k, case.v))
+        call = partial(ulysses_attention, q, k, v, layout=layout, mask=mask, ulysses_group=group)
+        return call(), call(return_lse=True)[0]
+
+    for alone, beside_lse in simulate(4, outputs):
+        assert torch.equal(alone, beside_lse)
 
 
 def check_mesh(ulysses: int) -> None:
