@@ -74,7 +74,7 @@ def _key_step(
     dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=PRECISION)
     dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     if dropout is not None:
-        dp = tl.where(keep, dp * dropout[5], 0.0)
+        dp = tl.where(keep, dp * dropout[6], 0.0)
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
@@ -97,11 +97,11 @@ def _group_tile(
     return tile_start(begin, tile, column, STEP, BLOCK, GROUP), head
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _key_gradient_kernel(
     q, k, v, dout, stats, query_lo, query_hi, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
-    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
+    query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
@@ -128,7 +128,7 @@ def _key_gradient_kernel(
         blocks = kept_blocks(block_lists, block_strides, batch, key_head, first // BLOCK, num_queries, BLOCK, GROUP)
     if query_positions is not None:
         row_positions = load_scalars(key_positions, first, num_keys, KEYS, True)
-        dropout = (row_positions, query_positions, batch, seed, threshold, factor)
+        dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
     begin, num_head, num_full, num_edge = plan_walk(query_lo, query_hi, first, num_keys, blocks, KEYS, QUERIES, BLOCK, GROUP)
     log2_scale = scale * LOG2_E
     key_grad = tl.zeros([KEYS, PADDED], tl.float32)
@@ -195,16 +195,16 @@ def _query_step(
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
     dp = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     if dropout is not None:
-        dp = tl.where(draw(dropout, head, start, num_keys, STEP, False, MASKED), dp * dropout[5], 0.0)
+        dp = tl.where(draw(dropout, head, start, num_keys, STEP, False, MASKED), dp * dropout[6], 0.0)
     ds = p * (dp - delta[:, None])
     return tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _query_gradient_kernel(
     q, k, v, dout, stats, lo, hi, dq,
     q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
-    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
+    query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ADD_DQ: tl.constexpr,
@@ -230,7 +230,7 @@ def _query_gradient_kernel(
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, num_queries, QUERIES, True)
-        dropout = (row_positions, key_positions, batch, seed, threshold, factor)
+        dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)

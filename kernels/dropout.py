@@ -24,6 +24,7 @@ class Dropout:
         p: probability of being dropped, 0 <= p < 1.
         seed: 0 <= seed < 2**64.
         query_positions, key_positions: int32 (Nq,) and (Nk,), the places of the call's rows in the whole sequence.
+        first_head: the place of the call's first query head among all, where heads are split over ranks.
 
     Raises:
         ValueError: anything outside the above.
@@ -33,6 +34,7 @@ class Dropout:
     seed: int
     query_positions: Tensor
     key_positions: Tensor
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.p < 1:
@@ -88,5 +90,5 @@ def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
     """The mask written out, True where kept: bool (batch, heads, Nq, Nk) for query heads; for the reference and for tests."""
     queries, keys = (x.long() & _WORD for x in (dropout.query_positions, dropout.key_positions))
     heads, batches = (torch.arange(n, device=queries.device) for n in (heads, batch))
-    counter = queries[:, None], keys, heads[:, None, None], batches[:, None, None, None]
+    counter = queries[:, None], keys, dropout.first_head + heads[:, None, None], batches[:, None, None, None]
     return philox(counter, dropout.seed)[1].broadcast_to(batch, len(heads), len(queries), len(keys)) >= dropout.threshold

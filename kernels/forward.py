@@ -66,11 +66,11 @@ def _merge(m, l, o, other_m, other_l, other_o):
     return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _forward_kernel(
     q, k, v, lo, hi, state_m, state_l, state_o, out, lse,
     q_strides, k_strides, v_strides, interval_stride, num_queries, num_keys, scale,
-    query_positions, key_positions, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
+    query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
@@ -94,7 +94,7 @@ def _forward_kernel(
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, num_queries, QUERIES, True)
-        dropout = (row_positions, key_positions, batch, seed, threshold, factor)
+        dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     m = tl.full([QUERIES], float("-inf"), tl.float32)

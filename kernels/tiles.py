@@ -104,11 +104,11 @@ def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple:
-    """query_positions, key_positions, seed, threshold and factor of a kernel; no positions: no dropout."""
+    """query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions: no dropout."""
     if dropout is None or dropout.p == 0:
-        return None, None, 0, 0, 1.0
+        return None, None, 0, 0, 0, 1.0
     positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
-    return *positions, dropout.seed, dropout.threshold, dropout.factor
+    return *positions, dropout.first_head, dropout.seed, dropout.threshold, dropout.factor
 
 
 def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tensor | None, tuple[int, int] | None]:
@@ -255,12 +255,12 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 def draw(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
     """`kernels.dropout.keep_mask` of a tile of rows and the columns [start, start + STEP); TRANSPOSED: rows are keys.
 
-    `dropout` is (positions of the rows, pointer to positions of the columns, batch, seed, threshold, factor).
+    `dropout` is (positions of the rows, pointer to positions of the columns, batch, first head, seed, threshold, factor).
     """
-    row_positions, column_positions, batch, seed, threshold, _ = dropout
+    row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
     # passed unbroadcast, rows and columns first meet in the second round, and what other words need alone is never computed
-    _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32), batch.to(tl.int32), PHILOX_ROUNDS)
+    _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

@@ -27,6 +27,7 @@ def ring_attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
+    first_head: int = 0,
     schedule: str = "auto",
     transport: str = "auto",
     backend: str = "auto",
@@ -48,6 +49,7 @@ def ring_attention(
         dropout_p: probability of dropping a probability of the softmax, 0 <= p < 1. The mask follows from `seed` and the
             position in the whole (query, key, head, batch row): it is the same on any number of ranks and in any layout.
         seed: of the dropout, the same on all ranks; another one for every layer and step.
+        first_head: for the dropout, the place of q's first head among all, where heads are split over rings.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
             that is expected to take less time, then fewer bytes; `ringattn.explain` shows why.
         transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.transport.resolve`.
@@ -67,12 +69,14 @@ def ring_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check_ring(q, layout, group, schedule, transport)
+    if first_head < 0:
+        raise ValueError(f"first_head = {first_head}: give the number of query heads before this ring's, 0 or more")
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} rows and k has {k.shape[1]}: a rank holds the same positions of both")
     name = "" if group is None else group.group_name
     settings = mask.lengths, mask.is_causal, mask.window or 0, layout.kind, layout.seq_len, layout.ranks, name
-    options = schedule, transport, scale, float(dropout_p), seed, backend, precision
+    options = schedule, transport, scale, float(dropout_p), seed, first_head, backend, precision
     out, lse = _attention(q, k, v, *settings, *options)
     return (out, lse) if return_lse else out
 
@@ -133,7 +137,7 @@ def check_inputs(
 # The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
 _SETTINGS = (
     "Tensor documents, bool is_causal, SymInt window, str layout, SymInt seq_len, SymInt ranks, str group, str schedule, "
-    "str transport, float scale, float dropout_p, SymInt seed, str backend, str precision"
+    "str transport, float scale, float dropout_p, SymInt seed, SymInt first_head, str backend, str precision"
 )
 
 
@@ -151,13 +155,14 @@ def _ring(
     scale: float,
     dropout_p: float,
     seed: int,
+    first_head: int,
     backend: str,
     precision: str,
 ) -> tuple[Ring, str]:
     """The ring that the settings describe, and the schedule."""
     end = transports.resolve(group, q.device, transport)
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
-    return Ring(planned, end, scale, dropout_p, seed, backend, precision), schedule
+    return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
 
 
 @lru_cache(maxsize=8)  # found anew in every layer, and at 4,096 rows a rank every 10 us count

@@ -112,6 +112,7 @@ class Ring:
     scale: float
     dropout_p: float = 0.0
     seed: int = 0
+    first_head: int = 0
     backend: str = "auto"
     precision: str = "ieee"
 
@@ -134,7 +135,7 @@ class Ring:
         return schedule, {visit: (block.intervals, self._options(block)) for visit, block in blocks.items()}
 
     def _options(self, block: planning.Block) -> dict[str, Any]:
-        dropout = Dropout(self.dropout_p, self.seed, *block.positions) if self.dropout_p else None
+        dropout = Dropout(self.dropout_p, self.seed, *block.positions, self.first_head) if self.dropout_p else None
         return {"dropout": dropout, "backend": self.backend, "precision": self.precision}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,8 @@ def ulysses_attention(
     ulysses_group: Group | None = None,
     ring_group: Group | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
+    seed: int = 0,
     schedule: str = "auto",
     transport: str = "auto",
     backend: str = "auto",
@@ -41,7 +43,7 @@ def ulysses_attention(
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
 
     Key heads that are fewer than U, or shared by query heads of several ranks, are sent to each rank that needs them. Their
-    gradients come back in the inputs' dtype and are summed then. There is no dropout.
+    gradients come back in the inputs' dtype and are summed then.
 
     Args:
         q: (B, N, Hq, D), this rank's rows in layout order; U divides Hq.
@@ -50,7 +52,8 @@ def ulysses_attention(
         mask: which keys a position may see, the same on all ranks.
         ulysses_group: the U ranks that exchange heads. None: this rank alone, U = 1.
         ring_group: the R ranks of the ring. None: this rank alone, R = 1.
-        scale, schedule, transport, backend, precision: as for `ring_attention`; the exchange of heads is point to point.
+        scale, dropout_p, seed, schedule, transport, backend, precision: as for `ring_attention`; the exchange of heads is point
+            to point.
         return_lse: also return the log of the softmax's denominator.
 
     Returns:
@@ -61,10 +64,10 @@ def ulysses_attention(
     """
     (ring_rank, ring), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    check_inputs(q, k, v, mask, layout.seq_len, scale, 0.0, 0, backend, precision)
+    check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
-    options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport)
-    options |= dict(backend=backend, precision=precision, return_lse=True)
+    options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport, return_lse=True)
+    options |= dict(dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     if size == 1:
         out, lse = ring_attention(q, k, v, layout=layout, **options)
         return (out, lse) if return_lse else out
@@ -78,7 +81,7 @@ def ulysses_attention(
     name = ulysses_group.group_name
     gathered = torch.ops.ringattn.gather_rows(outgoing, rows, name)
     q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in zip(gathered.split(widths, -1), (q, k, v), strict=True))
-    out, lse = ring_attention(q, k, v, layout=layout.whole, **options)
+    out, lse = ring_attention(q, k, v, layout=layout.whole, first_head=rank * heads, **options)
     out = torch.ops.ringattn.scatter_rows(out.flatten(2), rows, name).unflatten(3, (heads, -1)).flatten(2, 3)
     return (out, torch.ops.ringattn.scatter_rows(lse, rows, name).flatten(2)) if return_lse else out
 

@@ -32,7 +32,7 @@ def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
         return ("i32",) * 3
     if name == "block_strides":
         return ("i32",) * 2
-    if name in ("interval_stride", "num_queries", "num_keys"):
+    if name in ("interval_stride", "num_queries", "num_keys", "first_head"):
         return "i32"
     if name in ("lo", "hi", "query_lo", "query_hi", "query_positions", "key_positions", "block_lists"):
         return "*i32"

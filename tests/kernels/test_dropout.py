@@ -2,6 +2,8 @@
 
 import math
 import re
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from torch import Tensor
 from kernels import dispatch, forward, reference, tiled, tiles
 from kernels.dropout import ROUNDS, Dropout, keep_mask, philox
 from tests.kernels.masks import intervals_of
-from tests.kernels.problems import make_problem
+from tests.kernels.problems import Problem, make_problem
 
 ONES = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -62,8 +64,8 @@ def _draw_kernel(
     rows, columns, out, head, batch, seed: tl.uint64, threshold: tl.uint32, num_columns,
     ROWS: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    dropout = (tl.load(rows + tl.arange(0, ROWS)), columns, batch, seed, threshold, 1.0)
-    keep = tiles.draw(dropout, head, 0, num_columns, STEP, TRANSPOSED, True)
+    dropout = (tl.load(rows + tl.arange(0, ROWS)), columns, batch, 1, seed, threshold, 1.0)
+    keep = tiles.draw(dropout, head - 1, 0, num_columns, STEP, TRANSPOSED, True)
     tl.store(out + tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, STEP)[None, :], keep.to(tl.int32))
 
 
@@ -131,6 +133,24 @@ def test_the_mask_of_a_shard_is_a_part_of_the_whole(ranks):
     for queries in (slice(rank, None, ranks) for rank in range(ranks)):
         for keys in (slice(rank, None, ranks) for rank in range(ranks)):
             assert torch.equal(keep_mask(whole.cut(queries, keys), 2, 2), keep[:, :, queries, keys])
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+def test_heads_apart_have_the_masks_they_have_together(backend, device):
+    positions = [arange(20).to(device), arange(30).to(device)]
+    whole = make_problem(*intervals_of("causal", 20, 30), 30, heads=(4, 2), device=device, dropout=Dropout(0.4, 5, *positions))
+    part = Problem(**vars(whole))
+    part.q, part.dout, part.lse, part.delta = (x[:, :, 2:].contiguous() for x in (whole.q, whole.dout, whole.lse, whole.delta))
+    part.k, part.v = whole.k[:, :, 1:], whole.v[:, :, 1:]
+    part.features = {"dropout": Dropout(0.4, 5, *positions, first_head=2)}
+    module = SimpleNamespace(
+        forward=partial(dispatch.forward, backend=backend), backward=partial(dispatch.backward, backend=backend)
+    )
+    first = (2, 2, 2, 1, 1)  # of the part's heads, for out, lse, dq, dk, dv
+    together = *whole.forward(module, final=True), *whole.backward(module)
+    apart = *part.forward(module, final=True), *part.backward(module)
+    for x, y, head in zip(apart, together, first, strict=True):
+        torch.testing.assert_close(x, y[:, :, head:])
 
 
 def observed_mask(module, dropout: Dropout, pieces: list[int], heads: int) -> Tensor:

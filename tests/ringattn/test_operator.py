@@ -35,6 +35,7 @@ def test_torch_checks_the_operator() -> None:
         0.5,
         0.2,
         7,
+        2,
         "tiled",
         "ieee",
     )

@@ -63,6 +63,15 @@ def test_ranks_without_a_row(seq_len: int) -> None:
     assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], exact(case, mask), 1e-10)
 
 
+@pytest.mark.parametrize("heads", HEADS)
+def test_dropout_is_that_of_one_rank(heads: str) -> None:
+    case, layout, mask = random_case(31, heads), Layout.contiguous(31, 1).split(4), Mask.causal()
+    options = dict(dropout_p=0.3, seed=7)
+    ranks = simulate(4, lambda rank, group: on_rank(case, layout, mask, rank, ulysses_group=group, **options))
+    expected = on_rank(case, Layout.contiguous(31, 1), mask, 0, backend="reference", **options)
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], expected, 1e-10)
+
+
 def test_the_output_alone() -> None:
     case, layout, mask = random_case(12, "grouped"), Layout.contiguous(12, 1).split(4), Mask.causal()
 
