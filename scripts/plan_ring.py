@@ -5,9 +5,10 @@ r"""Predict the time, bytes and exposed communication of one attention layer, fo
     python scripts/plan_ring.py --measured rows.json
 
 The model: a ring pass is a list of steps. In each the busiest rank computes while the busiest link carries the next blocks, and
-the longer of the two counts; what communication takes longer is exposed. Steps, bytes and pairs come from the schedules that
-`ringattn` would run, where planning them takes seconds, and from closed forms beyond. An exchange of heads (Ulysses) is
-never hidden. A ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
+the longer of the two counts; what communication takes longer is exposed. Hosts start steps ahead of the GPUs, but no pass is
+shorter than its hosts take to start all of it (a CUDA graph takes next to nothing). Steps, bytes and pairs come from the
+schedules that `ringattn` would run, where planning them takes seconds, and from closed forms beyond. An exchange of heads
+(Ulysses) is never hidden. A ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
 
 --measured compares with a JSON list of objects that have ranks, seq_len, heads, kv_heads, dim, forward_ms and
 forward_backward_ms: mask, layout, schedule and cluster are those of the other arguments.
@@ -16,7 +17,7 @@ forward_backward_ms: mask, layout, schedule and cluster are those of the other a
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -44,6 +45,8 @@ class Cluster:
     node: int = 8  # GPUs of a node
     network: float = 40e9  # of one GPU
     network_latency: float = 60e-6
+    forward_launch: float = 480e-6  # of a host, to start a step
+    backward_launch: float = 950e-6
 
     def fabric(self, span: int, flops: float) -> Fabric:
         """What joins a ring over `span` neighbouring GPUs."""
@@ -99,22 +102,30 @@ class Cost:
     compute: float  # seconds
     seconds: float
     bytes: float  # sent
+    steps: int = 0
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication that no computation hides."""
+        """Seconds in which no computation hides that a message, or the host, is late."""
         return self.seconds - self.compute
 
+    def started_by(self, launch: float) -> "Cost":
+        """With a host that takes `launch` seconds for a step."""
+        return replace(self, seconds=max(self.seconds, self.steps * launch))
+
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.compute + other.compute, self.seconds + other.seconds, self.bytes + other.bytes)
+        return Cost(
+            self.compute + other.compute, self.seconds + other.seconds, self.bytes + other.bytes, self.steps + other.steps
+        )
 
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     """The forward and the backward of a layer."""
     flops = cluster.forward_flops, cluster.backward_flops
+    launches = cluster.forward_launch, cluster.backward_launch
     return tuple(
-        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)) + exchange(layer, cluster)
-        for work, speed in zip(layer.works(), flops, strict=True)
+        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).started_by(launch) + exchange(layer, cluster)
+        for work, speed, launch in zip(layer.works(), flops, launches, strict=True)
     )
 
 
@@ -133,7 +144,7 @@ def planned(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
     hops = own.costs(name, work, fabric)
     traveller, result = getattr(work.row_bytes, name)
     sent = own.schedule(name, result > 0, fabric.all_pairs).bytes_sent(traveller, result)
-    return Cost(sum(hop.compute for hop in hops), sum(hop.seconds for hop in hops), layer.batch * max(sent))
+    return Cost(sum(hop.compute for hop in hops), sum(hop.seconds for hop in hops), layer.batch * max(sent), len(hops))
 
 
 def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
@@ -150,7 +161,7 @@ def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
     sent = layer.batch * moving * sum(sizes)
     communication = sent / fabric.bytes_per_second + sum(size > 0 for size in sizes) * fabric.latency
     compute = layer.batch * pairs * work.pair_flops / fabric.flops / (hops + 1)
-    return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent)
+    return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent, hops + 1)
 
 
 def exchange(layer: Layer, cluster: Cluster) -> Cost:
@@ -267,6 +278,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--node", type=int, default=default.node, help="GPUs of a node (default: %(default)s)")
     add("--network-gbs", type=float, default=default.network / 1e9, help="GB/s a GPU sends (default: %(default)g)")
     add("--network-us", type=float, default=default.network_latency * 1e6, help="of a message (default: %(default)g)")
+    add("--forward-launch-us", type=float, default=default.forward_launch * 1e6, help="of a step (default: %(default)g)")
+    add("--backward-launch-us", type=float, default=default.backward_launch * 1e6, help="of a step (default: %(default)g)")
     add("--plot", type=Path, help="a picture of the table to write")
     add("--measured", type=Path, help="JSON rows to compare with, in place of the table")
     parsed = parser.parse_args(arguments)
@@ -285,6 +298,8 @@ def main(arguments: list[str] | None = None) -> None:
         given.node,
         given.network_gbs * 1e9,
         given.network_us / 1e6,
+        given.forward_launch_us / 1e6,
+        given.backward_launch_us / 1e6,
     )
     how = dict(batch=given.batch, mask=given.mask, window=given.window, layout=given.layout, schedule=given.schedule)
 

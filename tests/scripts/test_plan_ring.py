@@ -16,7 +16,7 @@ from ringattn.ulysses import bytes_per_row
 from scripts import plan_ring
 from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict
 
-SLOW = Cluster(forward_flops=1e12, backward_flops=1e12, nvlink=1e9, nvlink_latency=1e-4, node=4, network=1e8)
+SLOW = Cluster(*(1e12, 1e12), nvlink=1e9, nvlink_latency=1e-4, node=4, network=1e8, forward_launch=1e-4, backward_launch=1e-4)
 MASKS = (("causal", None), ("full", None), ("causal", 100), ("full", 100))
 
 
@@ -76,6 +76,16 @@ def test_by_hand(steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert backward.bytes == 3 * 1024 * 1536
 
 
+@pytest.mark.parametrize("steps", (planned, closed_form))
+def test_a_late_host(steps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above: four steps, 2.41 ms. A host that takes 0.6 ms for each is on time, one that takes 2 ms is not."""
+    monkeypatch.setattr(plan_ring, "EXACT_RANKS", 16 if steps is planned else 0)
+    layer = Layer(4096, 1, 1, 128, 4, mask="full", schedule="kv")
+    prompt, late = (predict(layer, replace(SLOW, forward_launch=launch))[0] for launch in (0.6e-3, 2e-3))
+    assert prompt == predict(layer, SLOW)[0]
+    assert late.seconds == pytest.approx(8e-3) and late.compute == prompt.compute
+
+
 def test_exchange_by_hand() -> None:
     """Half of 2 GPUs' heads cross: the bytes of `bytes_per_row`, and two latencies a direction."""
     layer = Layer(4096, 4, 4, 128, 2, ulysses=2)
@@ -111,6 +121,7 @@ def test_monotone(ranks: int, ulysses: int, kind: str, mask: tuple[str, int | No
     assert takes(forward_flops=cluster.forward_flops / 2) >= seconds
     assert takes(nvlink=cluster.nvlink / 4, network=cluster.network / 4) >= seconds
     assert takes(network_latency=1e-3, nvlink_latency=1e-3) >= seconds
+    assert takes(forward_launch=1e-3, backward_launch=3e-3) >= seconds
 
 
 @given(st.integers(1, 60), st.none() | st.integers(1, 70), st.booleans())
