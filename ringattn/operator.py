@@ -47,14 +47,15 @@ def register(
                 out, lse = operator(q, k, v, *settings)
             # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
             ctx.set_materialize_grads(False)
-            ctx.save_for_backward(q, k, v, out, lse)
+            # those of the settings too: autograd refuses what was changed in the meantime
+            ctx.save_for_backward(q, k, v, out, lse, *(x for x in settings if isinstance(x, Tensor)))
             ctx.settings = settings
             return out, lse
 
         @staticmethod
         @once_differentiable
         def backward(ctx, dout, dlse):
-            q, k, v, out, lse = ctx.saved_tensors
+            q, k, v, out, lse, *_ = ctx.saved_tensors
             dout = torch.zeros_like(out) if dout is None else dout
             return *differential(q, k, v, out, lse, dout, dlse, *ctx.settings), None
 

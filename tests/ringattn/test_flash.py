@@ -93,6 +93,15 @@ def test_blocks(seed: int) -> None:
     )
 
 
+def test_blocks_that_change_before_the_backward_are_refused() -> None:
+    q, k, v = (torch.randn(1, 128, 1, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    keep = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    out = flash_attention(q, k, v, blocks=BlockMask(keep, size=64))
+    keep[..., 0, 1] = False
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_torch_checks_the_operator() -> None:
     keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     arguments = (*inputs(7, 9), Mask.full().lengths, keep, True, 4, 64, 0.5, 0.1, 3, "tiled", "ieee")
