@@ -28,6 +28,7 @@ from kernels.tiles import (
     plan_walk,
     schedule,
     tile_start,
+    transpose_intervals,
     visible,
 )  # fmt: skip
 
@@ -286,20 +287,6 @@ def _lay_out_stats(lse, delta, stats, first, num_rows, NUM_HEADS: tl.constexpr, 
     tl.store(stats + index, pairs, mask=mask[:, :, None])
 
 
-@triton.jit
-def _count_up_to(keys, bounds, num_rows):
-    """How many of the `num_rows` non-decreasing bounds are at most each of the keys, by binary search."""
-    count, reach = tl.zeros_like(keys), 1
-    while reach * 2 <= num_rows:
-        reach *= 2
-    while reach > 0:
-        inside = count + reach <= num_rows
-        bound = tl.load(bounds + count + reach - 1, mask=inside, other=0)
-        count = tl.where(inside & (bound <= keys), count + reach, count)
-        reach //= 2
-    return count
-
-
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "batch_size"])
 def _prepare_kernel(
     lse, delta, lo, hi, stats, query_lo, query_hi, interval_stride, num_queries, num_keys, batch_size,
@@ -312,13 +299,12 @@ def _prepare_kernel(
         first = program % num_tiles * ROWS
         _lay_out_stats(lse + before, delta + before, stats + before * 2, first, num_queries, NUM_HEADS, PADDED, ROWS)
     else:
-        # as `kernels.intervals.transpose`
         program -= num_tiles * batch_size
         keys = program % num_key_tiles * KEYS + tl.arange(0, KEYS)
         entry = (program // num_key_tiles).to(tl.int64)
-        target, mask = entry * num_keys + keys, keys < num_keys
-        tl.store(query_lo + target, _count_up_to(keys, hi + entry * interval_stride, num_queries), mask=mask)
-        tl.store(query_hi + target, _count_up_to(keys, lo + entry * interval_stride, num_queries), mask=mask)
+        begin, end = transpose_intervals(lo + entry * interval_stride, hi + entry * interval_stride, keys, num_queries)
+        tl.store(query_lo + entry * num_keys + keys, begin, mask=keys < num_keys)
+        tl.store(query_hi + entry * num_keys + keys, end, mask=keys < num_keys)
 
 
 def _prepare(lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:

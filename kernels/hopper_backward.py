@@ -45,6 +45,7 @@ from kernels.dropout import Dropout
 from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
 from kernels.launch import launch
 from kernels.reference import Gradients
+from kernels.tiles import transpose_intervals
 
 KEYS = gl.constexpr(128)  # of a program
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
@@ -124,28 +125,14 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
 
 
 @triton.jit
-def _halve(low, high, bounds, keys):
-    """A step of a binary search for the number of `bounds`, which never decrease, that are at most each key."""
-    middle = (low + high) // 2
-    open = low < high
-    counted = tl.load(bounds + middle, mask=open, other=0) <= keys
-    return tl.where(open & counted, middle + 1, low), tl.where(open & (counted == 0), middle, high)
-
-
-@triton.jit
-def _transpose_intervals(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks, num_halvings):
-    """`kernels.intervals.transpose` of a block of keys. A key past the end is seen by none, yet keeps the block's union."""
+def _transpose_block(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks):
+    """The transposed intervals of a block of keys. A key past the end is seen by none, yet keeps the block's union."""
     keys = block * KEYS + tl.arange(0, KEYS)
     existing = tl.minimum(keys, num_keys - 1)
-    begin_low = keys * 0
-    begin_high = begin_low + num_queries
-    end_low, end_high = begin_low, begin_high
-    for _ in range(num_halvings):
-        begin_low, begin_high = _halve(begin_low, begin_high, hi + batch * num_queries, existing)
-        end_low, end_high = _halve(end_low, end_high, lo + batch * num_queries, existing)
+    begin, end = transpose_intervals(lo + batch * num_queries, hi + batch * num_queries, existing, num_queries)
     index = batch * (num_blocks * KEYS) + keys
-    tl.store(query_lo + index, tl.where(keys < num_keys, begin_low, NO_ROW))
-    tl.store(query_hi + index, end_low)
+    tl.store(query_lo + index, tl.where(keys < num_keys, begin, NO_ROW))
+    tl.store(query_hi + index, end)
 
 
 @triton.jit
@@ -167,18 +154,16 @@ def _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, nu
     tl.store(dq_sums + pair * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "num_tiles", "num_halvings", "num_searches"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "num_tiles", "num_searches"])
 def _prepare_kernel(
     lse, delta, lo, hi, scalars, dq_sums, query_lo, query_hi,
-    num_queries, num_keys, num_blocks, num_tiles, num_halvings, num_searches, CONFIG: tl.constexpr,
+    num_queries, num_keys, num_blocks, num_tiles, num_searches, CONFIG: tl.constexpr,
 ):  # fmt: skip
     # the searches take longest and start first
     program = tl.program_id(0)
     if program < num_searches:
-        _transpose_intervals(
-            lo, hi, query_lo, query_hi, program % num_blocks, program // num_blocks,
-            num_queries, num_keys, num_blocks, num_halvings,
-        )  # fmt: skip
+        block, batch = program % num_blocks, program // num_blocks
+        _transpose_block(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks)
     else:
         tile, pair = (program - num_searches) % num_tiles, (program - num_searches) // num_tiles
         head, batch = pair % CONFIG.num_heads, pair // CONFIG.num_heads
@@ -577,7 +562,7 @@ def _launch(
     launch(
         _prepare_kernel, num_searches + num_pairs,
         (*(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi),
-        (num_queries, num_keys, num_blocks, num_tiles, num_queries.bit_length(), num_searches), CONFIG=config,
+        (num_queries, num_keys, num_blocks, num_tiles, num_searches), CONFIG=config,
     )  # fmt: skip
     q, k, v, dout = (hopper.as_strided_rows(x) for x in (q, k, v, dout))
     scratch = _describe_scratch(scalars.numel(), dq_sums.numel(), config)

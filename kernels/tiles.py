@@ -150,6 +150,27 @@ def load_intervals(lo, hi, first, num_rows, ROWS: tl.constexpr):
 
 
 @triton.jit
+def _advance(count, reach, bounds, keys, num_rows):
+    """`count` of bounds, moved on by `reach` where that many of them are at most the key."""
+    inside = count + reach <= num_rows
+    bound = tl.load(bounds + count + reach - 1, mask=inside, other=0)
+    return tl.where(inside & (bound <= keys), count + reach, count)
+
+
+@triton.jit
+def transpose_intervals(lo, hi, keys, num_rows):
+    """`kernels.intervals.transpose` at some keys: the first row that sees each and the one after the last, by binary search."""
+    begin, end, reach = tl.zeros_like(keys), tl.zeros_like(keys), 1
+    while reach * 2 <= num_rows:
+        reach *= 2
+    while reach > 0:
+        begin = _advance(begin, reach, hi, keys, num_rows)
+        end = _advance(end, reach, lo, keys, num_rows)
+        reach //= 2
+    return begin, end
+
+
+@triton.jit
 def walk(lo, hi, first, num_rows, ROWS: tl.constexpr, STEP: tl.constexpr):
     """The tiles of STEP columns that rows [first, first + ROWS) reach: tile i holds columns from begin + i * STEP.
 

@@ -66,11 +66,10 @@ def ulysses_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
-    options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport, return_lse=True)
+    options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport)
     options |= dict(dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     if size == 1:
-        out, lse = ring_attention(q, k, v, layout=layout, **options)
-        return (out, lse) if return_lse else out
+        return ring_attention(q, k, v, layout=layout, return_lse=return_lse, **options)
     heads = q.shape[2] // size
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
@@ -81,7 +80,7 @@ def ulysses_attention(
     name = ulysses_group.group_name
     gathered = torch.ops.ringattn.gather_rows(outgoing, rows, name)
     q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in zip(gathered.split(widths, -1), (q, k, v), strict=True))
-    out, lse = ring_attention(q, k, v, layout=layout.whole, first_head=rank * heads, **options)
+    out, lse = ring_attention(q, k, v, layout=layout.whole, first_head=rank * heads, return_lse=True, **options)
     out = torch.ops.ringattn.scatter_rows(out.flatten(2), rows, name).unflatten(3, (heads, -1)).flatten(2, 3)
     return (out, torch.ops.ringattn.scatter_rows(lse, rows, name).flatten(2)) if return_lse else out
 

@@ -197,6 +197,7 @@ REFUSED = {
     "p of nan": (dict(p=float("nan")), "p is nan"),
     "negative seed": (dict(seed=-1), "seed is -1"),
     "seed of 65 bits": (dict(seed=2**64), "less than 2**64"),
+    "negative first head": (dict(first_head=-1), "first_head is -1"),
     "dtype": (dict(query_positions=torch.arange(5)), "query_positions is torch.int64"),
     "batch of positions": (dict(key_positions=arange(7)[None]), "key_positions is torch.int32 of shape (1, 7)"),
 }
