@@ -1,12 +1,7 @@
 """Comparison row by row: an error in a few rows would hide in the norm of the whole."""
 
-from types import ModuleType
-
 import torch
 from torch import Tensor
-
-from kernels import reference
-from tests.kernels.problems import Problem
 
 # allowed error of a row relative to its scale, by the dtype of the inputs: some units of rounding of p, ds and the output
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
@@ -47,15 +42,3 @@ def assert_states_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]
 def assert_scalars_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
     """Elements within `tolerance` of max(1, their magnitude); infinities must agree."""
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{name}: {m}")
-
-
-def check_kernels(problem: Problem, forward: ModuleType, backward: ModuleType, floor: float = 1e-30) -> None:
-    """State, output, lse and gradients of two kernel modules; `floor` is the least scale of a gradient row.
-
-    It is 1, the scale of the inputs, where rows may see one key only: then dq and dk are differences of equal numbers.
-    """
-    tolerance, exact = TOLERANCE[problem.q.dtype], problem.double()
-    for final in (False, True):
-        assert_states_close(problem.forward(forward, final=final), exact.forward(reference, final=final), tolerance)
-    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(backward), exact.backward(reference), strict=True):
-        assert_rows_close(name, x, y, tolerance, floor)

@@ -29,10 +29,14 @@ class Problem:
     def forward(self, module, **options):
         return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **self.features, **options)
 
+    def gradients(self, module, **options) -> tuple[Tensor, ...]:
+        """(dq, dk, dv); `options` as for `kernels.reference.backward`."""
+        operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale
+        return module.backward(*operands, **self.features, **options)
+
     def backward(self, module) -> tuple[Tensor, ...]:
         """Fresh (dq, dk, dv), unrounded."""
-        operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale
-        return module.backward(*operands, grad_dtype=reference.state_dtype(self.q.dtype), **self.features)
+        return self.gradients(module, grad_dtype=reference.state_dtype(self.q.dtype))
 
     def double(self) -> "Problem":
         values = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in vars(self).items()}

@@ -1,6 +1,7 @@
 """The Hopper kernels against the float64 reference, on a Hopper GPU."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, check_kernels, max_row_error
+from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.contract import (
+    check_accumulators,
+    check_chain,
+    check_faults_are_caught,
+    check_fresh_gradients,
+    check_kernels,
+    check_offsets_beyond_32_bits,
+    check_strided,
+)
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
-from tests.kernels.problems import STRIDED, Problem, make_problem, strided
+from tests.kernels.problems import STRIDED, Problem, make_problem
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU")]
@@ -68,45 +78,24 @@ def test_each_batch_entry_has_its_own_intervals(batch, device):
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, device):
     problem = make_problem(*intervals_of("causal", 270, 270), 270, torch.float16, batch=2, dims=(64, 64), device=device)
-    for name in ("q", "k", "v", "dout"):
-        setattr(problem, name, strided(getattr(problem, name), layout))
-    assert not problem.q.is_contiguous()
-    check_all(problem)
+    check_strided(problem, layout, hopper_forward, hopper_backward)
 
 
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_chain_over_pieces_of_the_keys(mask, final, device):
-    whole = make_problem(*intervals_of(mask, 290, 410), 410, torch.float16, dims=(64, 64), device=device)
-    state, bounds = None, [0, 17, 160, 161, 410]
-    for first, last in zip(bounds, bounds[1:], strict=False):
-        lo, hi = ((bound - first).clamp(0, last - first) for bound in (whole.lo, whole.hi))
-        state = hopper_forward.forward(
-            *(whole.q, whole.k[:, first:last], whole.v[:, first:last], lo, hi, whole.scale),
-            state=state,
-            final=final and last == 410,
-        )
-    assert_states_close(state, whole.double().forward(reference, final=final), TOLERANCE[torch.float16])
+    problem = make_problem(*intervals_of(mask, 290, 410), 410, torch.float16, dims=(64, 64), device=device)
+    check_chain(problem, [0, 17, 160, 161, 410], final, hopper_forward)
 
 
 def test_gradients_are_added_to_the_accumulators(device):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(128, 128), device=device)
-    start = [torch.randn(x.shape, device=device) for x in (problem.q, problem.k, problem.v)]
-    total = [x.clone() for x in start]
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
-    assert all(x is y for x, y in zip(hopper_backward.backward(*arguments, problem.scale, *total), total, strict=True))
-    for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
-        assert_rows_close("accumulator", x, y + z, TOLERANCE[torch.float16])
+    check_accumulators(problem, hopper_backward)
 
 
 def test_fresh_gradients_have_the_dtype_asked_for(device):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(64, 64), device=device)
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
-    total = torch.zeros_like(problem.q, dtype=torch.float32)
-    dq, dk, dv = hopper_backward.backward(*arguments, problem.scale, dq=total)
-    assert dq is total and dk.dtype == dv.dtype == torch.float16
-    for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), problem.double().backward(reference), strict=True):
-        assert_rows_close(name, x, y, TOLERANCE[torch.float16])
+    check_fresh_gradients(problem, hopper_backward)
 
 
 @pytest.mark.parametrize("factor", [1e-3, 30.0])
@@ -125,15 +114,11 @@ def test_scores_of_any_size(factor, device):
 def test_the_comparison_catches_a_fault(fault, dtype, device):
     """Drop the last key of one row, or some keys of a tile of rows: out and a gradient must fail their tolerance."""
     problem = make_problem(*intervals_of("causal", 330, 330), 330, dtype, dims=(64, 64), device=device)
-    expected = problem.double()
     if fault == "one-key":
-        problem.hi = torch.where(problem.hi == 101, 100, problem.hi)
+        faulty = replace(problem, hi=torch.where(problem.hi == 101, 100, problem.hi))
     else:
-        problem.lo = torch.where(problem.hi > 256, 128, problem.lo)
-    tolerance = TOLERANCE[dtype]
-    assert max_row_error(problem.forward(hopper_forward, final=True)[0], expected.forward(reference, final=True)[0]) > tolerance
-    faulty, correct = problem.backward(hopper_backward), expected.backward(reference)
-    assert any(max_row_error(x, y) > tolerance for x, y in zip(faulty, correct, strict=True))
+        faulty = replace(problem, lo=torch.where(problem.hi > 256, 128, problem.lo))
+    check_faults_are_caught(problem, faulty, hopper_forward, hopper_backward)
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -162,13 +147,4 @@ def test_what_only_the_portable_kernels_do_is_refused(case, device):
 
 
 def test_offsets_beyond_32_bits(device):
-    """Rows whose first element lies past 2**31: only the last rows are compared."""
-    num_keys, num_heads, dim = 2**17 + 5, 128, 128
-    q = torch.randn(1, 3, num_heads, dim, device=device).half()
-    k, v = (torch.randn(1, num_keys, num_heads, dim, device=device, dtype=torch.float16) for _ in range(2))
-    hi = torch.full((1, 3), num_keys, dtype=torch.int32, device=device)
-    lo = hi - 200
-    out, _ = hopper_forward.forward(q, k, v, lo, hi, dim**-0.5, final=True)
-    tail = (x[:, -200:].double() for x in (k, v))
-    expected, _ = reference.forward(q.double(), *tail, lo - lo, hi - lo, dim**-0.5, final=True)
-    assert_rows_close("out", out, expected, TOLERANCE[torch.float16])
+    check_offsets_beyond_32_bits(hopper_forward, device)

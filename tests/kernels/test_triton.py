@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import backward, forward, intervals, reference
-from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, check_kernels, max_row_error
+from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.contract import (
+    check_accumulators,
+    check_chain,
+    check_faults_are_caught,
+    check_fresh_gradients,
+    check_kernels,
+    check_offsets_beyond_32_bits,
+    check_strided,
+)
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
-from tests.kernels.problems import STRIDED, Problem, make_problem, strided
+from tests.kernels.problems import STRIDED, Problem, make_problem
 
 ON_GPU = torch.cuda.is_available()
 # the interpreter computes bf16 wrongly
@@ -81,27 +91,14 @@ def test_no_rows(rows, device):
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, device):
-    problem = make_problem(*intervals_of("causal", 70, 70), 70, batch=2, device=device)
-    for name in ("q", "k", "v", "dout"):
-        setattr(problem, name, strided(getattr(problem, name), layout))
-    assert not problem.q.is_contiguous()
-    check_all(problem)
+    check_strided(make_problem(*intervals_of("causal", 70, 70), 70, batch=2, device=device), layout, forward, backward)
 
 
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_chain_over_pieces_of_the_keys(mask, final, device):
-    whole = make_problem(*intervals_of(mask, 90, 110), 110, device=device)
-    state, bounds = None, [0, 17, 60, 61, 110]
-    for first, last in zip(bounds, bounds[1:], strict=False):
-        lo, hi = ((bound - first).clamp(0, last - first) for bound in (whole.lo, whole.hi))
-        state = forward.forward(
-            *(whole.q, whole.k[:, first:last], whole.v[:, first:last], lo, hi, whole.scale),
-            state=state,
-            final=final and last == 110,
-        )
-    assert_states_close(state, whole.double().forward(reference, final=final), TOLERANCE[torch.float32])
+    check_chain(make_problem(*intervals_of(mask, 90, 110), 110, device=device), [0, 17, 60, 61, 110], final, forward)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -115,26 +112,15 @@ def test_the_state_is_updated_in_place(device):
 
 @pytest.mark.usefixtures("small_tiles")
 def test_gradients_are_added_to_the_accumulators(device):
-    problem = make_problem(*intervals_of("causal", 40, 40), 40, device=device)
-    start = [torch.randn_like(x) for x in (problem.q, problem.k, problem.v)]
-    total = [x.clone() for x in start]
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
-    backward.backward(*arguments, problem.scale, *total)
-    for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
-        assert_rows_close("accumulator", x, y + z, TOLERANCE[torch.float32])
+    check_accumulators(make_problem(*intervals_of("causal", 40, 40), 40, device=device), backward)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_fresh_gradients_have_the_dtype_asked_for(device):
     problem = make_problem(*intervals_of("causal", 40, 40), 40, torch.float16, device=device)
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
-    total = torch.zeros_like(problem.q, dtype=torch.float32)
-    dq, dk, dv = backward.backward(*arguments, problem.scale, dq=total)
-    assert dq is total and dk.dtype == dv.dtype == torch.float16
-    for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), problem.double().backward(reference), strict=True):
-        assert_rows_close(name, x, y, TOLERANCE[torch.float16])
+    check_fresh_gradients(problem, backward)
     with pytest.raises(ValueError, match="grad_dtype"):
-        backward.backward(*arguments, problem.scale, grad_dtype=torch.float64)
+        problem.gradients(backward, grad_dtype=torch.float64)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -160,15 +146,11 @@ def test_scores_of_any_size(factor, device):
 def test_the_comparison_catches_a_fault(fault, dtype, device):
     """Drop the last key of one row, or one tile of keys of one tile of rows: out and dq must fail their tolerance."""
     problem = make_problem(*intervals_of("causal", 130, 130), 130, dtype, dims=(64, 64), device=device)
-    expected = problem.double()
     if fault == "one-key":
-        problem.hi = torch.where(problem.hi == 101, 100, problem.hi)
+        faulty = replace(problem, hi=torch.where(problem.hi == 101, 100, problem.hi))
     else:
-        problem.lo = torch.where(problem.hi > 96, 16, problem.lo)
-    tolerance = TOLERANCE[dtype]
-    assert max_row_error(problem.forward(forward, final=True)[0], expected.forward(reference, final=True)[0]) > tolerance
-    faulty, correct = problem.backward(backward), expected.backward(reference)
-    assert any(max_row_error(x, y) > tolerance for x, y in zip(faulty, correct, strict=True))
+        faulty = replace(problem, lo=torch.where(problem.hi > 96, 16, problem.lo))
+    check_faults_are_caught(problem, faulty, forward, backward)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -232,16 +214,7 @@ def test_long_odd_length(dtype, device):
 
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(device):
-    """Rows whose first element lies past 2**31: only the last rows are compared."""
-    num_keys, num_heads, dim = 2**17 + 5, 128, 128
-    q = torch.randn(1, 3, num_heads, dim, device=device).half()
-    k, v = (torch.randn(1, num_keys, num_heads, dim, device=device, dtype=torch.float16) for _ in range(2))
-    hi = torch.full((1, 3), num_keys, dtype=torch.int32, device=device)
-    lo = hi - 200
-    out, _ = forward.forward(q, k, v, lo, hi, dim**-0.5, final=True)
-    tail = (x[:, -200:].double() for x in (k, v))
-    expected, _ = reference.forward(q.double(), *tail, lo - lo, hi - lo, dim**-0.5, final=True)
-    assert_rows_close("out", out, expected, TOLERANCE[torch.float16])
+    check_offsets_beyond_32_bits(forward, device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
