@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.reference import Gradients, State
+from kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -106,8 +106,8 @@ def forward(
 ) -> State | tuple[Tensor, Tensor]:
     """`kernels.reference.forward` by the chosen kernel."""
     chosen = _choose(q, v, backend, dropout, blocks)
-    options = dict(dropout=dropout, blocks=blocks, precision=precision)
-    return _module(chosen, "forward").forward(q, k, v, lo, hi, scale, state, final, **options)
+    compute = _module(chosen, "forward").forward
+    return compute(q, k, v, lo, hi, scale, state, final, dropout=dropout, blocks=blocks, precision=precision)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -122,7 +122,7 @@ def backward(
     v: Tensor,
     dout: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Delta,
     lo: Tensor,
     hi: Tensor,
     scale: float,
@@ -136,7 +136,7 @@ def backward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> Gradients:
-    """`kernels.reference.backward` by the chosen kernel.
+    """`kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
 
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
     always, and are used under `torch.use_deterministic_algorithms(True)`.
@@ -146,5 +146,10 @@ def backward(
         if backend == "hopper":
             raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms need backend='triton'")
         chosen = "triton"
-    options = dict(grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision)
-    return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv, **options)
+    if chosen != "hopper" and isinstance(delta, tuple):
+        out, dlse = delta
+        delta = row_delta(out, dout, dlse, chosen)
+    return _module(chosen, "backward").backward(
+        q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv,
+        grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision,
+    )  # fmt: skip

@@ -84,7 +84,7 @@ def _addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
     """`descriptor`, but of `x`. One that is made anew checks itself at length: one is made for each shape, and copied."""
     copy = object.__new__(TensorDescriptor)
-    copy.__dict__.update(descriptor.__dict__, base=x)
+    copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
 
 

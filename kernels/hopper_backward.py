@@ -1,7 +1,7 @@
 """Hopper backward: the contract of `kernels.reference.backward` for sm_90, in Gluon.
 
-Three launches: `_prepare_kernel` packs the rows' scalars, clears the sums of dq and transposes the intervals;
-`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order.
+Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unless it is given, clears the sums of dq and
+transposes the intervals; `_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order.
 
 A program of the main kernel owns 128 keys of one key head and walks over the query tiles that see them, for every query head
 of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups that
@@ -44,7 +44,7 @@ from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
 from kernels.launch import launch
-from kernels.reference import Gradients
+from kernels.reference import Delta, Gradients
 from kernels.tiles import transpose_intervals
 
 KEYS = gl.constexpr(128)  # of a program
@@ -125,18 +125,34 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
 
 
 @triton.jit
-def _transpose_block(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks):
+def _transpose_block(lo, hi, intervals, block, batch, num_queries, num_keys, num_blocks):
     """The transposed intervals of a block of keys. A key past the end is seen by none, yet keeps the block's union."""
     keys = block * KEYS + tl.arange(0, KEYS)
     existing = tl.minimum(keys, num_keys - 1)
     begin, end = transpose_intervals(lo + batch * num_queries, hi + batch * num_queries, existing, num_queries)
-    index = batch * (num_blocks * KEYS) + keys
-    tl.store(query_lo + index, tl.where(keys < num_keys, begin, NO_ROW))
-    tl.store(query_hi + index, end)
+    transposed = intervals + batch * (2 * num_blocks * KEYS) + keys
+    tl.store(transposed, tl.where(keys < num_keys, begin, NO_ROW))
+    tl.store(transposed + num_blocks * KEYS, end)
 
 
 @triton.jit
-def _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG: tl.constexpr):
+def _row_delta(out, dout, dlse, index, inside, CONFIG: tl.constexpr):
+    """`kernels.reference.row_delta` of some rows of contiguous tensors."""
+    columns = tl.arange(0, CONFIG.dim)
+    place = index[:, None] * CONFIG.value_dim + columns[None, :]
+    mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
+    x = tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(x * y, 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + index, mask=inside, other=0.0)
+    return delta
+
+
+@triton.jit
+def _prepare_tile(
+    lse, delta, out, dout, dlse, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG: tl.constexpr
+):
     """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq.
 
     Rows that see nothing, or do not exist, get lse = inf: exp2(s - inf) is 0 for whatever finite s.
@@ -147,7 +163,10 @@ def _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, nu
     index = (batch.to(tl.int64) * num_queries + tile * QUERIES + rows) * CONFIG.num_heads + head
     inside = tile * QUERIES + rows < num_queries
     row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
-    row_delta = tl.load(delta + index, mask=inside, other=0.0)
+    if delta is not None:
+        row_delta = tl.load(delta + index, mask=inside, other=0.0)
+    else:
+        row_delta = _row_delta(out, dout, dlse, index, inside, CONFIG)
     pair = (batch * CONFIG.num_heads + head).to(tl.int64) * num_tiles + tile
     tl.store(scalars + pair * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(scalars + pair * (2 * QUERIES) + QUERIES + rows, row_delta)
@@ -156,18 +175,18 @@ def _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, nu
 
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "num_tiles", "num_searches"])
 def _prepare_kernel(
-    lse, delta, lo, hi, scalars, dq_sums, query_lo, query_hi,
+    lse, delta, out, dout, dlse, lo, hi, scalars, dq_sums, intervals,
     num_queries, num_keys, num_blocks, num_tiles, num_searches, CONFIG: tl.constexpr,
 ):  # fmt: skip
     # the searches take longest and start first
     program = tl.program_id(0)
     if program < num_searches:
         block, batch = program % num_blocks, program // num_blocks
-        _transpose_block(lo, hi, query_lo, query_hi, block, batch, num_queries, num_keys, num_blocks)
+        _transpose_block(lo, hi, intervals, block, batch, num_queries, num_keys, num_blocks)
     else:
         tile, pair = (program - num_searches) % num_tiles, (program - num_searches) // num_tiles
         head, batch = pair % CONFIG.num_heads, pair // CONFIG.num_heads
-        _prepare_tile(lse, delta, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG)
+        _prepare_tile(lse, delta, out, dout, dlse, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG)
 
 
 @gluon.jit
@@ -404,7 +423,7 @@ def _put_rows(base, tile, first, num_rows, COLUMNS: gl.constexpr, ADD: gl.conste
 
 @gluon.jit(do_not_specialize=["interval_stride", "num_blocks", "num_tiles", "num_keys", "section", "num_heads"])
 def _main_kernel(
-    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi,
+    q, k, v, dout, scalars, dq_sums, dk, dv, intervals,
     interval_stride, num_blocks, num_tiles, num_keys, section, num_heads, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = CONFIG.dim
@@ -439,7 +458,7 @@ def _main_kernel(
         mbarrier.init(ds_empty.index(i), count=1)
     fence_async_shared()
     # constants stay out of these: a tuple in a variable turns them into tensors
-    bounds = query_lo, query_hi, interval_stride
+    bounds = intervals, intervals + num_blocks * KEYS, interval_stride
     sizes = num_blocks, num_tiles, num_keys, section, num_heads
     buffers = queries, douts, rows, keys, values, ds_tiles, chunks
     barriers = k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty
@@ -489,7 +508,7 @@ def backward(
     v: Tensor,
     dout: Tensor,
     lse: Tensor,
-    delta: Tensor,
+    delta: Delta,
     lo: Tensor,
     hi: Tensor,
     scale: float,
@@ -504,7 +523,8 @@ def backward(
 ) -> Gradients:
     """As `kernels.backward.backward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
 
-    dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32.
+    dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32. `delta`
+    may also be (out, dlse), of which `row_delta` would make it: that saves a launch.
 
     Raises:
         ValueError: what `kernels.backward.backward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
@@ -517,17 +537,18 @@ def backward(
     grads = tiles.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() > 0 and k.numel() > 0:
         with torch.cuda.device_of(q):
-            _launch(q, k, v, dout, lse, delta, lo, hi, float(scale), grads, tuple(x is not None for x in given))
+            add = dq is not None, dk is not None, dv is not None
+            _launch(q, k, v, dout, lse, delta, lo, hi, float(scale), grads, add)
     return grads
 
 
 @lru_cache(maxsize=256)
-def _describe_scratch(num_scalars: int, num_sums: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
+def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
     """How TMA reads the scalars of a query tile, and adds a chunk of dq; of no tensors yet."""
-    nowhere, block = torch.empty(1), (2 * config.columns, 32)
+    nowhere, block, num_rows = torch.empty(1), (2 * config.columns, 32), num_pairs * config.queries * config.dim // 32
     return (
-        TensorDescriptor(nowhere, [num_scalars], [1], [2 * config.queries], SCALARS_LAYOUT),
-        TensorDescriptor(nowhere, [num_sums // 32, 32], [32, 1], list(block), hopper.shared_layout(block, torch.float32)),
+        TensorDescriptor(nowhere, [num_pairs * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),
+        TensorDescriptor(nowhere, [num_rows, 32], [32, 1], list(block), hopper.shared_layout(block, torch.float32)),
     )
 
 
@@ -546,34 +567,37 @@ def _section(num_queries: int) -> int:
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Delta, lo: Tensor, hi: Tensor, scale: float,
     grads: Gradients, add: tuple[bool, bool, bool],
 ) -> None:  # fmt: skip
     """Run the kernels on checked inputs; `add` says which of `grads` are accumulators."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, add)
+    dim, queries = config.dim, config.queries
     dq, dk, dv = grads
-    num_intervals, num_blocks, num_tiles = lo.shape[0], -(-num_keys // KEYS.value), -(-num_queries // config.queries)
+    num_intervals, num_blocks, num_tiles = lo.shape[0], -(-num_keys // KEYS.value), -(-num_queries // queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
-    scalars = lse.new_empty(num_pairs * 2 * config.queries)
-    dq_sums = lse.new_empty(num_pairs * config.queries * config.dim)
-    query_lo, query_hi = (lo.new_empty(num_intervals * num_blocks * KEYS.value) for _ in range(2))
+    scalars, dq_sums = lse.new_empty(num_pairs * 2 * queries), lse.new_empty(num_pairs * queries * dim)
+    intervals = lo.new_empty(num_intervals * 2 * num_blocks * KEYS.value)  # of each batch entry query_lo, then query_hi
+    if isinstance(delta, tuple):
+        dout = dout.contiguous()
+        rows = lse, None, delta[0], dout, delta[1]
+    else:
+        rows = lse, delta, None, None, None
     num_searches = num_intervals * num_blocks
     launch(
         _prepare_kernel, num_searches + num_pairs,
-        (*(x.contiguous() for x in (lse, delta, lo, hi)), scalars, dq_sums, query_lo, query_hi),
+        (*[x if x is None else x.contiguous() for x in (*rows, lo, hi)], scalars, dq_sums, intervals),
         (num_queries, num_keys, num_blocks, num_tiles, num_searches), CONFIG=config,
     )  # fmt: skip
-    q, k, v, dout = (hopper.as_strided_rows(x) for x in (q, k, v, dout))
-    scratch = _describe_scratch(scalars.numel(), dq_sums.numel(), config)
+    q, k, v, dout = [hopper.as_strided_rows(x) for x in (q, k, v, dout)]
     descriptors = (
-        hopper.describe(q, config.queries, config.dim), hopper.describe(k, ROWS.value, config.dim),
-        hopper.describe(v, ROWS.value, config.dim), hopper.describe(dout, config.queries, config.dim),
-        *map(hopper.with_base, scratch, (scalars, dq_sums)),
+        hopper.describe(q, queries, dim), hopper.describe(k, ROWS.value, dim), hopper.describe(v, ROWS.value, dim),
+        hopper.describe(dout, queries, dim), *map(hopper.with_base, _describe_scratch(num_pairs, config), (scalars, dq_sums)),
     )  # fmt: skip
-    interval_stride = 0 if num_intervals == 1 else num_blocks * KEYS.value
+    interval_stride = 0 if num_intervals == 1 else 2 * num_blocks * KEYS.value
     launch(
-        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, query_lo, query_hi),
+        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, intervals),
         (interval_stride, num_blocks, num_tiles, num_keys, _section(num_queries), batch * num_key_heads, scale), CONFIG=config,
     )  # fmt: skip
     launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

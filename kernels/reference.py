@@ -24,6 +24,7 @@ from kernels.dropout import Dropout, keep_mask
 
 State = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+Delta = Tensor | tuple[Tensor, Tensor | None]  # or (out, dlse), for those kernels that make it from them
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:

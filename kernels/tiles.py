@@ -82,9 +82,9 @@ def allocate_results(
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
     if final:
-        return m, l, o, q.new_empty(*rows, value_dim), q.new_empty(rows, dtype=torch.float32)
+        return m, l, o, q.new_empty(*rows, value_dim), q.new_empty(*rows, dtype=torch.float32)
     if state is None:
-        m, l = (q.new_empty(rows, dtype=torch.float32) for _ in range(2))
+        m, l = q.new_empty(*rows, dtype=torch.float32), q.new_empty(*rows, dtype=torch.float32)
         o = q.new_empty(*rows, value_dim, dtype=torch.float32)
     return m, l, o, None, None
 
@@ -95,7 +95,7 @@ def allocate_gradients(
     """(dq, dk, dv) of a backward call: those `given`, or fresh ones, which are zero where there is nothing to compute."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
-    return tuple(fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True))
+    return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
 
 
 def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:

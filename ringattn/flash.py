@@ -125,8 +125,7 @@ def _forward(q, k, v, *settings):
 
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     mask, options = _block(q, k, *settings)
-    delta = dispatch.row_delta(out, dout, dlse, options["backend"])
-    return dispatch.backward(q, k, v, dout, lse, delta, *mask, **options)
+    return dispatch.backward(q, k, v, dout, lse, (out, dlse), *mask, **options)
 
 
 _attention = operator.register("flash_attention", _SETTINGS, _forward, _backward)

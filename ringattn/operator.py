@@ -40,24 +40,30 @@ def register(
     operator = getattr(torch.ops.ringattn, name).default
     differential = getattr(torch.ops.ringattn, f"{name}_backward").default
 
+    def gradients(ctx, dout, dlse):
+        q, k, v, out, lse, *_ = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        run = backward if _is_plain(q, k, v, dout) else differential
+        return *run(q, k, v, out, lse, dout, dlse, *ctx.settings), None
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, settings):
+            run = forward if _is_plain(q, k, v) else operator
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = operator(q, k, v, *settings)
+                out, lse = run(q, k, v, *settings)
             # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
             ctx.set_materialize_grads(False)
             # those of the settings too: autograd refuses what was changed in the meantime
-            ctx.save_for_backward(q, k, v, out, lse, *(x for x in settings if isinstance(x, Tensor)))
+            ctx.save_for_backward(q, k, v, out, lse, *[x for x in settings if isinstance(x, Tensor)])
             ctx.settings = settings
             return out, lse
 
         @staticmethod
-        @once_differentiable
         def backward(ctx, dout, dlse):
-            q, k, v, out, lse, *_ = ctx.saved_tensors
-            dout = torch.zeros_like(out) if dout is None else dout
-            return *differential(q, k, v, out, lse, dout, dlse, *ctx.settings), None
+            # what refuses second derivatives takes time, which is only well spent when someone asks for them
+            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
+            return run(ctx, dout, dlse)
 
     def differentiable(q, k, v, *settings):
         # as one argument the settings cost autograd nothing
@@ -73,6 +79,13 @@ def register(
     torch.library.register_fake(f"ringattn::{name}", _fake_results, lib=_library)
     torch.library.register_fake(f"ringattn::{name}_backward", _fake_gradients, lib=_library)
     return call
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether nobody is there to see the operator: no compiler, no dispatch mode, no tensor of another kind."""
+    return (
+        not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and set(map(type, tensors)) == {Tensor}
+    )
 
 
 def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from kernels import dispatch, intervals
+from tests.kernels.masks import intervals_of
+from tests.kernels.problems import make_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -78,3 +80,16 @@ def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert [x for x in asked if x] == ["hopper", "triton"]
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out-and-dlse"])
+def test_delta_may_be_what_it_is_made_from(with_dlse, backend, device):
+    problem = make_problem(*intervals_of("causal", 20, 20), 20, device=device)
+    out, lse = problem.forward(dispatch, final=True, backend=backend)
+    dlse = torch.ones_like(lse) if with_dlse else None
+    problem.delta = dispatch.row_delta(out, problem.dout, dlse, backend)
+    expected = problem.gradients(dispatch, backend=backend)
+    problem.delta = out, dlse
+    for x, y in zip(problem.gradients(dispatch, backend=backend), expected, strict=True):
+        assert torch.equal(x, y)

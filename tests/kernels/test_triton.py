@@ -162,7 +162,7 @@ def test_random_intervals(device, num_queries, num_keys, batch, heads, seed):
 
 
 REFUSED = {  # changed argument -> part of the message
-    "mixed dtypes": (lambda p: dict(k=p.k.half()), "k is torch.float16 and q is torch.float32"),
+    "mixed dtypes": (lambda p: dict(k=p.k.half()), "k is torch.float16, but must be torch.float32"),
     "fp64": (lambda p: vars(p.double()), "use kernels.reference"),
     "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 17), k=p.k.repeat(1, 1, 1, 17)), "query head dim 272"),
     "value head dim": (lambda p: dict(v=p.v.repeat(1, 1, 1, 17)), "value head dim 272"),
