@@ -50,6 +50,7 @@ from kernels.reference import State
 ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
 TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
+SLACK = gl.constexpr(8.0)  # probabilities reach up to 2**SLACK before they are taken relative to another origin
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,11 @@ L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the outp
 HOLD = hopper.TRITON_VERSION < (3, 8)
 TILES = {  # by padded head dim
     64: dict(consumers=3, keys=128, stages=3, registers=160, turns=True, hold=False),
-    128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD),
+    128: dict(consumers=3, keys=64, stages=3, registers=160, turns=False, hold=HOLD),
 }
+# with few rows in all heads, programs of fewer rows leave fewer processors idle
+FEW_ROWS = 2**16
+TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD)}
 
 
 @gluon.jit
@@ -181,6 +185,22 @@ def _mask(scores, lo, hi, start, CONFIG: gl.constexpr):
     return gl.where(visible(lo, hi, start, KEYS, SCORES), scores, float("-inf"))
 
 
+@gluon.jit
+def _by_thread(tile, COLUMNS: gl.constexpr):
+    """An accumulator (64, COLUMNS) as (64, COLUMNS // 8, 4, 2), whose third dimension is the four threads that share a row.
+
+    Sums and maxima over the others are numbers (64, 4) of each thread alone: no exchange between threads.
+    """
+    return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
+
+
+@gluon.jit
+def _along_row(numbers, tile):
+    """Numbers (64, 4) of rows and threads, to be broadcast over a tile from `_by_thread`."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
+    return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
+
+
 @gluon.constexpr_function
 def _rescale_assembly(count):
     # of four consecutive registers of an accumulator two belong to one row and two to another, all the way
@@ -201,38 +221,62 @@ def _rescale_constraints(count):
 @gluon.jit
 def _rescale(o, alpha, CONFIG: gl.constexpr):
     """o * alpha by row, which a warp skips if all its alphas are 1: they mostly are."""
-    OUTPUT: gl.constexpr = CONFIG.output
     COUNT: gl.constexpr = CONFIG.dim // 2  # registers of a thread
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
-    factors = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))[:, None] + gl.zeros_like(o)
-    return gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [o, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+    tile = _by_thread(o, CONFIG.dim)
+    factors = _along_row(alpha, tile) + gl.zeros_like(tile)
+    tile = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+    return gl.convert_layout(tile.reshape([ROWS, CONFIG.dim]), CONFIG.output)
+
+
+@gluon.constexpr_function
+def _move_assembly():
+    # two rows a thread: $0, $1 the new origins; $2, $3 the tops, $4, $5 the origins, $6, $7 the limits
+    exchange, choose = "", ""
+    for row in ("0", "1"):
+        for lane in ("1", "2"):
+            exchange += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.f32 top{row}, top{row}, other;"
+    for new, top, old, limit in (("$0", "top0", "$4", "$6"), ("$1", "top1", "$5", "$7")):
+        choose += f"setp.gt.f32 ahead, {top}, {limit}; selp.f32 {new}, {top}, {old}, ahead;"
+    return (
+        "{ .reg .pred ahead; .reg .f32 top0, top1, other;"
+        "setp.gt.f32 ahead, $2, $6; setp.gt.or.f32 ahead, $3, $7, ahead; mov.f32 $0, $4; mov.f32 $1, $5;"
+        "vote.sync.any.pred ahead, ahead, -1; @!ahead bra DONE;"
+        f"mov.f32 top0, $2; mov.f32 top1, $3; {exchange} {choose} DONE: }}"
+    )
 
 
 @gluon.jit
-def _sum_in_thread(p, CONFIG: gl.constexpr):
-    """Row sums (64, 4) of p (64, keys), one for each of the four threads that share a row: no exchange between threads."""
-    return gl.sum(gl.sum(p.reshape([ROWS, CONFIG.keys // 8, 4, 2]), axis=3), axis=1)
+def _move(origin, top):
+    """The origin, or the largest top of a row's threads where that is ahead of it by more than SLACK.
+
+    A warp that has no such row passes by the exchange between threads.
+    """
+    ASSEMBLY: gl.constexpr = _move_assembly()
+    operands = [top, origin, origin + SLACK]
+    return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def _softmax(scores, m, origin, l, log2_scale, CONFIG: gl.constexpr):
-    """(p, m, origin, l, alpha) after the scores of a tile, in log2 units; p = exp2(score - origin), l is summed by thread.
+    """(p, m, origin, l, alpha) after the scores of a tile; p = exp2(score - origin) in log2 units.
 
-    The origin follows a row's maximum m only when that is ahead by more than SLACK: until then alpha is 1, and p at most
-    2**SLACK.
+    All but p are (64, 4), of a row and a thread: m and l are the maximum of its scores and the sum of its p. The origin is the
+    same for the threads of a row and follows its maximum only when that is ahead by more than SLACK: until then alpha is 1.
     """
-    SLACK: gl.constexpr = 8.0
-    top = gl.max(scores, axis=1) * log2_scale
-    m = gl.maximum(m, top)
-    moved = gl.where(top > origin + SLACK, top, origin)
+    tile = _by_thread(scores, CONFIG.keys)
+    top = gl.max(gl.max(tile, axis=3), axis=1)
+    LAYOUT: gl.constexpr = top.type.layout
+    m = gl.maximum(gl.convert_layout(m, LAYOUT), top)
+    origin = gl.convert_layout(origin, LAYOUT)
+    moved = _move(origin, top * log2_scale)
     # a row that has seen no key yet keeps origin = -inf: subtract 0 there, exp2(-inf - 0) = 0
     zero = gl.where(moved == float("-inf"), 0.0, moved)
-    p = gl.exp2(scores * log2_scale - zero[:, None])
+    p = gl.exp2(tile * log2_scale - _along_row(zero, tile))
     alpha = gl.exp2(origin - zero)
-    part = _sum_in_thread(p, CONFIG)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, part.type.layout))[:, None] + gl.convert_layout(part, l.type.layout)
-    return p, m, moved, l, alpha
+    l = gl.convert_layout(l, LAYOUT) * alpha + gl.sum(gl.sum(p, axis=3), axis=1)
+    return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores), m, moved, l, alpha
 
 
 @gluon.jit
@@ -320,8 +364,9 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     mbarrier.arrive(k_empty.index(0), count=1)
     # the first tile may lie past all keys, where nothing is seen at all
     start = step_start(begin, num_head, num_full, num_edge, 0, KEYS)
-    m = gl.full([ROWS], float("-inf"), gl.float32, BY_ROW)
-    l = _sum_in_thread(gl.zeros([ROWS, KEYS], gl.float32, SCORES), CONFIG)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_thread(zeros, KEYS).type.layout))
+    m = gl.full([ROWS, 4], float("-inf"), gl.float32, BY_THREAD)
+    l = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     weights, m, origin, l, alpha = _softmax(_mask(scores, row_lo, row_hi, start, CONFIG), m, m, l, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
@@ -340,7 +385,9 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     mbarrier.wait(v_full.index(last_stage), last_phase)
     o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
     o = warpgroup_mma_wait(0, deps=(o,))
+    m = gl.convert_layout(gl.max(m, axis=1), BY_ROW) * log2_scale
     l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
+    origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
     _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries, CONFIG)
 
 
@@ -482,9 +529,11 @@ def forward(
 
 
 @lru_cache(maxsize=256)
-def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, has_state: bool, final: bool) -> Config:
-    dim = hopper.padded_dim(head_dim, value_dim)
-    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, has_state, final, **TILES[dim])
+def _configure(
+    head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, has_state: bool, final: bool, few: bool
+) -> Config:
+    dim, tiles = hopper.padded_dim(head_dim, value_dim), TILES_OF_FEW if few else TILES
+    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, has_state, final, **tiles[dim])
 
 
 def _launch(
@@ -493,8 +542,9 @@ def _launch(
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     m, l, o, out, lse = results
-    config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None)
-    q, k, v = (hopper.as_strided_rows(x) for x in (q, k, v))
+    few = batch * num_queries * num_heads <= FEW_ROWS
+    config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
+    q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
     lo, hi, interval_stride = tiles.as_intervals(lo, hi)
     blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
     descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]

@@ -32,10 +32,11 @@ def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
 
 
 def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
-    """(kernel, config, types of its descriptors and of arguments that are not there); kind: final, state or merge."""
-    has_state, final = kind != "final", kind != "state"
+    """(kernel, config, types of its descriptors and of arguments that are not there); kind: final, state, merge or few."""
+    has_state, final = kind in ("state", "merge"), kind != "state"
     shape = dict(dim=dim, value_dim=dim, num_heads=HEADS, group=group, has_state=has_state, final=final)
-    config = hopper_forward.Config(**shape, **hopper_forward.TILES[dim])
+    tiles = hopper_forward.TILES_OF_FEW if kind == "few" else hopper_forward.TILES
+    config = hopper_forward.Config(**shape, **tiles[dim])
     block = {"q": hopper_forward.ROWS.value, "out": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()}
     absent = ([] if has_state else ["state_m", "state_l", "state_o"]) + ([] if final else ["out", "lse"])

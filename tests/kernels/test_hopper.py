@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.contract import (
     check_accumulators,
     check_chain,
@@ -20,7 +20,7 @@ from tests.kernels.contract import (
     check_strided,
 )
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
-from tests.kernels.problems import STRIDED, Problem, make_problem
+from tests.kernels.problems import STRIDED, Problem, make_problem, strided
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not ON_HOPPER, reason="needs an sm_90 GPU")]
@@ -41,13 +41,22 @@ SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
     "value-dim-wider": ((65, 65), (2, 1), (16, 96), 1),
     "value-dim-narrower": ((165, 65), (2, 1), (96, 8), 1),
 }
+DIMS = {"64": (64, False), "128": (128, False), "128-few-rows": (128, True)}  # head dim, tiles of few rows
+
+
+@pytest.fixture
+def dim(request, monkeypatch) -> int:
+    """A head dim, with the forward's tiles for few rows or for many, whatever the number of rows."""
+    dim, few = DIMS[request.param]
+    monkeypatch.setattr(hopper_forward, "FEW_ROWS", 2**62 if few else 0)
+    return dim
 
 
 def check_all(problem: Problem, floor: float = 1e-30) -> None:
     check_kernels(problem, hopper_forward, hopper_backward, floor)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask, dtype, dim, device):
@@ -62,7 +71,7 @@ def test_shapes(shape, dtype, device):
     check_all(problem, floor=1.0 if rows[1] == 1 else 1e-30)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
 @pytest.mark.parametrize("length", [1000, 1536, 4097])
 def test_lengths(length, dim, device):
     problem = make_problem(*intervals_of("causal", length, length), length, torch.bfloat16, dims=(dim, dim), device=device)
@@ -81,10 +90,11 @@ def test_strided_inputs(layout, device):
     check_strided(problem, layout, hopper_forward, hopper_backward)
 
 
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_chain_over_pieces_of_the_keys(mask, final, device):
-    problem = make_problem(*intervals_of(mask, 290, 410), 410, torch.float16, dims=(64, 64), device=device)
+def test_chain_over_pieces_of_the_keys(mask, final, dim, device):
+    problem = make_problem(*intervals_of(mask, 290, 410), 410, torch.float16, dims=(dim, dim), device=device)
     check_chain(problem, [0, 17, 160, 161, 410], final, hopper_forward)
 
 
@@ -98,10 +108,25 @@ def test_fresh_gradients_have_the_dtype_asked_for(device):
     check_fresh_gradients(problem, hopper_backward)
 
 
+@pytest.mark.parametrize("dim", [64, 120])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out-and-dlse"])
+def test_delta_is_made_on_the_way(with_dlse, dim, device):
+    problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.bfloat16, 2, (4, 2), (dim, dim), device=device)
+    out, lse = problem.forward(hopper_forward, final=True)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    problem.dout = strided(problem.dout, "heads-first")
+    problem.delta = reference.row_delta(out, problem.dout, dlse)
+    expected = problem.double().backward(reference)
+    problem.delta = out, dlse
+    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(hopper_backward), expected, strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
 @pytest.mark.parametrize("factor", [1e-3, 30.0])
-def test_scores_of_any_size(factor, device):
+def test_scores_of_any_size(factor, dim, device):
     """Scores up to some hundreds: the maximum of a row moves on by more than the slack many times."""
-    problem = make_problem(*intervals_of("causal", 600, 600), 600, torch.float16, dims=(64, 64), device=device)
+    problem = make_problem(*intervals_of("causal", 600, 600), 600, torch.float16, dims=(dim, dim), device=device)
     problem.q *= factor
     tolerance = TOLERANCE[torch.float16] * max(1.0, factor)
     for final in (False, True):
