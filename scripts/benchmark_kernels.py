@@ -10,6 +10,11 @@ Suites, all bf16, B = 1: `speed` (D 64 and 128, causal and full; with --lengths 
 N x N). Every output and gradient is first held to float64 at that very case: all rows of the first and the last head. Writes
 README.md, rows.json and pictures to --output.
 
+A GPU that works at the limit of its power lowers its clock after a moment: a kernel timed after a pause, while others compile
+or are checked, looks faster than it is. So all implementations of a case are prepared and checked first and then timed in
+turn, in rounds, forward and backward: every time a call is repeated for 0.2 s to take the GPU to the clock that it can hold
+(not on the CPU), and timed at once. A figure is the median over rounds; `samples` in rows.json are the milliseconds of each.
+
 FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward. GB/s are q, k, v and out once
 (backward: dout and the gradients too) over the time. Extra memory is the peak above the tensors given and returned.
 """
@@ -35,11 +40,14 @@ import peers  # noqa: E402
 from cases import TOLERANCE, Case, expected_results, relative_error  # noqa: E402
 
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)
+HEATING = 0.2  # seconds
 SUITES = ("speed", "masks", "heads", "blocks", "memory")
 SIZES = {
     "cuda": {"length": 16384, "heads": 16, "head_dims": (64, 128), "memory": (16384, 65536, 131072, 262144)},
     "cpu": {"length": 256, "heads": 2, "head_dims": (16,), "memory": (128, 256)},
 }
+Call = Callable[[], tuple[Tensor, ...]]  # what is checked and timed: the results of one direction
+Key = tuple[str, str]  # implementation, direction
 
 
 def suite_cases(suite: str, lengths: list[int], device: torch.device) -> list[Case]:
@@ -58,76 +66,119 @@ def suite_cases(suite: str, lengths: list[int], device: torch.device) -> list[Ca
     return cases + [Case("causal", n, heads, head_dims[-1]) for n in lengths if suite == "speed"]
 
 
-def median_ms(function: Callable[[], object], device: torch.device) -> float:
+def heat(call: Call, device: torch.device) -> None:
+    """Calls back to back for HEATING seconds, a few at a time so that the queue stays short; none on the CPU."""
+    if device.type != "cuda":
+        return
+    end = time.perf_counter() + HEATING
+    while time.perf_counter() < end:
+        for _ in range(4):
+            call()
+        torch.cuda.synchronize()
+
+
+def median_ms(call: Call, device: torch.device) -> float:
     """Median milliseconds of a call; on the CPU, of three by the clock on the wall."""
     if device.type == "cuda":
-        return triton.testing.do_bench(function, warmup=25, rep=100, return_mode="median")
+        return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        function()
+        call()
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
 
 
-def extra_bytes(function: Callable[[], tuple[Tensor, ...]], device: torch.device) -> int | None:
+def extra_bytes(call: Call, device: torch.device) -> int | None:
     """Peak memory of a call above what was there before and what it returns; None on the CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    results = function()
+    results = call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before - sum(x.nbytes for x in results)
 
 
-def measure_direction(
-    case: Case, direction: str, function: Callable[[], tuple[Tensor, ...]], expected: dict[str, Tensor], device: torch.device
-) -> dict:
-    """Errors of the results of a call, and if they are right its time and memory."""
-    errors = {name: relative_error(x, expected[name]) for name, x in zip(expected, function(), strict=True)}
+def failure(error: Exception) -> dict:
+    """What is reported of a direction that raised."""
+    return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
+
+
+def check_call(call: Call, expected: dict[str, Tensor], device: torch.device) -> dict:
+    """Errors of the results of a call, and if they are right its extra memory."""
+    errors = {name: relative_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= TOLERANCE:
         return {"status": "wrong", "errors": errors}
-    memory, ms = extra_bytes(function, device), median_ms(function, device)
-    rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
-    return {"status": "ok", "errors": errors, "ms": ms, **rates, "extra_bytes": memory}
+    return {"status": "ok", "errors": errors, "extra_bytes": extra_bytes(call, device)}
 
 
-def measure(case: Case, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]) -> dict[str, dict]:
-    """What `measure_direction` found forward and backward, or why there is nothing: a peer that fails ends nothing else."""
+def check(
+    case: Case, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
+) -> tuple[dict[str, dict], dict[str, Call]]:
+    """By direction what `check_call` found, or why there is nothing; and the calls that passed. A failure ends nothing else."""
     (*inputs, dout), device = tensors, tensors[0].device
-    found = {}
+    found, calls = {}, {}
     try:
         attend = prepare(case, device)
-        wanted = {"out": expected["out"]}
-        found["forward"] = measure_direction(case, "forward", lambda: (attend(*inputs),), wanted, device)
+        calls["forward"] = lambda: (attend(*inputs),)
+        found["forward"] = check_call(calls["forward"], {"out": expected["out"]}, device)
         out = attend(*inputs)
-        wanted = {name: expected[name] for name in ("dq", "dk", "dv")}
-        found["backward"] = measure_direction(
-            case, "backward", lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True), wanted, device
-        )
+        calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        found["backward"] = check_call(calls["backward"], {name: expected[name] for name in ("dq", "dk", "dv")}, device)
     except peers.Unsupported:
         reason = {"status": "unsupported"}
     except Exception as error:  # whatever a peer's compiler or kernel raises
-        reason = {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
-    return {direction: found.get(direction) or reason for direction in ("forward", "backward")}
+        reason = failure(error)
+    found = {direction: found.get(direction) or reason for direction in benchmark_report.DIRECTIONS}
+    return found, {direction: call for direction, call in calls.items() if found[direction]["status"] == "ok"}
 
 
-def measure_case(case: Case, implementations: dict[str, peers.Prepare], device: torch.device) -> list[dict]:
-    """One row an implementation."""
+def speed(case: Case, direction: str, samples: list[float]) -> dict:
+    """The median of the rounds' milliseconds, and the rates at it."""
+    ms = statistics.median(samples)
+    rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
+    return {"ms": ms, **rates, "samples": samples}
+
+
+def time_rounds(calls: dict[Key, Call], rounds: int, device: torch.device) -> tuple[dict[Key, list[float]], dict[Key, dict]]:
+    """Milliseconds of every call by round, and the failures: a call that raises has no more turns and ends nothing else."""
+    samples, failures = {key: [] for key in calls}, {}
+    for _ in range(rounds):
+        for key in list(samples):
+            try:
+                heat(calls[key], device)
+                samples[key].append(median_ms(calls[key], device))
+            except Exception as error:
+                failures[key] = failure(error)
+                del samples[key]
+    return samples, failures
+
+
+def measure_case(case: Case, implementations: dict[str, peers.Prepare], device: torch.device, rounds: int) -> list[dict]:
+    """One row an implementation; the seconds printed are those before the timing, most of them compilation."""
     tensors = case.inputs(device)
     expected = expected_results(case, *tensors)
-    rows = []
+    rows, calls, seconds = {}, {}, {}
     for name, prepare in implementations.items():
         start = time.perf_counter()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        found = measure(case, prepare, tensors, expected)
-        rows.append({"implementation": name, "case": case, **found})
-        cells = [benchmark_report.describe(found[direction]) for direction in ("forward", "backward")]
-        print(f"{case} {name}: {' | '.join(cells)} [{time.perf_counter() - start:.0f} s]", flush=True)
-    return rows
+        torch.cuda.empty_cache()
+        found, passed = check(case, prepare, tensors, expected)
+        calls |= {(name, direction): call for direction, call in passed.items()}
+        rows[name] = {"implementation": name, "case": case, **found}
+        seconds[name] = time.perf_counter() - start
+    del expected
+    torch.cuda.empty_cache()
+    samples, failures = time_rounds(calls, rounds, device)
+    for (name, direction), times in samples.items():
+        rows[name][direction] |= speed(case, direction, times)
+    for (name, direction), found in failures.items():
+        rows[name][direction] = found
+    for name, row in rows.items():
+        cells = [benchmark_report.describe(row[direction]) for direction in benchmark_report.DIRECTIONS]
+        print(f"{case} {name}: {' | '.join(cells)} [{seconds[name]:.0f} s]", flush=True)
+    return list(rows.values())
 
 
 def machine(device: torch.device, implementations: dict[str, peers.Prepare]) -> str:
@@ -147,12 +198,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=SUITES, help="default: all")
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="of the curve, multiples of 128")
     parser.add_argument("--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that run here")
+    parser.add_argument("--rounds", type=int, default=3, help="of timing; default: 3")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, tiny")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --device cpu makes a dry run")
     if any(n <= 0 or n % 128 for n in arguments.lengths):
         parser.error(f"--lengths {arguments.lengths}: each must be a positive multiple of 128")
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: must be positive")
     return arguments
 
 
@@ -165,12 +219,13 @@ def main(argv: list[str]) -> int:
     arguments.output.mkdir(parents=True, exist_ok=True)
     command = shlex.join(["python", "scripts/benchmark_kernels.py", *argv])
     head = {"date": str(datetime.date.today()), "machine": machine(device, implementations), "command": command}
+    head["rounds"] = arguments.rounds
     suites, rows = {}, {}
     for suite in arguments.suite:
         suites[suite] = list(dict.fromkeys(suite_cases(suite, arguments.lengths, device)))
         for case in suites[suite]:
             if case not in rows:
-                rows[case] = measure_case(case, implementations, device)
+                rows[case] = measure_case(case, implementations, device, arguments.rounds)
                 (arguments.output / "rows.json").write_text(benchmark_report.to_json(head, rows))
         # after every suite, so that a run that is cut short leaves what it has
         benchmark_report.write(arguments.output, head, suites, rows)

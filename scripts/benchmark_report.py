@@ -141,7 +141,8 @@ def _errors(rows: Rows) -> list[str]:
 
 def write(output: Path, head: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
     """README.md, and a picture for every suite that has one, of the suites measured so far."""
-    lines = [f"# Attention kernels, {head['date']}", "", f"    {head['command']}", "", f"{head['machine']}; bf16, B = 1.", ""]
+    setting = f"{head['machine']}; bf16, B = 1. Times and rates are medians over rounds ({head['rounds']})."
+    lines = [f"# Attention kernels, {head['date']}", "", f"    {head['command']}", "", setting, ""]
     sections = {"speed": _speed, "masks": _masks, "heads": _heads, "blocks": _blocks, "memory": _memory}
     pictures = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     for suite, cases in suites.items():

@@ -1,4 +1,4 @@
-"""The benchmark's dry run: it writes its report, and has no speed for a wrong result."""
+"""The benchmark's dry run: it writes its report of medians over rounds, and has no speed for a wrong result."""
 
 import json
 from collections.abc import Callable
@@ -74,6 +74,42 @@ def test_a_wrong_result_gets_no_speed_and_a_failure_ends_nothing(tmp_path: Path,
     assert "no kernel for this card" in found["broken", "backward"]["error"]
     line = next(line for line in table.splitlines() if "| causal |" in line)
     assert "| wrong |" in line and "/ wrong" in line and "| failed |" in line
+
+
+def test_a_figure_is_the_median_over_rounds_and_a_failure_in_them_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`fragile` raises forward from the second round on: its 20 ms are no figure, and it has no third turn."""
+    turns = []
+
+    def fragile(case, device):
+        attend = peers.ringattn("auto")(case, device)
+
+        def until_the_second_round(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if len(turns) > 4:
+                raise RuntimeError("out of memory")
+            return attend(q, k, v)
+
+        return until_the_second_round
+
+    def median_ms(call: benchmark_kernels.Call, device: torch.device) -> float:
+        turns.append(call)
+        call()
+        return milliseconds[len(turns) - 1]
+
+    # by round: ours forward and backward, fragile forward (which raises before its 0.0) and backward
+    milliseconds = [9.0, 1.0, 20.0, 5.0] + [2.0, 8.0, 0.0, 6.0] + [3.0, 3.0, 4.0]
+    monkeypatch.setattr(benchmark_kernels, "median_ms", median_ms)
+    monkeypatch.setattr(peers, "IMPLEMENTATIONS", {peers.OURS: peers.ringattn("auto"), "fragile": fragile})
+    monkeypatch.setattr(benchmark_kernels, "suite_cases", lambda *_: [benchmark_kernels.Case("causal", 128, 2, 16)])
+    status, (ours, other), table = run(tmp_path, "--suite", "speed", "--rounds", "3")
+    assert status == 0 and len(turns) == 11
+    assert [ours[x]["ms"] for x in DIRECTIONS] == [3.0, 3.0] and other["backward"]["ms"] == 5.0
+    assert [ours[x]["samples"] for x in DIRECTIONS] == [[9.0, 2.0, 3.0], [1.0, 8.0, 3.0]]
+    assert other["backward"]["samples"] == [5.0, 6.0, 4.0]
+    assert ours["forward"]["tflops"] == benchmark_kernels.Case("causal", 128, 2, 16).flops("forward") / 3.0 * 1e-9
+    assert other["forward"] == {"status": "failed", "error": "RuntimeError: out of memory"}
+    assert "| failed / 0 |" in table and "medians over rounds (3)" in table
 
 
 def test_skipped_keys_exceed_the_tolerance() -> None:
