@@ -16,6 +16,14 @@ from tests.ringattn.rings import Case, assert_close, masks
 GPUS = torch.cuda.device_count()
 
 
+def _on(ranks: int):
+    too_few = pytest.mark.skipif(ranks > GPUS, reason=f"needs {ranks} GPUs")
+    return pytest.param(ranks, id=f"P{ranks}", marks=[pytest.mark.gpu, too_few])
+
+
+on_gpus = pytest.mark.parametrize("ranks", [_on(2), _on(4)])
+
+
 def check_rings(
     seq_len: int,
     dim: int,
@@ -76,12 +84,9 @@ def check_gpus(transport: str) -> None:
     check_rings(515, 64, torch.bfloat16, "auto", 2e-2, device, transport)
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("transport", ("nvlink", "p2p"))
-@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+@on_gpus
 def test_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
-    if ranks > GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
     run_ranks(check_gpus, ranks, tmp_path / "ranks", transport, backend="nccl")
 
 
@@ -107,11 +112,8 @@ def check_hurry() -> None:
         assert not torch.stack(differ).any()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+@on_gpus
 def test_nvlink_in_a_hurry(ranks: int, tmp_path: Path) -> None:
-    if ranks > GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
     run_ranks(check_hurry, ranks, tmp_path / "ranks", backend="nccl")
 
 
@@ -144,9 +146,6 @@ def check_graph() -> None:
             assert all(torch.equal(x, y) for x, y in zip(again, alone[i], strict=True))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("ranks", (2, 4), ids=lambda n: f"P{n}")
+@on_gpus
 def test_nvlink_in_a_cuda_graph(ranks: int, tmp_path: Path) -> None:
-    if ranks > GPUS:
-        pytest.skip(f"needs {ranks} GPUs")
     run_ranks(check_graph, ranks, tmp_path / "ranks", backend="nccl")
