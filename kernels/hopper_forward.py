@@ -267,15 +267,13 @@ def _softmax(scores, m, origin, l, log2_scale, CONFIG: gl.constexpr):
     """
     tile = _by_thread(scores, CONFIG.keys)
     top = gl.max(gl.max(tile, axis=3), axis=1)
-    LAYOUT: gl.constexpr = top.type.layout
-    m = gl.maximum(gl.convert_layout(m, LAYOUT), top)
-    origin = gl.convert_layout(origin, LAYOUT)
+    m = gl.maximum(m, top)
     moved = _move(origin, top * log2_scale)
     # a row that has seen no key yet keeps origin = -inf: subtract 0 there, exp2(-inf - 0) = 0
     zero = gl.where(moved == float("-inf"), 0.0, moved)
     p = gl.exp2(tile * log2_scale - _along_row(zero, tile))
     alpha = gl.exp2(origin - zero)
-    l = gl.convert_layout(l, LAYOUT) * alpha + gl.sum(gl.sum(p, axis=3), axis=1)
+    l = l * alpha + gl.sum(gl.sum(p, axis=3), axis=1)
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores), m, moved, l, alpha
 
 
