@@ -263,14 +263,9 @@ def _query_gradient_kernel(
 def _row_delta_kernel(
     out, dout, dlse, delta, num_rows, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    first = tl.program_id(0) * ROWS
-    x = load_rows(out, first, DIM, num_rows, ROWS, DIM, PADDED, True).to(tl.float32)
-    y = load_rows(dout, first, DIM, num_rows, ROWS, DIM, PADDED, True).to(tl.float32)
-    result = tl.sum(x * y, 1)
-    if dlse is not None:
-        result -= load_scalars(dlse + first.to(tl.int64), 0, num_rows - first, ROWS, True)
-    rows = tl.arange(0, ROWS)
-    tl.store(delta + first.to(tl.int64) + rows, result, mask=rows < num_rows - first)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows < num_rows
+    tl.store(delta + rows, tiles.row_delta(out, dout, dlse, rows, inside, DIM, PADDED), mask=inside)
 
 
 @triton.jit

@@ -136,20 +136,6 @@ def _transpose_block(lo, hi, intervals, block, batch, num_queries, num_keys, num
 
 
 @triton.jit
-def _row_delta(out, dout, dlse, index, inside, CONFIG: tl.constexpr):
-    """`kernels.reference.row_delta` of some rows of contiguous tensors."""
-    columns = tl.arange(0, CONFIG.dim)
-    place = index[:, None] * CONFIG.value_dim + columns[None, :]
-    mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
-    x = tl.load(out + place, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(dout + place, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(x * y, 1)
-    if dlse is not None:
-        delta -= tl.load(dlse + index, mask=inside, other=0.0)
-    return delta
-
-
-@triton.jit
 def _prepare_tile(
     lse, delta, out, dout, dlse, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG: tl.constexpr
 ):
@@ -166,7 +152,7 @@ def _prepare_tile(
     if delta is not None:
         row_delta = tl.load(delta + index, mask=inside, other=0.0)
     else:
-        row_delta = _row_delta(out, dout, dlse, index, inside, CONFIG)
+        row_delta = tiles.row_delta(out, dout, dlse, index, inside, CONFIG.value_dim, CONFIG.dim)
     pair = (batch * CONFIG.num_heads + head).to(tl.int64) * num_tiles + tile
     tl.store(scalars + pair * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(scalars + pair * (2 * QUERIES) + QUERIES + rows, row_delta)

@@ -273,6 +273,20 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
+def row_delta(out, dout, dlse, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """`kernels.reference.row_delta` of `rows`, where `inside`, of contiguous out, dout (all, DIM) and dlse (all,) or None."""
+    columns = tl.arange(0, PADDED)
+    index = rows[:, None] * DIM + columns[None, :]
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    x = tl.load(out + index, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(dout + index, mask=mask, other=0.0).to(tl.float32)
+    delta = tl.sum(x * y, 1)
+    if dlse is not None:
+        delta -= tl.load(dlse + rows, mask=inside, other=0.0)
+    return delta
+
+
+@triton.jit
 def draw(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
     """`kernels.dropout.keep_mask` of a tile of rows and the columns [start, start + STEP); TRANSPOSED: rows are keys.
 
