@@ -2,8 +2,8 @@
 
 One kernel holds a tile of keys and walks over the query tiles that see it, by the transposed intervals, for every query
 head of the group in turn; the other holds a tile of queries and walks over its key tiles as the forward does. Both
-recompute p = exp(s - lse), in log2 units, and add into given fp32 accumulators or write fresh gradients. What they read in
-their inner loops, and the transposed intervals, a first short kernel lays out.
+recompute p = exp(s - lse), in log2 units, and add into given fp32 accumulators or write fresh gradients. What they read of
+lse and delta in their inner loops, a first short kernel lays out.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from kernels import checks, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import Gradients
 from kernels.tiles import (
@@ -22,14 +23,13 @@ from kernels.tiles import (
     draw,
     edge_tile,
     kept_blocks,
-    load_intervals,
     load_rows,
     load_scalars,
-    plan_walk,
+    load_tile,
     schedule,
     tile_start,
-    transpose_intervals,
     visible,
+    walk_blocks,
 )  # fmt: skip
 
 
@@ -98,39 +98,38 @@ def _group_tile(
     return tile_start(begin, tile, column, STEP, BLOCK, GROUP), head
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _key_gradient_kernel(
-    q, k, v, dout, stats, query_lo, query_hi, dk, dv,
-    q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    q, k, v, dout, stats, query_lo, query_hi, table, dk, dv,
+    q_strides, k_strides, v_strides, dout_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
 ):  # fmt: skip
     NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    num_tiles = tl.cdiv(num_keys, KEYS)
-    # the first tile first: under a causal mask it is the heaviest
-    tile, index = schedule(num_tiles)
-    first = tile * KEYS
+    turn, index = schedule(num_tiles)
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * NUM_HEADS * 2
-    query_lo += batch * interval_stride
-    query_hi += batch * interval_stride
+    entry = tl.minimum(batch, num_masks - 1)
+    query_lo += entry * num_keys
+    query_hi += entry * num_keys
 
-    key = load_rows(k, first, k_strides[1], num_keys, KEYS, DIM, PADDED, True)
-    value = load_rows(v, first, v_strides[1], num_keys, KEYS, VALUE_DIM, VALUE_PADDED, True)
-    lo, hi = load_intervals(query_lo, query_hi, first, num_keys, KEYS)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    key = load_rows(k, first, k_strides[1], end, KEYS, DIM, PADDED, True)
+    value = load_rows(v, first, v_strides[1], end, KEYS, VALUE_DIM, VALUE_PADDED, True)
+    lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, key_head, first // BLOCK, num_queries, BLOCK, GROUP)
+        begin, num_head, num_full, num_edge = walk_blocks(query_lo, query_hi, first, end, blocks, QUERIES, BLOCK, GROUP)
     if query_positions is not None:
-        row_positions = load_scalars(key_positions, first, num_keys, KEYS, True)
+        row_positions = load_scalars(key_positions, first, end, KEYS, True)
         dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
-    begin, num_head, num_full, num_edge = plan_walk(query_lo, query_hi, first, num_keys, blocks, KEYS, QUERIES, BLOCK, GROUP)
     log2_scale = scale * LOG2_E
     key_grad = tl.zeros([KEYS, PADDED], tl.float32)
     value_grad = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
@@ -164,19 +163,19 @@ def _key_gradient_kernel(
         value_grad *= factor
 
     base = batch * num_keys * NUM_KEY_HEADS + key_head
-    _put_rows(dk + base * DIM, key_grad * scale, first, num_keys, NUM_KEY_HEADS, KEYS, DIM, PADDED, ADD_DK)
-    _put_rows(dv + base * VALUE_DIM, value_grad, first, num_keys, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED, ADD_DV)
+    _put_rows(dk + base * DIM, key_grad * scale, first, end, NUM_KEY_HEADS, KEYS, DIM, PADDED, ADD_DK)
+    _put_rows(dv + base * VALUE_DIM, value_grad, first, end, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED, ADD_DV)
 
 
 @triton.jit
 def _put_rows(
-    base, tile, first, num_rows, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
     ADD: tl.constexpr,
 ):  # fmt: skip
-    """Write `tile` to rows [first, first + ROWS) of one head of a contiguous (num_rows, NUM_HEADS, DIM) matrix, or ADD it."""
+    """Write `tile` to rows [first, end), ROWS at most, of one head of a contiguous (rows, NUM_HEADS, DIM) matrix, or ADD it."""
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
-    mask = (rows < num_rows - first) & (columns < DIM)
+    mask = (rows < end - first) & (columns < DIM)
     if ADD:
         tile += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -201,38 +200,38 @@ def _query_step(
     return tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _query_gradient_kernel(
-    q, k, v, dout, stats, lo, hi, dq,
-    q_strides, k_strides, v_strides, dout_strides, interval_stride, num_queries, num_keys, scale,
+    q, k, v, dout, stats, lo, hi, table, dq,
+    q_strides, k_strides, v_strides, dout_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
     ADD_DQ: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = tl.cdiv(num_queries, QUERIES)
-    tile, index = schedule(num_tiles)
-    first = (num_tiles - 1 - tile) * QUERIES
+    turn, index = schedule(num_tiles)
     head, batch = (index % NUM_HEADS).to(tl.int64), (index // NUM_HEADS).to(tl.int64)
     q += batch * q_strides[0] + head * q_strides[2]
     k += batch * k_strides[0] + head // GROUP * k_strides[2]
     v += batch * v_strides[0] + head // GROUP * v_strides[2]
     dout += batch * dout_strides[0] + head * dout_strides[2]
-    lo += batch * interval_stride
-    hi += batch * interval_stride
+    entry = tl.minimum(batch, num_masks - 1)
+    lo += entry * num_queries
+    hi += entry * num_queries
     stats += (batch * NUM_HEADS + head) * num_queries * 2
 
-    query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
-    grad = load_rows(dout, first, dout_strides[1], num_queries, QUERIES, VALUE_DIM, VALUE_PADDED, True)
-    log2_lse, delta = _load_stats(stats, first, num_queries, QUERIES, True)
-    row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
+    grad = load_rows(dout, first, dout_strides[1], end, QUERIES, VALUE_DIM, VALUE_PADDED, True)
+    log2_lse, delta = _load_stats(stats, first, end, QUERIES, True)
+    row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
+        begin, num_head, num_full, num_edge = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
     if query_positions is not None:
-        row_positions = load_scalars(query_positions, first, num_queries, QUERIES, True)
+        row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
-    begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
     column = block_column(blocks, begin, num_head, KEYS, BLOCK)
@@ -256,7 +255,7 @@ def _query_gradient_kernel(
         )  # fmt: skip
         column = next_column
     base = batch * num_queries * NUM_HEADS + head
-    _put_rows(dq + base * DIM, query_grad * scale, first, num_queries, NUM_HEADS, QUERIES, DIM, PADDED, ADD_DQ)
+    _put_rows(dq + base * DIM, query_grad * scale, first, end, NUM_HEADS, QUERIES, DIM, PADDED, ADD_DQ)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -268,58 +267,34 @@ def _row_delta_kernel(
     tl.store(delta + rows, tiles.row_delta(out, dout, dlse, rows, inside, DIM, PADDED), mask=inside)
 
 
-@triton.jit
-def _lay_out_stats(lse, delta, stats, first, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Rows [first, first + ROWS) of lse and delta (num_rows, NUM_HEADS), as pairs in stats (NUM_HEADS, num_rows, 2)."""
-    rows, heads = first + tl.arange(0, ROWS), tl.arange(0, PADDED)
-    index = rows.to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
+@triton.jit(do_not_specialize=["num_rows"])
+def _prepare_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
+    num_tiles = tl.cdiv(num_rows, ROWS)
+    before = (tl.program_id(0) // num_tiles).to(tl.int64) * num_rows * NUM_HEADS  # of a batch entry
+    rows, heads = tl.program_id(0) % num_tiles * ROWS + tl.arange(0, ROWS), tl.arange(0, PADDED)
+    index = before + rows.to(tl.int64)[:, None] * NUM_HEADS + heads[None, :]
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
-    index = (heads.to(tl.int64)[:, None] * num_rows + rows[None, :])[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
-    tl.store(stats + index, pairs, mask=mask[:, :, None])
+    tl.store(stats + index[:, :, None] * 2 + tl.arange(0, 2)[None, None, :], pairs, mask=mask[:, :, None])
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "batch_size"])
-def _prepare_kernel(
-    lse, delta, lo, hi, stats, query_lo, query_hi, interval_stride, num_queries, num_keys, batch_size,
-    NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    num_tiles, num_key_tiles = tl.cdiv(num_queries, ROWS), tl.cdiv(num_keys, KEYS)
-    program = tl.program_id(0)
-    if program < num_tiles * batch_size:
-        before = (program // num_tiles).to(tl.int64) * num_queries * NUM_HEADS
-        first = program % num_tiles * ROWS
-        _lay_out_stats(lse + before, delta + before, stats + before * 2, first, num_queries, NUM_HEADS, PADDED, ROWS)
-    else:
-        program -= num_tiles * batch_size
-        keys = program % num_key_tiles * KEYS + tl.arange(0, KEYS)
-        entry = (program // num_key_tiles).to(tl.int64)
-        begin, end = transpose_intervals(lo + entry * interval_stride, hi + entry * interval_stride, keys, num_queries)
-        tl.store(query_lo + entry * num_keys + keys, begin, mask=keys < num_keys)
-        tl.store(query_hi + entry * num_keys + keys, end, mask=keys < num_keys)
+def _prepare(lse: Tensor, delta: Tensor) -> Tensor:
+    """Stats (B, Hq, Nq, 2), what the gradient kernels read of lse and delta: lse in log2 units and delta, side by side.
 
-
-def _prepare(lse: Tensor, delta: Tensor, lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What the gradient kernels read beside q, k, v and dout, in one launch: stats (B, Hq, Nq, 2) and the transposed intervals.
-
-    Stats are lse in log2 units and delta, side by side for every head: read in the inner loop, at the strides of (B, Nq, Hq)
-    each would cost a sector of 32 bytes.
+    Read in the inner loop, at the strides of (B, Nq, Hq) each would cost a sector of 32 bytes.
     """
-    batch, num_queries, num_heads = lse.shape
-    lo, hi, stride = tiles.as_intervals(lo, hi)
-    stats = lse.new_empty(batch, num_heads, num_queries, 2)
-    query_lo, query_hi = (lo.new_empty(lo.shape[0], num_keys) for _ in range(2))
+    batch, num_rows, num_heads = lse.shape
+    stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)
-    rows, keys = max(1, 2048 // padded), 128
-    programs = triton.cdiv(num_queries, rows) * batch + triton.cdiv(num_keys, keys) * lo.shape[0]
-    _prepare_kernel[(programs,)](
-        lse.contiguous(), delta.contiguous(), lo, hi, stats, query_lo, query_hi, stride, num_queries, num_keys, batch,
-        NUM_HEADS=num_heads, PADDED=padded, ROWS=rows, KEYS=keys,
-    )  # fmt: skip
-    return stats, query_lo, query_hi
+    rows = max(1, 2048 // padded)
+    _prepare_kernel[(triton.cdiv(num_rows, rows) * batch,)](
+        lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
+    )
+    return stats
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -344,8 +319,7 @@ def backward(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -359,7 +333,7 @@ def backward(
     """This block's gradients (dq, dk, dv).
 
     Args:
-        q, k, v, lo, hi, scale, dropout, blocks, precision: as for `kernels.forward.forward`.
+        q, k, v, intervals, scale, dropout, blocks, precision: as for `kernels.forward.forward`.
         dout: gradient of the output (B, Nq, Hq, Dv) in q's dtype.
         lse, delta: fp32 (B, Nq, Hq); lse over all keys of the row, those of other blocks included, and delta from
             `kernels.reference.row_delta`.
@@ -370,7 +344,7 @@ def backward(
     Raises:
         ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
     """
-    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_supported(q, v)
     checks.check_options(q, k, dropout, blocks, precision)
     given = dq, dk, dv
@@ -387,21 +361,22 @@ def backward(
     constants = tiles.shape_constants(q, k, v) | dict(BLOCK=0 if blocks is None else blocks.size, PRECISION=precision)
     head_dim = max(constants["PADDED"], constants["VALUE_PADDED"])
     with torch.cuda.device_of(q):
-        stats, query_lo, query_hi = _prepare(lse, delta, lo, hi, num_keys)
-        operands = q, k, v, dout, stats
-        tile = tiles.fit_tile(tiles.choose_tile("key_gradient", q.dtype, head_dim), blocks)
-        query_lo, query_hi, stride = tiles.as_intervals(query_lo, query_hi)
+        operands = q, k, v, dout, _prepare(lse, delta)
+        tile, by_key = tiles.fit_tile(tiles.choose_tile("key_gradient", q.dtype, head_dim), blocks), intervals.transposed
+        table = by_key.tiles(tile.keys, tile.queries, cut=blocks is None)
+        num_tiles = table.shape[1]
         lists = None if blocks is None else blocks.key_lists(num_heads // num_key_heads)
-        _key_gradient_kernel[(triton.cdiv(num_keys, tile.keys) * batch * num_key_heads,)](
-            *operands, query_lo, query_hi, dk, dv, *strides, stride, *sizes, *drop,
+        _key_gradient_kernel[(num_tiles * batch * num_key_heads,)](
+            *operands, by_key.lo, by_key.hi, table, dk, dv, *strides, by_key.batch, num_tiles, *sizes, *drop,
             *tiles.block_arguments(lists, batch, num_key_heads), ADD_DK=add_dk, ADD_DV=add_dv,
             **constants, **tile.options(),
         )  # fmt: skip
         tile = tiles.fit_tile(tiles.choose_tile("query_gradient", q.dtype, head_dim), blocks)
-        lo, hi, stride = tiles.as_intervals(lo, hi)
+        table = intervals.tiles(tile.queries, tile.keys, cut=blocks is None)
+        num_tiles = table.shape[1]
         lists = None if blocks is None else blocks.query_lists
-        _query_gradient_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
-            *operands, lo, hi, dq, *strides, stride, *sizes, *drop,
+        _query_gradient_kernel[(num_tiles * batch * num_heads,)](
+            *operands, intervals.lo, intervals.hi, table, dq, *strides, intervals.batch, num_tiles, *sizes, *drop,
             *tiles.block_arguments(lists, batch, num_heads), ADD_DQ=add_dq, **constants, **tile.options(),
         )  # fmt: skip
     return dq, dk, dv

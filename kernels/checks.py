@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32")
@@ -16,7 +17,7 @@ def _require(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, d
     if x.shape != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}, but q, k and v imply {tuple(shape)}")
     if x.dtype != dtype:
-        raise ValueError(f"{name} is {x.dtype}, but must be {dtype}: k, v, dout as q, bounds int32, partial results fp32")
+        raise ValueError(f"{name} is {x.dtype}, but must be {dtype}: k, v, dout as q, positions int32, partial results fp32")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but q is on {device}: move all arguments to one device")
 
@@ -26,7 +27,7 @@ def _require_updatable(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} is updated in place and must be contiguous: pass {name}.contiguous() and keep it")
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> None:
     """Raise ValueError unless the shapes, devices and dtypes of `kernels.reference` hold; any float dtype passes."""
     if not q.dim() == k.dim() == v.dim() == 4:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
@@ -37,9 +38,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale:
     _require("v", v, (batch, num_keys, num_key_heads, v.shape[3]), dtype, device)
     if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(f"{num_heads} query heads cannot be shared out over {num_key_heads} key heads: Hq % Hkv must be 0")
-    bounds = 1 if lo.shape[:1] == (1,) else batch, num_queries
-    _require("lo", lo, bounds, torch.int32, device)
-    _require("hi", hi, bounds, torch.int32, device)
+    if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
+        raise ValueError(
+            f"{intervals.batch} intervals of {intervals.num_rows} queries and {intervals.num_keys} keys, but q and k have "
+            f"{num_queries} and {num_keys} rows in a batch of {batch}: give 1 or {batch}, of these rows"
+        )
+    if intervals.device != device:
+        raise ValueError(f"the intervals are on {intervals.device}, but q is on {device}: make them for q's device")
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}, but must be positive and finite: for a negative scale negate q")
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from kernels import reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
@@ -93,8 +94,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     state: State | None = None,
     final: bool = False,
@@ -107,7 +107,7 @@ def forward(
     """`kernels.reference.forward` by the chosen kernel."""
     chosen = _choose(q, v, backend, dropout, blocks)
     compute = _module(chosen, "forward").forward
-    return compute(q, k, v, lo, hi, scale, state, final, dropout=dropout, blocks=blocks, precision=precision)
+    return compute(q, k, v, intervals, scale, state, final, dropout=dropout, blocks=blocks, precision=precision)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
@@ -123,8 +123,7 @@ def backward(
     dout: Tensor,
     lse: Tensor,
     delta: Delta,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -150,6 +149,6 @@ def backward(
         out, dlse = delta
         delta = row_delta(out, dout, dlse, chosen)
     return _module(chosen, "backward").backward(
-        q, k, v, dout, lse, delta, lo, hi, scale, dq, dk, dv,
+        q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv,
         grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision,
     )  # fmt: skip

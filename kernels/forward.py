@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import checks, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from kernels.reference import State
 from kernels.tiles import (
     LN_2,
@@ -20,13 +21,13 @@ from kernels.tiles import (
     draw,
     edge_tile,
     kept_blocks,
-    load_intervals,
     load_rows,
     load_scalars,
-    plan_walk,
+    load_tile,
     schedule,
     tile_start,
     visible,
+    walk_blocks,
 )  # fmt: skip
 
 
@@ -66,36 +67,35 @@ def _merge(m, l, o, other_m, other_l, other_o):
     return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "first_head", "seed", "threshold"])
+@triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _forward_kernel(
-    q, k, v, lo, hi, state_m, state_l, state_o, out, lse,
-    q_strides, k_strides, v_strides, interval_stride, num_queries, num_keys, scale,
+    q, k, v, lo, hi, table, state_m, state_l, state_o, out, lse,
+    q_strides, k_strides, v_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    num_tiles = tl.cdiv(num_queries, QUERIES)
-    tile, index = schedule(num_tiles)
-    # the last tile first: under a causal mask it is the heaviest
-    first = (num_tiles - 1 - tile) * QUERIES
+    turn, index = schedule(num_tiles)
     head, batch = index % NUM_HEADS, (index // NUM_HEADS).to(tl.int64)
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // GROUP * k_strides[2]
     v += batch * v_strides[0] + head_index // GROUP * v_strides[2]
-    lo += batch * interval_stride
-    hi += batch * interval_stride
+    entry = tl.minimum(batch, num_masks - 1)
+    lo += entry * num_queries
+    hi += entry * num_queries
 
-    query = load_rows(q, first, q_strides[1], num_queries, QUERIES, DIM, PADDED, True)
-    row_lo, row_hi = load_intervals(lo, hi, first, num_queries, QUERIES)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
+    row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
+        begin, num_head, num_full, num_edge = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
     if query_positions is not None:
-        row_positions = load_scalars(query_positions, first, num_queries, QUERIES, True)
+        row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
-    begin, num_head, num_full, num_edge = plan_walk(lo, hi, first, num_queries, blocks, QUERIES, KEYS, BLOCK, 1)
     log2_scale = scale * LOG2_E
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
@@ -123,7 +123,7 @@ def _forward_kernel(
 
     rows = first + tl.arange(0, QUERIES)
     columns = tl.arange(0, VALUE_PADDED)
-    row_mask = rows < num_queries
+    row_mask = rows < end
     mask = row_mask[:, None] & (columns[None, :] < VALUE_DIM)
     row_index = (batch * num_queries + rows) * NUM_HEADS + head
     index = row_index[:, None] * VALUE_DIM + columns[None, :]
@@ -146,8 +146,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     state: State | None = None,
     final: bool = False,
@@ -161,7 +160,7 @@ def forward(
     Args:
         q: queries (B, Nq, Hq, D), fp16, bf16 or fp32, D at most 256; a contiguous last dimension saves a copy.
         k, v: keys (B, Nk, Hkv, D) and values (B, Nk, Hkv, Dv) of q's dtype; Hkv divides Hq.
-        lo, hi: int32 (B or 1, Nq), see `kernels.intervals`.
+        intervals: of Nq queries and Nk keys, for q's device; one for all batch entries, or one for each.
         scale: positive factor on the scores, usually D ** -0.5.
         state: contiguous fp32 (m, l, o) of the keys seen before; without `final` it is updated in place.
         final: whether these are the last keys.
@@ -176,7 +175,7 @@ def forward(
     Raises:
         ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
     """
-    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_supported(q, v)
     checks.check_options(q, k, dropout, blocks, precision)
     if state is not None:
@@ -184,26 +183,27 @@ def forward(
     m, l, o, out, lse = tiles.allocate_results(q, v, state, final)
     if q.numel() > 0:
         options = dict(HAS_STATE=state is not None, FINAL=final, PRECISION=precision)
-        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), dropout, blocks, options)
+        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), dropout, blocks, options)
     return (out, lse) if final else (m, l, o)
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple,
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple,
     dropout: Dropout | None, blocks: BlockMask | None, options: dict,
 ) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
     q, k, v = (tiles.as_rows(x) for x in (q, k, v))
-    lo, hi, interval_stride = tiles.as_intervals(lo, hi)
     shape = tiles.shape_constants(q, k, v)
     tile = tiles.choose_tile("forward", q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"]))
     tile = tiles.fit_tile(tile, blocks)
+    table = intervals.tiles(tile.queries, tile.keys, cut=blocks is None)
+    num_tiles = table.shape[1]
     with torch.cuda.device_of(q):
         lists = None if blocks is None else blocks.query_lists
-        _forward_kernel[(triton.cdiv(num_queries, tile.queries) * batch * num_heads,)](
-            *(q, k, v, lo, hi), *results, *(x.stride()[:3] for x in (q, k, v)),
-            *(interval_stride, num_queries, num_keys, float(scale)),
+        _forward_kernel[(num_tiles * batch * num_heads,)](
+            *(q, k, v, intervals.lo, intervals.hi, table), *results, *(x.stride()[:3] for x in (q, k, v)),
+            *(intervals.batch, num_tiles, num_queries, num_keys, float(scale)),
             *tiles.dropout_arguments(dropout), *tiles.block_arguments(lists, batch, num_heads),
             BLOCK=0 if blocks is None else blocks.size, **options, **shape, **tile.options(),
         )  # fmt: skip

@@ -43,6 +43,7 @@ from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
+from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import Delta, Gradients
 from kernels.tiles import transpose_intervals
@@ -495,8 +496,7 @@ def backward(
     dout: Tensor,
     lse: Tensor,
     delta: Delta,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -515,7 +515,7 @@ def backward(
     Raises:
         ValueError: what `kernels.backward.backward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
     """
-    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_inputs(q, k, v, intervals, scale)
     hopper.check(q, v, dropout, blocks)
     checks.check_options(q, k, None, None, precision)
     given = dq, dk, dv
@@ -524,7 +524,7 @@ def backward(
     if q.numel() > 0 and k.numel() > 0:
         with torch.cuda.device_of(q):
             add = dq is not None, dk is not None, dv is not None
-            _launch(q, k, v, dout, lse, delta, lo, hi, float(scale), grads, add)
+            _launch(q, k, v, dout, lse, delta, intervals, float(scale), grads, add)
     return grads
 
 
@@ -553,7 +553,7 @@ def _section(num_queries: int) -> int:
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Delta, lo: Tensor, hi: Tensor, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Delta, intervals: Intervals, scale: float,
     grads: Gradients, add: tuple[bool, bool, bool],
 ) -> None:  # fmt: skip
     """Run the kernels on checked inputs; `add` says which of `grads` are accumulators."""
@@ -561,10 +561,11 @@ def _launch(
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, add)
     dim, queries = config.dim, config.queries
     dq, dk, dv = grads
-    num_intervals, num_blocks, num_tiles = lo.shape[0], -(-num_keys // KEYS.value), -(-num_queries // queries)
+    num_intervals, num_blocks, num_tiles = intervals.batch, -(-num_keys // KEYS.value), -(-num_queries // queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
     scalars, dq_sums = lse.new_empty(num_pairs * 2 * queries), lse.new_empty(num_pairs * queries * dim)
-    intervals = lo.new_empty(num_intervals * 2 * num_blocks * KEYS.value)  # of each batch entry query_lo, then query_hi
+    # of each batch entry query_lo, then query_hi
+    transposed = intervals.lo.new_empty(num_intervals * 2 * num_blocks * KEYS.value)
     if isinstance(delta, tuple):
         dout = dout.contiguous()
         rows = lse, None, delta[0], dout, delta[1]
@@ -573,7 +574,7 @@ def _launch(
     num_searches = num_intervals * num_blocks
     launch(
         _prepare_kernel, num_searches + num_pairs,
-        (*[x if x is None else x.contiguous() for x in (*rows, lo, hi)], scalars, dq_sums, intervals),
+        (*[x if x is None else x.contiguous() for x in rows], intervals.lo, intervals.hi, scalars, dq_sums, transposed),
         (num_queries, num_keys, num_blocks, num_tiles, num_searches), CONFIG=config,
     )  # fmt: skip
     q, k, v, dout = [hopper.as_strided_rows(x) for x in (q, k, v, dout)]
@@ -583,7 +584,7 @@ def _launch(
     )  # fmt: skip
     interval_stride = 0 if num_intervals == 1 else 2 * num_blocks * KEYS.value
     launch(
-        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, intervals),
+        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, transposed),
         (interval_stride, num_blocks, num_tiles, num_keys, _section(num_queries), batch * num_key_heads, scale), CONFIG=config,
     )  # fmt: skip
     launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

@@ -44,6 +44,7 @@ from kernels.hopper import (
     visible,
     walk,
 )
+from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import State
 
@@ -500,8 +501,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     state: State | None = None,
     final: bool = False,
@@ -515,14 +515,14 @@ def forward(
     Raises:
         ValueError: what `kernels.forward.forward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
     """
-    checks.check_inputs(q, k, v, lo, hi, scale)
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_options(q, k, dropout, blocks, precision)
     hopper.check(q, v, dropout, blocks)
     if state is not None:
         checks.check_state(state, q, v)
     m, l, o, out, lse = tiles.allocate_results(q, v, state, final)
     if q.numel() > 0:
-        _launch(q, k, v, lo, hi, scale, (m, l, o, out, lse), has_state=state is not None)
+        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), has_state=state is not None)
     return (out, lse) if final else (m, l, o)
 
 
@@ -535,7 +535,7 @@ def _configure(
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, results: tuple, has_state: bool
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool
 ) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
@@ -543,14 +543,14 @@ def _launch(
     few = batch * num_queries * num_heads <= FEW_ROWS
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
-    lo, hi, interval_stride = tiles.as_intervals(lo, hi)
+    interval_stride = num_queries if intervals.batch > 1 else 0
     blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
     descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
     all_heads, num_tiles = num_heads * batch, -(-num_queries // config.queries)
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     with torch.cuda.device_of(q):
         launch(
-            _forward_kernel, num_tiles * all_heads, (*descriptors, lo, hi, m, l, o, lse),
+            _forward_kernel, num_tiles * all_heads, (*descriptors, intervals.lo, intervals.hi, m, l, o, lse),
             (interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
             CONFIG=config,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, Hkv key heads dividing Hq, head dims D and Dv):
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16, fp32 (here also fp64)
-    lo, hi (B or 1, Nq) int32                                      see kernels.intervals
+    intervals                                                      the mask, see kernels.intervals
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         the same dtype as the state
 
@@ -18,9 +18,10 @@ lets the Triton kernels round their operands to 11 bits; this module and `kernel
 import torch
 from torch import Tensor
 
-from kernels import checks, intervals
+from kernels import checks
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout, keep_mask
+from kernels.intervals import Intervals, dense
 
 State = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -59,10 +60,10 @@ def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return out.to(dtype), m + torch.log(l)
 
 
-def _scores(q: Tensor, k: Tensor, lo: Tensor, hi: Tensor, scale: float, blocks: BlockMask | None) -> Tensor:
+def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
     """Masked scores (B, Hkv, G, Nq, Nk) in the state dtype, -inf where the key is not seen; G = Hq / Hkv."""
     q, k = _by_group(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
-    mask = intervals.dense(lo, hi, k.shape[-1])[:, None, None]
+    mask = dense(intervals.lo, intervals.hi, intervals.num_keys)[:, None, None]
     if blocks is not None:
         seen = blocks.dense(q.shape[3], k.shape[-1])
         mask = mask & (seen.unflatten(1, q.shape[1:3]) if seen.shape[1] > 1 else seen[:, :, None])
@@ -91,8 +92,7 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     state: State | None = None,
     final: bool = False,
@@ -104,7 +104,7 @@ def forward(
     """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
 
     Args:
-        q, k, v, lo, hi: as in the module's docstring; any strides with a contiguous last dimension.
+        q, k, v, intervals: as in the module's docstring; any strides with a contiguous last dimension.
         scale: factor on the scores, usually D ** -0.5.
         state: what the rows have seen before; it is consumed, its memory may be reused for the result.
         final: whether these are the last keys.
@@ -117,7 +117,7 @@ def forward(
         ValueError: `dropout` or `blocks` do not fit q and k, or an unknown precision.
     """
     checks.check_options(q, k, dropout, blocks, precision)
-    scores = _scores(q, k, lo, hi, scale, blocks)
+    scores = _scores(q, k, intervals, scale, blocks)
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
@@ -147,8 +147,7 @@ def backward(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -165,7 +164,7 @@ def backward(
     With dropout p in dv and dout v^T are dropped and scaled, delta and lse are as they are.
 
     Args:
-        q, k, v, lo, hi, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
+        q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
         lse: over all keys of the row, those of other blocks included. delta: from `row_delta`.
         dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; added into and returned. None: a
             fresh tensor is returned.
@@ -177,7 +176,7 @@ def backward(
     checks.check_options(q, k, dropout, blocks, precision)
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))
-    scores = _scores(q, k, lo, hi, scale, blocks)
+    scores = _scores(q, k, intervals, scale, blocks)
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _by_group(q, num_key_heads), _by_group(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import checks, reference
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from kernels.reference import Gradients, State, state_dtype
 
 QUERY_TILE = 256
@@ -25,12 +26,12 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 
 
 def _key_tiles(
-    rows: slice, lo: Tensor, hi: Tensor, dropout: Dropout | None, blocks: BlockMask | None
-) -> Iterator[tuple[slice, Tensor, Tensor, dict]]:
+    rows: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
+) -> Iterator[tuple[slice, Intervals, dict]]:
     """The key tiles that the query rows touch, each with the intervals and the options inside that tile."""
-    lo, hi = lo[:, rows], hi[:, rows]
+    lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
-    start, stop = int(lo[:, 0].min()), int(hi[:, -1].max())
+    start, stop = int(lo[:, rows.start].min()), int(hi[:, rows.stop - 1].max())
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
@@ -38,15 +39,14 @@ def _key_tiles(
         pair_blocks = None if blocks is None else blocks.cut(rows, keys)
         if pair_blocks is None or pair_blocks.keep.any():
             options = dict(dropout=None if dropout is None else dropout.cut(rows, keys), blocks=pair_blocks)
-            yield keys, *((bound - first).clamp(0, keys.stop - first) for bound in (lo, hi)), options
+            yield keys, intervals.cut(rows, keys), options
 
 
 def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     state: State | None = None,
     final: bool = False,
@@ -61,8 +61,8 @@ def forward(
         state = reference.empty_state(q, v.shape[-1])
     for rows in _query_tiles(q.shape[1], blocks):
         tile = tuple(x[:, rows] for x in state)
-        for keys, *interval, options in _key_tiles(rows, lo, hi, dropout, blocks):
-            tile = reference.forward(q[:, rows], k[:, keys], v[:, keys], *interval, scale, tile, **options)
+        for keys, part, options in _key_tiles(rows, intervals, dropout, blocks):
+            tile = reference.forward(q[:, rows], k[:, keys], v[:, keys], part, scale, tile, **options)
         for whole, part in zip(state, tile, strict=True):
             whole[:, rows] = part
     return reference.finalize(state, q.dtype) if final else state
@@ -75,8 +75,7 @@ def backward(
     dout: Tensor,
     lse: Tensor,
     delta: Tensor,
-    lo: Tensor,
-    hi: Tensor,
+    intervals: Intervals,
     scale: float,
     dq: Tensor | None = None,
     dk: Tensor | None = None,
@@ -94,8 +93,8 @@ def backward(
     dq, dk, dv = (torch.zeros_like(y, dtype=dtype) if x is None else x for x, y in zip(given, like, strict=True))
     for rows in _query_tiles(q.shape[1], blocks):
         by_row = [x[:, rows] for x in (dout, lse, delta)]
-        for keys, *interval, options in _key_tiles(rows, lo, hi, dropout, blocks):
+        for keys, part, options in _key_tiles(rows, intervals, dropout, blocks):
             grads = dq[:, rows], dk[:, keys], dv[:, keys]
-            reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, *interval, scale, *grads, **options)
+            reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, part, scale, *grads, **options)
     fresh = grad_dtype or q.dtype
     return tuple(x.to(fresh) if into is None else x for into, x in zip(given, (dq, dk, dv), strict=True))

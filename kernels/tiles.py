@@ -98,11 +98,6 @@ def allocate_gradients(
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
 
 
-def as_intervals(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Contiguous lo and hi, and the stride from one batch entry to the next: 0 where one row serves the whole batch."""
-    return lo.contiguous(), hi.contiguous(), lo.shape[1] if lo.shape[0] > 1 else 0
-
-
 def dropout_arguments(dropout: Dropout | None) -> tuple:
     """query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions: no dropout."""
     if dropout is None or dropout.p == 0:
@@ -143,10 +138,13 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def load_intervals(lo, hi, first, num_rows, ROWS: tl.constexpr):
-    """The bounds of rows [first, first + ROWS); rows past the end repeat the last one, so the bounds stay monotonic."""
-    rows = tl.minimum(first + tl.arange(0, ROWS), num_rows - 1)
-    return tl.load(lo + rows), tl.load(hi + rows)
+def load_tile(table, tile):
+    """(first, end, begin, num_head, num_full, num_edge) of a tile of `kernels.intervals.Intervals.tiles`."""
+    table += tile * 6
+    first, end = tl.load(table), tl.load(table + 1)
+    begin, num_head = tl.load(table + 2), tl.load(table + 3)
+    num_full, num_edge = tl.load(table + 4), tl.load(table + 5)
+    return first, end, begin, num_head, num_full, num_edge
 
 
 @triton.jit
@@ -171,24 +169,6 @@ def transpose_intervals(lo, hi, keys, num_rows):
 
 
 @triton.jit
-def walk(lo, hi, first, num_rows, ROWS: tl.constexpr, STEP: tl.constexpr):
-    """The tiles of STEP columns that rows [first, first + ROWS) reach: tile i holds columns from begin + i * STEP.
-
-    Bounds never decrease, so the rows' union is [lo of the first, hi of the last) and all rows see [lo of the last,
-    hi of the first). The walk has num_head tiles to mask, then num_full tiles that all rows see, then tiles to mask.
-
-    Returns:
-        begin, num_head, num_full, num_edge: num_edge counts the tiles to mask, head and tail.
-    """
-    last = tl.minimum(first + ROWS, num_rows) - 1
-    begin = tl.load(lo + first)
-    total = tl.cdiv(tl.maximum(tl.load(hi + last) - begin, 0), STEP)
-    num_head = tl.minimum(tl.cdiv(tl.load(lo + last) - begin, STEP), total)
-    num_full = tl.maximum(tl.maximum(tl.load(hi + first) - begin, 0) // STEP - num_head, 0)
-    return begin, num_head, num_full, total - num_full
-
-
-@triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """The list of a block of rows, of entries (kept columns before, column) as in `kernels.blocks`, GROUP columns a block."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
@@ -197,12 +177,13 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 
 @triton.jit
-def walk_blocks(
-    lo, hi, first, num_rows, blocks, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
-    """`walk` along a list of kept blocks: begin is an entry of the list, and an entry holds BLOCK // STEP tiles."""
+def walk_blocks(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """The walk of rows [first, end) along a list of kept blocks.
+
+    As the walk of `load_tile`, but begin is an entry of the list, and an entry holds BLOCK // STEP tiles.
+    """
     TILES: tl.constexpr = BLOCK // STEP
-    last = tl.minimum(first + ROWS, num_rows) - 1
+    last = end - 1
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
@@ -212,18 +193,6 @@ def walk_blocks(
     num_full = tl.load(blocks + tail * (2 * GROUP)) - begin - num_head
     total = tl.load(blocks + stop * (2 * GROUP)) - begin
     return begin, num_head * TILES, num_full * TILES, (total - num_full) * TILES
-
-
-@triton.jit
-def plan_walk(
-    lo, hi, first, num_rows, blocks, ROWS: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr
-):
-    """`walk`, or `walk_blocks` if there is a list of blocks."""
-    if blocks is None:
-        plan = walk(lo, hi, first, num_rows, ROWS, STEP)
-    else:
-        plan = walk_blocks(lo, hi, first, num_rows, blocks, ROWS, STEP, BLOCK, GROUP)
-    return plan
 
 
 @triton.jit

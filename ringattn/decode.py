@@ -5,10 +5,13 @@ several splits so that few queries fill a GPU, and all partial states are folded
 then the ranks as a tree, in log2(P) exchanges of one state (Flash-Decoding, Dao et al. 2023, over GPUs). No key ever moves.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from kernels import dispatch
+from kernels.intervals import Intervals
 from ringattn.layout import Layout
 from ringattn.messages import Group, exchange, rank_and_size
 from ringattn.state import PartialState
@@ -67,11 +70,8 @@ class KVCache:
             )
         rows = k.shape[1]
         self._reserve(k, v, layout.seq_len, rows)
-        self._k[:, :rows], self._v[:, :rows], self._positions[:rows] = (
-            k.detach(),
-            v.detach(),
-            layout.positions(self.rank).to(k.device),
-        )
+        self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
+        self._positions[:rows] = layout.positions(self.rank)
         self.rows = [layout.rows(rank) for rank in range(self.ranks)]
         self.length = layout.seq_len
 
@@ -92,7 +92,10 @@ class KVCache:
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(k, v, positions) of this rank, allocated rows and all: the first `rows[rank]` are in use, by ascending position."""
+        """(k, v, positions) of this rank, allocated rows and all: the first `rows[rank]` are in use, by ascending position.
+
+        Positions are int64 on the CPU.
+        """
         if self._k is None:
             raise ValueError("the cache is empty: prefill it or append to it first")
         return self._k, self._v, self._positions
@@ -115,7 +118,7 @@ class KVCache:
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
             # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
             self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
-            self._positions = torch.full((rows,), torch.iinfo(torch.int64).max, device=k.device)
+            self._positions = torch.full((rows,), torch.iinfo(torch.int64).max)
         for new, kept in ((k, self._k), (v, self._v)):
             if (new.shape[0], *new.shape[2:], new.dtype) != (kept.shape[0], *kept.shape[2:], kept.dtype):
                 raise ValueError(
@@ -155,14 +158,14 @@ def decode_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
-    at = torch.arange(cache.length - q.shape[1], cache.length, device=q.device)
+    at = torch.arange(cache.length - q.shape[1], cache.length)
     first = at - cache.length if window is None else at - window + 1
-    interval = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
+    bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
     if len(q) == 1:  # a batch can only be cut evenly with what is allocated and not in use
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
-        return _merge_ranks(_attend(q, k, v, interval, scale, backend), group).finalize(q.dtype)[0]
+        return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group).finalize(q.dtype)[0]
 
 
 def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:
@@ -190,22 +193,30 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
     dispatch.choose(q.device, q.dtype, backend)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, interval: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
-    """The state of q (B, N, Hq, D) against rows of k, v, of which query i sees [interval[0][i], interval[1][i])."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
+    """The state of q (B, N, Hq, D) against rows of k, v, of which query i sees [bounds[0][i], bounds[1][i]), on the CPU."""
     batch, num_rows, key_heads = k.shape[:3]
     # query heads that share a key head become rows: its keys are then read once, and fill a tile better
     grouped = q.unflatten(2, (key_heads, -1)).transpose(2, 3)
     num_splits = _num_splits(batch * key_heads, num_rows)
     length = num_rows // num_splits
-    begin = torch.arange(num_splits, device=q.device)[:, None] * length
-    lo, hi = (
-        (x.repeat_interleave(grouped.shape[2]) - begin).clamp(0, length).repeat(batch, 1).to(torch.int32) for x in interval
-    )
+    lo, hi = (tuple(x.tolist()) for x in bounds)
+    intervals = _intervals(lo, hi, grouped.shape[2], batch, num_splits, length, q.device)
     rows = grouped.flatten(1, 2).repeat_interleave(num_splits, 0)
     k, v = (x.unflatten(1, (num_splits, length)).flatten(0, 1) for x in (k, v))
-    state = dispatch.forward(rows, k, v, lo, hi, scale, backend=backend)
+    state = dispatch.forward(rows, k, v, intervals, scale, backend=backend)
     merged = _merge_splits(PartialState(*(x.unflatten(0, (batch, num_splits)) for x in state)))
     return PartialState(*(x.unflatten(1, grouped.shape[1:3]).transpose(2, 3).flatten(2, 3).contiguous() for x in merged))
+
+
+@lru_cache(maxsize=8)  # for the layers of a model, which ask for the same one after the other
+def _intervals(
+    lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
+) -> Intervals:
+    """Of `group` rows a query, against each of `num_splits` splits of `length` keys, for each of `batch` entries."""
+    begin = torch.arange(num_splits)[:, None] * length
+    bounds = (torch.tensor(x).repeat_interleave(group) - begin for x in (lo, hi))
+    return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
 
 
 def _num_splits(programs: int, rows: int) -> int:

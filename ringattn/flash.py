@@ -8,6 +8,7 @@ from torch import Tensor
 from kernels import dispatch
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from ringattn import operator
 from ringattn.attention import check_inputs
 from ringattn.mask import Mask
@@ -74,10 +75,9 @@ def flash_attention(
 @lru_cache(maxsize=8)
 def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+) -> Intervals:
     mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
-    lo, hi = mask.intervals(num_keys, num_queries)
-    return lo.to(device, torch.int32), hi.to(device, torch.int32)
+    return Intervals.of(*mask.intervals(num_keys, num_queries), num_keys, device)
 
 
 @lru_cache(maxsize=8)
@@ -106,16 +106,16 @@ def _block(
     backend: str,
     precision: str,
 ) -> tuple[tuple, dict]:
-    """What the kernels are told about this one block: (lo, hi, scale), and their options."""
+    """What the kernels are told about this one block: (intervals, scale), and their options."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    lo, hi = _intervals(tuple(documents.tolist()), is_causal, window, num_queries, num_keys, q.device)
+    intervals = _intervals(tuple(documents.tolist()), is_causal, window, num_queries, num_keys, q.device)
     dropout = None
     if dropout_p:
         positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
         dropout = Dropout(dropout_p, seed, *positions)
     blocks = None if keep is None else BlockMask(keep, block_size)
     options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
-    return (lo, hi, scale), options
+    return (intervals, scale), options
 
 
 def _forward(q, k, v, *settings):

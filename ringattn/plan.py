@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.intervals import transpose
+from kernels.intervals import Intervals, transpose
 from ringattn.cost import Fabric, hop_costs
 from ringattn.layout import Layout
 from ringattn.mask import Mask
@@ -68,14 +68,14 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
 class Block:
     """What the kernels are told about rows of one rank's queries and of another's keys."""
 
-    intervals: tuple[Tensor, Tensor]  # (lo, hi), int32 (B or 1, query rows), counted in the key rows
+    intervals: Intervals  # of the query rows, counted in the key rows
     layout: Layout
     sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries and of the keys
 
     @cached_property
     def positions(self) -> tuple[Tensor, ...]:
         """Where the query rows and the key rows stand in the whole sequence, int32."""
-        return tuple(_places(self.layout, rank, self.intervals[0].device)[rows] for rank, rows in self.sides)
+        return tuple(_places(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
 
 
 class Plan:
@@ -111,12 +111,10 @@ class Plan:
 
     def _cut(self, query_rank: int, query_rows: range, key_rank: int, key_rows: range) -> Block:
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
-        bounds = torch.stack(_local(self.mask, self.layout, query_rank, key_rank))[..., queries] - key_rows.start
-        bounds = bounds.clamp(0, len(key_rows)).contiguous()
-        if self.device.type == "cuda":
-            bounds = bounds.pin_memory()  # so that the copy does not make the host wait for the stream
-        lo, hi = bounds.to(self.device, non_blocking=True)
-        return Block((lo, hi), self.layout, ((query_rank, queries), (key_rank, keys)))
+        bounds = _local(self.mask, self.layout, query_rank, key_rank)
+        lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
+        intervals = Intervals.of(lo, hi, len(key_rows), self.device)
+        return Block(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def flops(self, work: Work, name: str, visit: Visit) -> float:
         """What a visit takes, of any rank; the parts of an own block are taken at their share of it."""

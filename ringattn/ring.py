@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.dropout import Dropout
+from kernels.intervals import Intervals
 from kernels.reference import state_dtype
 from ringattn import plan as planning
 from ringattn.plan import Plan
@@ -128,7 +129,7 @@ class Ring:
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         return (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, delta)
 
-    def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[tuple[Tensor, Tensor], dict[str, Any]]]]:
+    def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[Intervals, dict[str, Any]]]]:
         """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""
         schedule = self.plan.schedule(name, results, self.transport.fabric.all_pairs)
         blocks = self.plan.blocks(name, schedule)
@@ -143,8 +144,8 @@ class Ring:
         home = PartialState.empty(q, v.shape[-1])
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
-            interval, options = visits[here]
-            partial = dispatch.forward(*traveller, k, v, *interval, self.scale, **options)
+            intervals, options = visits[here]
+            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
             return partial if into is None else _merge(into, partial)
 
         circulate(schedule, self.transport, (q,), visit, home, _merge, "forward of the state ring")
@@ -157,8 +158,8 @@ class Ring:
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> None:
             nonlocal state
-            interval, options = visits[here]
-            state = dispatch.forward(q, *traveller, *interval, self.scale, state, here.owner == last, **options)
+            intervals, options = visits[here]
+            state = dispatch.forward(q, *traveller, intervals, self.scale, state, here.owner == last, **options)
 
         circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
@@ -173,9 +174,9 @@ class Ring:
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             nonlocal dk, dv
             q, dout, lse, delta = traveller
-            interval, options = visits[here]
+            intervals, options = visits[here]
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
-            partial, dk, dv = self._gradients(q, k, v, dout, lse, delta, interval, (dq, dk, dv), options)
+            partial, dk, dv = self._gradients(q, k, v, dout, lse, delta, intervals, (dq, dk, dv), options)
             return (partial,) if into is None or dq is not None else _add(into, (partial,))
 
         label = "backward of the state ring"
@@ -192,9 +193,9 @@ class Ring:
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             nonlocal dq
             k, v = traveller
-            interval, options = visits[here]
+            intervals, options = visits[here]
             given = (into or (None, None)) if q.shape[0] == 1 else (None, None)
-            dq, *partial = self._gradients(q, k, v, dout, lse, delta, interval, (dq, *given), options)
+            dq, *partial = self._gradients(q, k, v, dout, lse, delta, intervals, (dq, *given), options)
             return tuple(partial) if into is None or given[0] is not None else _add(into, partial)
 
         circulate(schedule, self.transport, (k, v), visit, home, _add, "backward of the KV ring")
@@ -208,10 +209,10 @@ class Ring:
         dout: Tensor,
         lse: Tensor,
         delta: Tensor,
-        interval: tuple[Tensor, Tensor],
+        intervals: Intervals,
         given: tuple[Tensor | None, Tensor | None, Tensor | None],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of one block in fp32, added into those that are `given`."""
         dtype = state_dtype(q.dtype)
-        return dispatch.backward(q, k, v, dout, lse, delta, *interval, self.scale, *given, grad_dtype=dtype, **options)
+        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.scale, *given, grad_dtype=dtype, **options)

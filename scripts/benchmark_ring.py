@@ -38,6 +38,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from cases import GROUP, TOLERANCE, Case  # noqa: E402
 
 from kernels import dispatch, reference  # noqa: E402
+from kernels.intervals import Intervals  # noqa: E402
 from ringattn import Layout, Mask, ring_attention  # noqa: E402
 from ringattn import plan as planning  # noqa: E402
 from ringattn.transport import resolve  # noqa: E402
@@ -136,7 +137,7 @@ def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
         state, left = None, len(forward_blocks)
         for visit, block in forward_blocks.items():
             rows, left = len(visit.rows), left - 1
-            state = dispatch.forward(q, k[:, :rows], v[:, :rows], *block.intervals, scale, state, left == 0)
+            state = dispatch.forward(q, k[:, :rows], v[:, :rows], block.intervals, scale, state, left == 0)
         return state
 
     def both() -> tuple[Tensor, ...]:
@@ -147,7 +148,7 @@ def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
             queries, keys = (slice(x) for x in ((len(visit.rows), None) if name == "state" else (None, len(visit.rows))))
             rows, columns = [x[:, queries] for x in (q, dout, lse, delta)], [x[:, keys] for x in (k, v)]
             into = grads[0][:, queries], grads[1][:, keys], grads[2][:, keys]
-            dispatch.backward(rows[0], *columns, *rows[1:], *block.intervals, scale, *into)
+            dispatch.backward(rows[0], *columns, *rows[1:], block.intervals, scale, *into)
         return out, *(x.bfloat16() for x in grads)
 
     return Steps(forward, both)
@@ -232,12 +233,12 @@ def check(case: RingCase, variant: str) -> dict[str, float]:
 
 def expected(case: RingCase, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     """out, dq, dk, dv of the whole sequence in float64, one key head after the other."""
-    lo, hi = (x.to(q.device, torch.int32) for x in case.mask.intervals(case.length))
+    block = Intervals.of(*case.mask.intervals(case.length), case.length, q.device), HEAD_DIM**-0.5
     group, parts = case.heads // case.key_heads, []
     for head in range(case.key_heads):
         queries = slice(head * group, (head + 1) * group)
         tensors = [x.double() for x in (q[:, :, queries], k[:, :, head : head + 1], v[:, :, head : head + 1])]
-        gradient, block = dout[:, :, queries].double(), (lo, hi, HEAD_DIM**-0.5)
+        gradient = dout[:, :, queries].double()
         out, lse = reference.forward(*tensors, *block, final=True)
         delta = reference.row_delta(out, gradient)
         parts.append((out, *reference.backward(*tensors, gradient, lse, delta, *block)))

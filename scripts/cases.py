@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.intervals import Intervals
 from ringattn import BlockMask, Mask
 
 BLOCK = 128  # rows of a block of the block-sparse cases
@@ -105,17 +106,17 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
     k, v = (x[:, :, CHECKED_HEADS].double() for x in (k, v))
     q, dout = (_checked(x, case).double() for x in (q, dout))
     results = {name: torch.zeros_like(x) for name, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
-    lo, hi = (x.to(q.device, torch.int32) for x in case.mask.intervals(case.length))
+    intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
     blocks, scale = case.blocks(q.device), case.head_dim**-0.5
     num_rows = max(1, 2**26 // case.length // BLOCK) * BLOCK  # half a GiB of float64 scores a head
     for start in range(0, case.length, num_rows):
-        rows = slice(start, min(start + num_rows, case.length))
-        options = {"blocks": None if blocks is None else blocks.cut(rows, slice(0, case.length))}
-        interval = lo[:, rows], hi[:, rows], scale
-        out, lse = reference.forward(q[:, rows], k, v, *interval, final=True, **options)
+        rows, keys = slice(start, min(start + num_rows, case.length)), slice(0, case.length)
+        options = {"blocks": None if blocks is None else blocks.cut(rows, keys)}
+        part = intervals.cut(rows, keys), scale
+        out, lse = reference.forward(q[:, rows], k, v, *part, final=True, **options)
         delta = reference.row_delta(out, dout[:, rows])
         grads = results["dq"][:, rows], results["dk"], results["dv"]
-        reference.backward(q[:, rows], k, v, dout[:, rows], lse, delta, *interval, *grads, **options)
+        reference.backward(q[:, rows], k, v, dout[:, rows], lse, delta, *part, *grads, **options)
         results["out"][:, rows] = out
     return results
 

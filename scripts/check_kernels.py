@@ -24,6 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels import reference  # noqa: E402
+from kernels.intervals import Intervals, full  # noqa: E402
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 DTYPES = (torch.bfloat16, torch.float16)
@@ -36,13 +37,13 @@ WINDOW, DOCUMENT = 200, 300
 MASKS = ("full", "causal", "window", "documents")
 
 
-def make_intervals(mask: str, length: int) -> tuple[Tensor, Tensor]:
-    """lo, hi int32 (1, length) of a mask by name."""
-    rows = torch.arange(length, device="cuda", dtype=torch.int32)[None]
+def make_intervals(mask: str, length: int) -> Intervals:
+    """A mask by name, of `length` queries and keys."""
+    rows = torch.arange(length)[None]
     if mask == "full":
-        return torch.zeros_like(rows), torch.full_like(rows, length)
+        return full(length, length, "cuda")
     lo = {"causal": rows * 0, "window": (rows + 1 - WINDOW).clamp(min=0), "documents": rows // DOCUMENT * DOCUMENT}[mask]
-    return lo, rows + 1
+    return Intervals.of(lo, rows + 1, length, "cuda")
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
@@ -53,13 +54,13 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
 
 
-def attend_and_differentiate(module, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lo: Tensor, hi: Tensor) -> tuple:
+def attend_and_differentiate(module, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals) -> tuple:
     """(out, lse, dq, dk, dv) by the forward and backward of a kernel module."""
     scale = q.shape[-1] ** -0.5
-    out, lse = module.forward(q, k, v, lo, hi, scale, final=True)
+    out, lse = module.forward(q, k, v, intervals, scale, final=True)
     delta = reference.row_delta(out, dout)
     grad_dtype = reference.state_dtype(q.dtype)
-    return out, lse, *module.backward(q, k, v, dout, lse, delta, lo, hi, scale, grad_dtype=grad_dtype)
+    return out, lse, *module.backward(q, k, v, dout, lse, delta, intervals, scale, grad_dtype=grad_dtype)
 
 
 def load_kernels(name: str) -> SimpleNamespace:
@@ -103,9 +104,9 @@ def check_case(
     torch.manual_seed(0)
     shapes = [(1, length, num_heads, dim) for num_heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
     q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
-    lo, hi = make_intervals(mask, length)
-    expected = attend_and_differentiate(reference, *(x.double() for x in (q, k, v, dout)), lo, hi)
-    ours = errors_of(attend_and_differentiate(kernels, q, k, v, dout, lo, hi), expected)
+    intervals = make_intervals(mask, length)
+    expected = attend_and_differentiate(reference, *(x.double() for x in (q, k, v, dout)), intervals)
+    ours = errors_of(attend_and_differentiate(kernels, q, k, v, dout, intervals), expected)
     theirs = [None] * len(NAMES)
     if peer and mask in ("causal", "full"):
         theirs = errors_of(sdpa_results(q, k, v, dout, mask == "causal"), expected)
@@ -141,7 +142,7 @@ def teraflops(function: Callable[[], object], flops: float) -> str:
 def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> Iterator[str]:
     """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums."""
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    block = *make_intervals(mask, length), dim**-0.5
+    block = make_intervals(mask, length), dim**-0.5
     flops = 4 * heads * length**2 * dim / (2 if mask == "causal" else 1)
     out, lse = kernels.forward(q, k, v, *block, final=True)
     state = kernels.forward(q, k, v, *block)

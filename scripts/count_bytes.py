@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from kernels import intervals, tiles  # noqa: E402
+from kernels import tiles  # noqa: E402
+from kernels.intervals import Intervals  # noqa: E402
 from kernels.reference import row_delta  # noqa: E402
 from ringattn import Mask  # noqa: E402
 
@@ -38,23 +38,20 @@ class Bytes(NamedTuple):
     dram_write: int
 
 
-def rows_walked(lo: Tensor, hi: Tensor, num_rows: int, rows: int, step: int) -> int:
-    """Rows that all tiles of `rows` rows load together, in steps of `step`, under int (1, N) intervals over `num_rows`."""
-    first = torch.arange(0, lo.shape[1], rows)
-    last = (first + rows).clamp(max=lo.shape[1]) - 1
-    begin, length = lo[0, first], (hi[0, last] - lo[0, first]).clamp(min=0)
-    end = torch.minimum(begin + (length + step - 1) // step * step, torch.tensor(num_rows))
+def rows_walked(intervals: Intervals, rows: int, step: int) -> int:
+    """Rows that all tiles of `rows` rows load together, in steps of `step`."""
+    _, _, begin, _, num_full, num_edge = intervals.tiles(rows, step).long().flatten(0, 1).unbind(1)
+    end = (begin + (num_full + num_edge) * step).clamp(max=intervals.num_keys)
     return int((end - begin).sum())
 
 
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Bytes]:
     """The model of docs/io.md for bf16 self-attention with as many key as query heads, B = 1."""
-    lo, hi = (x.int() for x in mask.intervals(length))
-    transposed = intervals.transpose(lo, hi, length)
+    intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * HALF
     numbers = 2 * SINGLE  # lse and delta of a row; those of a head lie side by side
     tile = tiles.choose_tile("forward", torch.bfloat16, head_dim)
-    keys = heads * rows_walked(lo, hi, length, tile.queries, tile.keys)
+    keys = heads * rows_walked(intervals, tile.queries, tile.keys)
     waves = refetches(length, head_dim, tile.queries)
     forward = Bytes(
         l2_read=keys * 2 * row + all_rows * row,
@@ -62,7 +59,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Byt
         dram_write=all_rows * (row + SINGLE),
     )
     tile = tiles.choose_tile("key_gradient", torch.bfloat16, head_dim)
-    queries = heads * rows_walked(*transposed, length, tile.keys, tile.queries)
+    queries = heads * rows_walked(intervals.transposed, tile.keys, tile.queries)
     sums = 2 * head_dim * SINGLE  # a row of the fp32 dk and dv, read and written
     waves = refetches(length, head_dim, tile.keys)
     key_gradient = Bytes(
@@ -71,7 +68,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Byt
         dram_write=all_rows * sums,
     )
     tile = tiles.choose_tile("query_gradient", torch.bfloat16, head_dim)
-    keys = heads * rows_walked(lo, hi, length, tile.queries, tile.keys)
+    keys = heads * rows_walked(intervals, tile.queries, tile.keys)
     sums = head_dim * SINGLE  # of dq
     waves = refetches(length, head_dim, tile.queries)
     query_gradient = Bytes(
@@ -96,11 +93,11 @@ def launch(length: int, heads: int, head_dim: int, mask: Mask) -> None:
     from kernels import backward, forward
 
     q, k, v, dout = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    lo, hi = (x.to("cuda", torch.int32) for x in mask.intervals(length))
+    intervals = Intervals.of(*mask.intervals(length), length, "cuda")
     scale = head_dim**-0.5
-    out, lse = forward.forward(q, k, v, lo, hi, scale, final=True)
+    out, lse = forward.forward(q, k, v, intervals, scale, final=True)
     grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    backward.backward(q, k, v, dout, lse, row_delta(out, dout), lo, hi, scale, *grads)
+    backward.backward(q, k, v, dout, lse, row_delta(out, dout), intervals, scale, *grads)
     torch.cuda.synchronize()
 
 

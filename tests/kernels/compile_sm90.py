@@ -32,9 +32,9 @@ def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
         return ("i32",) * 3
     if name == "block_strides":
         return ("i32",) * 2
-    if name in ("interval_stride", "num_queries", "num_keys", "first_head"):
+    if name in ("num_masks", "num_tiles", "num_queries", "num_keys", "first_head"):
         return "i32"
-    if name in ("lo", "hi", "query_lo", "query_hi", "query_positions", "key_positions", "block_lists"):
+    if name in ("lo", "hi", "query_lo", "query_hi", "table", "query_positions", "key_positions", "block_lists"):
         return "*i32"
     return {"scale": "fp32", "factor": "fp32", "seed": "u64", "threshold": "u32"}.get(
         name, f"*{dtype}" if name in ("q", "k", "v", "dout", "out") else "*fp32"

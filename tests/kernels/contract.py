@@ -5,6 +5,7 @@ from types import ModuleType
 import torch
 
 from kernels import reference
+from kernels.intervals import Intervals, full
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
 from tests.kernels.problems import Problem, strided
 
@@ -35,9 +36,9 @@ def check_chain(whole: Problem, bounds: list[int], final: bool, forward: ModuleT
     """A chain of calls over the pieces of the keys between `bounds` equals one call."""
     state, num_keys = None, whole.k.shape[1]
     for first, last in zip(bounds, bounds[1:], strict=False):
-        lo, hi = ((bound - first).clamp(0, last - first) for bound in (whole.lo, whole.hi))
+        part = whole.intervals.cut(slice(0, whole.q.shape[1]), slice(first, last))
         state = forward.forward(
-            *(whole.q, whole.k[:, first:last], whole.v[:, first:last], lo, hi, whole.scale),
+            *(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale),
             state=state,
             final=final and last == num_keys,
         )
@@ -76,9 +77,9 @@ def check_offsets_beyond_32_bits(forward: ModuleType, device: torch.device) -> N
     num_keys, num_heads, dim = 2**17 + 5, 128, 128
     q = torch.randn(1, 3, num_heads, dim, device=device).half()
     k, v = (torch.randn(1, num_keys, num_heads, dim, device=device, dtype=torch.float16) for _ in range(2))
-    hi = torch.full((1, 3), num_keys, dtype=torch.int32, device=device)
-    lo = hi - 200
-    out, _ = forward.forward(q, k, v, lo, hi, dim**-0.5, final=True)
+    hi = torch.full((1, 3), num_keys)
+    intervals = Intervals.of(hi - 200, hi, num_keys, device)
+    out, _ = forward.forward(q, k, v, intervals, dim**-0.5, final=True)
     tail = (x[:, -200:].double() for x in (k, v))
-    expected, _ = reference.forward(q.double(), *tail, lo - lo, hi - lo, dim**-0.5, final=True)
+    expected, _ = reference.forward(q.double(), *tail, full(3, 200, device), dim**-0.5, final=True)
     assert_rows_close("out", out, expected, TOLERANCE[torch.float16])

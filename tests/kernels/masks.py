@@ -51,9 +51,9 @@ MASKS = {
 }
 
 
-def intervals_of(mask: str, num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+def intervals_of(mask: str, num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
     """lo, hi of a named mask, int32 (1, num_queries)."""
-    return tuple(x[None].to(device, torch.int32) for x in MASKS[mask](num_queries, num_keys))
+    return tuple(x[None].int() for x in MASKS[mask](num_queries, num_keys))
 
 
 def random_intervals(num_queries: int, num_keys: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels import reference
+from kernels.intervals import Intervals
 
 
 @dataclass
@@ -18,8 +19,7 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    lo: Tensor
-    hi: Tensor
+    intervals: Intervals
     scale: float
     dout: Tensor
     lse: Tensor
@@ -27,11 +27,11 @@ class Problem:
     features: dict = field(default_factory=dict)
 
     def forward(self, module, **options):
-        return module.forward(self.q, self.k, self.v, self.lo, self.hi, self.scale, **self.features, **options)
+        return module.forward(self.q, self.k, self.v, self.intervals, self.scale, **self.features, **options)
 
     def gradients(self, module, **options) -> tuple[Tensor, ...]:
         """(dq, dk, dv); `options` as for `kernels.reference.backward`."""
-        operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.lo, self.hi, self.scale
+        operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.intervals, self.scale
         return module.backward(*operands, **self.features, **options)
 
     def backward(self, module) -> tuple[Tensor, ...]:
@@ -67,10 +67,10 @@ def make_problem(
         normal(num_keys, heads[1], dims[1]),
     )
     dout, scale = normal(num_queries, heads[0], dims[1]), dims[0] ** -0.5
-    lo, hi = lo.to(device), hi.to(device)
-    out, lse = reference.forward(q.double(), k.double(), v.double(), lo, hi, scale, final=True, **features)
+    intervals = Intervals.of(lo, hi, num_keys, device)
+    out, lse = reference.forward(q.double(), k.double(), v.double(), intervals, scale, final=True, **features)
     delta = reference.row_delta(out, dout.double())
-    return Problem(q, k, v, lo, hi, scale, dout, lse.float(), delta.float(), features)
+    return Problem(q, k, v, intervals, scale, dout, lse.float(), delta.float(), features)
 
 
 STRIDED = ("heads-first", "every-other-row", "strided-head-dim")

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kernels import dispatch, intervals
+from kernels import dispatch
+from kernels.intervals import full
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import make_problem
 
@@ -70,7 +71,7 @@ def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
     monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_module", lambda backend, direction: asked.append(backend) or Kernels)
     q, rows = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    arguments = (q, q, q, q, rows, rows, *intervals.full(2, 2), 1.0)
+    arguments = (q, q, q, q, rows, rows, full(2, 2), 1.0)
     dispatch.backward(*arguments)
     torch.use_deterministic_algorithms(True)
     try:

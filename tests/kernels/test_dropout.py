@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import dispatch, forward, reference, tiled, tiles
 from kernels.dropout import ROUNDS, Dropout, keep_mask, philox
+from kernels.intervals import full
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import Problem, make_problem
 
@@ -161,9 +162,8 @@ def observed_mask(module, dropout: Dropout, pieces: list[int], heads: int) -> Te
     state = None
     for first, last in zip(pieces, pieces[1:], strict=False):
         part = dropout.cut(slice(None), slice(first, last))
-        lo = torch.zeros(1, num_queries, dtype=torch.int32)
-        interval = lo, lo + last - first
-        state = module.forward(q, k[:, first:last], v[:, first:last], *interval, 1.0, state, last == num_keys, dropout=part)
+        intervals = full(num_queries, last - first)
+        state = module.forward(q, k[:, first:last], v[:, first:last], intervals, 1.0, state, last == num_keys, dropout=part)
     out = state[0] * num_keys
     torch.testing.assert_close(out, torch.where(out > 0.5, dropout.factor, 0.0))
     return out.transpose(1, 2) > 0.5

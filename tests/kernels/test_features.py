@@ -6,9 +6,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import backward, forward, intervals, reference, tiled
+from kernels import backward, forward, reference, tiled
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout, keep_mask
+from kernels.intervals import dense
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
@@ -34,7 +35,7 @@ def dense_attention(p: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) by torch.softmax over dense scores, some probabilities of which are then dropped."""
     (batch, rows, heads), keys = p.q.shape[:3], p.k.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[2], dim=2) for x in (p.k, p.v))
-    mask = intervals.dense(p.lo, p.hi, keys)[:, None].expand(batch, heads, -1, -1)
+    mask = dense(p.intervals.lo, p.intervals.hi, keys)[:, None].expand(batch, heads, -1, -1)
     if "blocks" in p.features:
         mask = mask & p.features["blocks"].dense(rows, keys)
     scores = (p.scale * torch.einsum("bqhd,bkhd->bhqk", p.q, k)).masked_fill(~mask, float("-inf"))
@@ -118,11 +119,11 @@ def test_triton_pieces_of_the_keys(device):
     state = None
     for keys in (slice(0, 64), slice(64, 192), slice(192, 200)):
         cut = {name: feature.cut(slice(0, rows[0]), keys) for name, feature in features.items()}
-        lo, hi = ((bound - keys.start).clamp(0, keys.stop - keys.start) for bound in (whole.lo, whole.hi))
+        seen = whole.intervals.cut(slice(0, rows[0]), keys)
         part = whole.q, whole.k[:, keys].contiguous(), whole.v[:, keys].contiguous()
-        state = forward.forward(*part, lo, hi, whole.scale, state, keys.stop == rows[1], **cut)
+        state = forward.forward(*part, seen, whole.scale, state, keys.stop == rows[1], **cut)
         grads = [torch.zeros_like(x) for x in part]
-        backward.backward(*part, whole.dout, whole.lse, whole.delta, lo, hi, whole.scale, *grads, **cut)
+        backward.backward(*part, whole.dout, whole.lse, whole.delta, seen, whole.scale, *grads, **cut)
         gradients[0] += grads[0]
         gradients[1][:, keys], gradients[2][:, keys] = grads[1:]
     assert_states_close(state, whole.double().forward(reference, final=True), TOLERANCE[torch.float32])

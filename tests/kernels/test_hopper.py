@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
+from kernels.intervals import Intervals
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.contract import (
     check_accumulators,
@@ -80,8 +81,8 @@ def test_lengths(length, dim, device):
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_each_batch_entry_has_its_own_intervals(batch, device):
-    intervals = random_intervals(370, 490, seed=1, batch=batch)
-    check_all(make_problem(*intervals, 490, torch.float16, batch, heads=(6, 2), dims=(64, 64), device=device), floor=1.0)
+    bounds = random_intervals(370, 490, seed=1, batch=batch)
+    check_all(make_problem(*bounds, 490, torch.float16, batch, heads=(6, 2), dims=(64, 64), device=device), floor=1.0)
 
 
 @pytest.mark.parametrize("layout", STRIDED)
@@ -139,10 +140,12 @@ def test_scores_of_any_size(factor, dim, device):
 def test_the_comparison_catches_a_fault(fault, dtype, device):
     """Drop the last key of one row, or some keys of a tile of rows: out and a gradient must fail their tolerance."""
     problem = make_problem(*intervals_of("causal", 330, 330), 330, dtype, dims=(64, 64), device=device)
+    lo, hi = problem.intervals.host
     if fault == "one-key":
-        faulty = replace(problem, hi=torch.where(problem.hi == 101, 100, problem.hi))
+        hi = torch.where(hi == 101, 100, hi)
     else:
-        faulty = replace(problem, lo=torch.where(problem.hi > 256, 128, problem.lo))
+        lo = torch.where(hi > 256, 128, lo)
+    faulty = replace(problem, intervals=Intervals.of(lo, hi, 330, device))
     check_faults_are_caught(problem, faulty, hopper_forward, hopper_backward)
 
 

@@ -1,26 +1,46 @@
+"""Intervals: their transpose, cuts, and the tables of tiles against plain Python."""
+
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels import intervals
+from kernels.intervals import CUT, Intervals, dense, full, transpose
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
+
+WINDOW = torch.tensor([[0, 0, 1]]), torch.tensor([[1, 2, 3]])
+
+
+def written_out(intervals: Intervals) -> torch.Tensor:
+    return dense(intervals.lo, intervals.hi, intervals.num_keys)
+
+
+def packed(lengths: list[int]) -> Intervals:
+    """Causal documents of these lengths."""
+    ends = torch.tensor(lengths).cumsum(0)
+    lo = torch.repeat_interleave(ends - torch.tensor(lengths), torch.tensor(lengths))[None]
+    return Intervals.of(lo, 1 + torch.arange(sum(lengths))[None], sum(lengths))
 
 
 def test_full_sees_every_key():
-    assert intervals.dense(*intervals.full(3, 5), 5).all()
+    assert written_out(full(3, 5)).all()
 
 
 def test_dense_of_a_window():
-    lo, hi = torch.tensor([[0, 0, 1]], dtype=torch.int32), torch.tensor([[1, 2, 3]], dtype=torch.int32)
-    assert intervals.dense(lo, hi, 4).int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]]
+    mask = Intervals.of(*WINDOW, 4)
+    assert mask.lo.dtype == mask.hi.dtype == torch.int32
+    assert (mask.batch, mask.num_rows, mask.num_keys) == (1, 3, 4)
+    assert written_out(mask).int().tolist() == [[[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0]]]
 
 
 def test_transpose_of_a_window():
-    lo, hi = torch.tensor([[0, 0, 1]], dtype=torch.int32), torch.tensor([[1, 2, 3]], dtype=torch.int32)
-    query_lo, query_hi = intervals.transpose(lo, hi, 4)
-    assert query_lo.tolist() == [[0, 1, 2, 3]]
-    assert query_hi.tolist() == [[2, 3, 3, 3]]  # key 3 is seen by no query: [3, 3)
+    mask = Intervals.of(*WINDOW, 4)
+    assert mask.transposed is mask.transposed
+    assert mask.transposed.lo.tolist() == [[0, 1, 2, 3]]
+    assert mask.transposed.hi.tolist() == [[2, 3, 3, 3]]  # key 3 is seen by no query: [3, 3)
+    assert (mask.transposed.num_rows, mask.transposed.num_keys) == (4, 3)
 
 
 @pytest.mark.parametrize("shape", [(50, 50), (33, 70), (70, 33), (1, 9), (9, 1)], ids=str)
@@ -36,8 +56,136 @@ def test_named_masks_are_valid(mask, shape):
 @given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 3), st.integers(0, 2**32))
 def test_transpose_matches_dense(num_queries, num_keys, batch, seed):
     lo, hi = random_intervals(num_queries, num_keys, seed, batch)
-    query_lo, query_hi = intervals.transpose(lo, hi, num_keys)
+    query_lo, query_hi = transpose(lo, hi, num_keys)
     assert query_lo.dtype == query_hi.dtype == torch.int32
     assert (query_lo.diff() >= 0).all() and (query_hi.diff() >= 0).all()
-    transposed = intervals.dense(query_lo, query_hi, num_queries)
-    assert torch.equal(transposed.mT, intervals.dense(lo, hi, num_keys))
+    transposed = dense(query_lo, query_hi, num_queries)
+    assert torch.equal(transposed.mT, dense(lo, hi, num_keys))
+
+
+@given(st.integers(1, 30), st.integers(1, 30), st.data())
+def test_cut_matches_dense(num_queries, num_keys, data):
+    whole = Intervals.of(*random_intervals(num_queries, num_keys, data.draw(st.integers(0, 2**32)), 2), num_keys)
+    ends = (sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in (num_queries, num_keys))
+    rows, keys = (slice(*pair) for pair in ends)
+    assert torch.equal(written_out(whole.cut(rows, keys)), written_out(whole)[:, rows, keys])
+
+
+BAD = {
+    "shapes": ((WINDOW[0], WINDOW[1][:, 1:]), "hi (1, 2)"),
+    "dimensions": ((WINDOW[0][0], WINDOW[1][0]), "must be (1 or batch, query rows)"),
+    "dtype": ((WINDOW[0].float(), WINDOW[1]), "lo is torch.float32"),
+    "device": ((WINDOW[0], WINDOW[1].to("meta")), "hi is torch.int64 on meta"),
+    "order": ((WINDOW[0], WINDOW[1].flip(1)), "hi must never decrease"),
+    "negative": ((WINDOW[0] - 1, WINDOW[1]), "lo must never decrease along a row, and stay within [0, 4]"),
+    "too large": ((WINDOW[0], WINDOW[1] + 2), "hi must never decrease along a row, and stay within [0, 4]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_bounds_are_refused(case):
+    bounds, message = BAD[case]
+    with pytest.raises(ValueError) as refused:
+        Intervals.of(*bounds, 4)
+    assert message in str(refused.value)
+
+
+def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int) -> list[int]:
+    """begin, num_head, num_full and num_edge, a step at a time."""
+    rows, begin = range(first, end), lo[first]
+    num_steps = math.ceil(max(hi[end - 1] - begin, 0) / step)
+    # whether all rows see all keys of a step
+    starts = [begin + i * step for i in range(num_steps)]
+    unmasked = [all(lo[row] <= start and start + step <= hi[row] for row in rows) for start in starts]
+    return [begin, unmasked.index(True) if any(unmasked) else None, sum(unmasked), num_steps - sum(unmasked)]
+
+
+def check_table(intervals: Intervals, rows: int, step: int, cut: bool) -> None:
+    table = intervals.tiles(rows, step, cut)
+    assert table is intervals.tiles(rows, step, cut)
+    assert table.dtype == torch.int32 and table.shape[0] == intervals.batch and table.shape[2] == 6
+    for tiles, lo, hi in zip(table.tolist(), intervals.lo.tolist(), intervals.hi.tolist(), strict=True):
+        lengths = [tile[4] + tile[5] for tile in tiles]
+        assert lengths == sorted(lengths, reverse=True)
+        covered = [row for first, end, *_ in tiles for row in range(first, end)]
+        assert sorted(covered) == list(range(intervals.num_rows))
+        for first, end, *walk in tiles:
+            if first == end:
+                assert [first, end, *walk] == [0] * 6
+                continue
+            assert 0 < end - first <= rows
+            assert cut or (first % rows == 0 and end == min(first + rows, intervals.num_rows))
+            expected = plain_walk(lo, hi, first, end, step)
+            # where no step is unmasked, it does not matter at which one they would begin
+            assert walk == expected or (expected[1] is None and walk[::2] == expected[::2] and walk[3] == expected[3])
+        order = [(-length, first) for length, (first, end, *_) in zip(lengths, tiles, strict=True) if first < end]
+        assert order == sorted(order)
+
+
+sizes = st.sampled_from([(1, 1), (3, 2), (8, 8), (16, 5)])
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 3), sizes, st.booleans(), st.integers(0, 2**32))
+def test_tiles_of_random_masks(num_queries, num_keys, batch, size, cut, seed):
+    intervals = Intervals.of(*random_intervals(num_queries, num_keys, seed, batch), num_keys)
+    check_table(intervals, *size, cut)
+    check_table(intervals.transposed, *size, cut)
+
+
+@pytest.mark.parametrize("shape", [(100, 130), (130, 100)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_tiles_of_named_masks(mask, shape):
+    intervals = Intervals.of(*intervals_of(mask, *shape), shape[1])
+    for size in ((8, 4), (32, 16)):
+        check_table(intervals, *size, True)
+        check_table(intervals.transposed, *size, True)
+
+
+@given(st.lists(st.integers(1, 150), min_size=1, max_size=6), sizes)
+def test_tiles_of_packed_documents(lengths, size):
+    """No tile reaches over the end of a document of several tiles; without such documents all tiles but one are whole."""
+    rows, step = size
+    intervals = packed(lengths)
+    for seen in (intervals, intervals.transposed):
+        check_table(seen, rows, step, True)
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    tiles = [tile[:2] for tile in intervals.tiles(rows, step)[0].tolist()]
+    for length, end in zip(lengths[:-1], ends, strict=False):
+        assert length < CUT * rows or not any(first < end < stop for first, stop in tiles)
+    tiles_of_keys = [tile[:2] for tile in intervals.transposed.tiles(rows, step)[0].tolist()]
+    for length, end in zip(lengths[1:], ends, strict=False):
+        assert length < CUT * rows or not any(first < end < stop for first, stop in tiles_of_keys)
+    if max(lengths) < CUT * rows:
+        total = sum(lengths)
+        assert {end for _, end in tiles} == set(range(total, 0, -rows))
+        assert {first for first, _ in tiles_of_keys} == set(range(0, total, rows))
+
+
+def test_tiles_of_two_documents():
+    """Of 9 and of 10 rows: the tile of one row begins the first document, or of keys ends it."""
+    intervals = packed([9, 10])
+    assert intervals.tiles(2, 3)[0, :, :2].sort(0).values.tolist() == [
+        *([0, 1], [1, 3], [3, 5], [5, 7], [7, 9]),
+        *([9, 11], [11, 13], [13, 15], [15, 17], [17, 19]),
+    ]
+    assert intervals.transposed.tiles(2, 3)[0, :, :2].sort(0).values.tolist() == [
+        *([0, 2], [2, 4], [4, 6], [6, 8], [8, 9]),
+        *([9, 11], [11, 13], [13, 15], [15, 17], [17, 19]),
+    ]
+
+
+def test_entries_with_fewer_tiles_are_filled_up():
+    one, two = packed([20]), packed([9, 11])
+    both = Intervals.of(*(torch.cat(pair) for pair in zip(one.host, two.host, strict=True)), 20)
+    table = both.tiles(2, 4)
+    assert table.shape == (2, 11, 6)
+    assert torch.equal(table[0, :10], one.tiles(2, 4)[0]) and (table[0, 10] == 0).all()
+    assert torch.equal(table[1], two.tiles(2, 4)[0])
+
+
+@pytest.mark.parametrize("size", [(128, 64), (64, 128)], ids=str)
+def test_cut_tiles_walk_less_under_packed_documents(size):
+    intervals = packed([3000, 700, 5000, 90, 1100, 2500, 4000, 1900])
+    for seen in (intervals, intervals.transposed):
+        walked, aligned = (int(seen.tiles(*size, cut)[..., 4:].sum()) for cut in (True, False))
+        assert walked < aligned

@@ -1,12 +1,15 @@
 """The reference against a softmax written out over dense float64 scores, with autograd for the gradients."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import intervals, reference
+from kernels import reference
+from kernels.intervals import dense
 from tests.kernels.compare import assert_rows_close, assert_states_close
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
@@ -19,7 +22,7 @@ def dense_attention(p: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) by torch.softmax over dense scores; rows that see no key give (0, -inf)."""
     group = p.q.shape[2] // p.k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (p.k, p.v))
-    mask = intervals.dense(p.lo, p.hi, p.k.shape[1])[:, None]
+    mask = dense(p.intervals.lo, p.intervals.hi, p.k.shape[1])[:, None]
     scores = (p.scale * torch.einsum("bqhd,bkhd->bhqk", p.q, k)).masked_fill(~mask, float("-inf"))
     seen = mask.any(-1, keepdim=True)
     out = torch.softmax(scores.masked_fill(~seen, 0.0), -1).masked_fill(~seen, 0.0)
@@ -65,8 +68,8 @@ def test_gradients_of_pieces_add_up(mask):
     dq, dk, dv = (torch.zeros_like(x) for x in expected)
     for first, last in ((0, 7), (7, 40), (40, 60)):
         piece = slice(first, last)
-        lo, hi = ((bound - first).clamp(0, last - first) for bound in (problem.lo, problem.hi))
-        part = Problem(**vars(problem) | dict(k=problem.k[:, piece], v=problem.v[:, piece], lo=lo, hi=hi))
+        seen = problem.intervals.cut(slice(0, problem.q.shape[1]), piece)
+        part = replace(problem, k=problem.k[:, piece], v=problem.v[:, piece], intervals=seen)
         part_dq, dk[:, piece], dv[:, piece] = part.backward(reference)
         dq += part_dq
     for name, x, y in zip(("dq", "dk", "dv"), (dq, dk, dv), expected, strict=True):
@@ -78,9 +81,9 @@ def test_chain_over_pieces_of_the_keys(mask):
     problem = double_problem(mask)
     state = None
     for first, last in ((0, 7), (7, 7), (7, 40), (40, 60)):
-        lo, hi = ((bound - first).clamp(0, last - first) for bound in (problem.lo, problem.hi))
+        seen = problem.intervals.cut(slice(0, problem.q.shape[1]), slice(first, last))
         keys, values = problem.k[:, first:last], problem.v[:, first:last]
-        state = reference.forward(problem.q, keys, values, lo, hi, problem.scale, state)
+        state = reference.forward(problem.q, keys, values, seen, problem.scale, state)
     assert_states_close(state, problem.forward(reference), TOLERANCE)
     assert_states_close(reference.finalize(state, torch.float64), dense_attention(problem), TOLERANCE)
 

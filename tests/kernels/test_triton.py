@@ -9,8 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import backward, forward, intervals, reference
+from kernels import backward, forward, reference
+from kernels.intervals import CUT, Intervals, full
 from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import (
     check_accumulators,
     check_chain,
@@ -65,21 +67,29 @@ def test_tiles_of_the_table(dim, dtype, device):
     check_all(make_problem(*intervals_of("causal", 150, 150), 150, dtype, heads=(1, 1), dims=(dim, dim), device=device))
 
 
-@pytest.mark.parametrize(
-    ("rows", "heads", "batch"), [((1, 1), 1, 1), ((300, 200), 3, 2), ((64, 257), 16, 1), ((127, 5), 40, 2)]
-)
+@pytest.mark.parametrize(("rows", "heads", "batch"), [(1, 1, 1), (700, 3, 2), (64, 16, 1), (127, 40, 2)])
 def test_what_the_backward_prepares(rows, heads, batch, device):
-    lo, hi = (x.to(device) for x in random_intervals(*rows, seed=1, batch=batch))
-    lse, delta = torch.randn(2, batch, rows[0], heads, device=device)
-    stats, *bounds = backward._prepare(lse, delta, lo, hi, rows[1])
-    torch.testing.assert_close(stats, torch.stack([lse / math.log(2), delta], -1).transpose(1, 2).contiguous())
-    for found, expected in zip(bounds, intervals.transpose(lo, hi, rows[1]), strict=True):
-        assert torch.equal(found, expected)
+    lse, delta = torch.randn(2, batch, rows, heads, device=device)
+    expected = torch.stack([lse / math.log(2), delta], -1).transpose(1, 2).contiguous()
+    torch.testing.assert_close(backward._prepare(lse, delta), expected)
 
 
 @pytest.mark.usefixtures("small_tiles")
 def test_each_batch_entry_has_its_own_intervals(device):
     check_all(make_problem(*random_intervals(70, 90, seed=1, batch=2), 90, batch=2, heads=(2, 2), device=device))
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_tiles_that_end_where_documents_do(device):
+    """Two batch entries, of which one has fewer tiles."""
+    size = CUT * SMALL_TILE.queries
+    documents = [[size + 2, 37, size + 7], [2 * size + 46]]
+    starts = [[sum(row[:i]) for i, length in enumerate(row) for _ in range(length)] for row in documents]
+    lo, num_rows = torch.tensor(starts), sum(documents[1])
+    problem = make_problem(lo, 1 + torch.arange(num_rows).expand(2, -1), num_rows, torch.float16, 2, device=device)
+    table = problem.intervals.tiles(SMALL_TILE.queries, SMALL_TILE.keys)
+    assert table[0, -1, 1] > 0 and table[1, -1, 1] == 0
+    check_all(problem)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -146,10 +156,12 @@ def test_scores_of_any_size(factor, device):
 def test_the_comparison_catches_a_fault(fault, dtype, device):
     """Drop the last key of one row, or one tile of keys of one tile of rows: out and dq must fail their tolerance."""
     problem = make_problem(*intervals_of("causal", 130, 130), 130, dtype, dims=(64, 64), device=device)
+    lo, hi = problem.intervals.host
     if fault == "one-key":
-        faulty = replace(problem, hi=torch.where(problem.hi == 101, 100, problem.hi))
+        hi = torch.where(hi == 101, 100, hi)
     else:
-        faulty = replace(problem, lo=torch.where(problem.hi > 96, 16, problem.lo))
+        lo = torch.where(hi > 96, 16, lo)
+    faulty = replace(problem, intervals=Intervals.of(lo, hi, 130, device))
     check_faults_are_caught(problem, faulty, forward, backward)
 
 
@@ -161,6 +173,11 @@ def test_random_intervals(device, num_queries, num_keys, batch, heads, seed):
     check_all(make_problem(lo, hi, num_keys, batch=batch, heads=heads, device=device), floor=1.0)
 
 
+def batch_of(batch: int, intervals: Intervals) -> Intervals:
+    """The same mask for every entry."""
+    return Intervals.of(*(x.repeat(batch, 1) for x in intervals.host), intervals.num_keys, intervals.device)
+
+
 REFUSED = {  # changed argument -> part of the message
     "mixed dtypes": (lambda p: dict(k=p.k.half()), "k is torch.float16, but must be torch.float32"),
     "fp64": (lambda p: vars(p.double()), "use kernels.reference"),
@@ -169,9 +186,10 @@ REFUSED = {  # changed argument -> part of the message
     "heads": (lambda p: dict(q=p.q[:, :, :3]), "3 query heads"),
     "keys and values": (lambda p: dict(v=p.v[:, 1:]), "v has shape"),
     "three dimensions": (lambda p: dict(q=p.q[0]), "must be (batch, rows, heads, head dim)"),
-    "interval rows": (lambda p: dict(lo=p.lo[:, 1:]), "lo has shape"),
-    "interval batch": (lambda p: dict(hi=p.hi.repeat(3, 1)), "hi has shape"),
-    "interval dtype": (lambda p: dict(hi=p.hi.long()), "torch.int32"),
+    "interval rows": (lambda p: dict(intervals=full(4, 7, p.q.device)), "of 4 queries and 7 keys, but q and k have 5 and 7"),
+    "interval keys": (lambda p: dict(intervals=full(5, 8, p.q.device)), "of 5 queries and 8 keys, but q and k have 5 and 7"),
+    "interval batch": (lambda p: dict(intervals=batch_of(3, p.intervals)), "3 intervals of"),
+    "interval device": (lambda p: dict(intervals=full(5, 7, "meta")), "the intervals are on meta"),
     "scale": (lambda p: dict(scale=-1.0), "must be positive"),
 }
 
@@ -198,7 +216,7 @@ def test_bad_states_and_accumulators_are_refused(device):
     for state in ((m, l, o.half()), (m, l[:, 1:], o), (m, l, o.mT.contiguous().mT)):
         with pytest.raises(ValueError, match="must be|has shape"):
             problem.forward(forward, state=state)
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.lo, problem.hi)
+    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.intervals)
     dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
     for gradients in ((dq.half(), dk, dv), (dq, dk[:, 1:], dv), (dq, dk, dv.mT.contiguous().mT)):
         with pytest.raises(ValueError, match="must be|has shape"):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import intervals, reference
+from kernels import reference
+from kernels.intervals import full
 
 
 def rows(*values: list[float]) -> Tensor:
@@ -15,7 +16,7 @@ def rows(*values: list[float]) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, state: reference.State | None = None) -> reference.State:
-    return reference.forward(q, k, v, *intervals.full(q.shape[1], k.shape[1]), scale, state)
+    return reference.forward(q, k, v, full(q.shape[1], k.shape[1]), scale, state)
 
 
 def score_states(*piles: list[float]) -> list[reference.State]:

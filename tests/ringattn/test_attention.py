@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.intervals import Intervals
 from ringattn import Layout, Mask, ring_attention, simulate
 from ringattn.layout import KINDS
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
@@ -95,9 +96,11 @@ def test_a_dropped_hop_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = ring.dispatch.forward
     calls = []
 
-    def forgetful(q, k, v, lo, hi, *rest, **options):
+    def forgetful(q, k, v, intervals, *rest, **options):
         calls.append(1)
-        return honest(q, k, v, lo, lo if len(calls) == 3 else hi, *rest, **options)
+        if len(calls) == 3:
+            intervals = Intervals.of(intervals.host[0], intervals.host[0], intervals.num_keys)
+        return honest(q, k, v, intervals, *rest, **options)
 
     monkeypatch.setattr(ring.dispatch, "forward", forgetful)
     case = Case.random(seq_len=101)

@@ -9,9 +9,14 @@ from kernels import intervals
 from ringattn import Layout, Mask
 from ringattn.cost import fabric
 from ringattn.layout import KINDS
-from ringattn.plan import FIRST_PART, backward_bytes, backward_work, cuts, forward_bytes, forward_work, plan
+from ringattn.plan import FIRST_PART, Block, backward_bytes, backward_work, cuts, forward_bytes, forward_work, plan
 
 CPU = torch.device("cpu")
+
+
+def written_out(block: Block) -> torch.Tensor:
+    """The mask of the first batch entry: bool (query rows, key rows)."""
+    return intervals.dense(block.intervals.lo, block.intervals.hi, block.intervals.num_keys)[0]
 
 
 def span(places: torch.Tensor) -> list[int]:
@@ -30,7 +35,7 @@ def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: l
         for other in range(ranks):
             for query_rank, key_rank in ((rank, other), (other, rank)):
                 sides = range(layout.rows(query_rank)), key_rank, range(layout.rows(key_rank))
-                local = intervals.dense(*planned._cut(query_rank, *sides).intervals, layout.rows(key_rank))[0]
+                local = written_out(planned._cut(query_rank, *sides))
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
                 meeting, (rows, columns) = planned.meetings[query_rank][key_rank], expected.nonzero().T
@@ -79,7 +84,7 @@ def test_rows_of_a_block_keep_their_intervals() -> None:
             query_rank, queries, key_rank, keys = sides
             lo, hi = mask.intervals(40)
             allowed = intervals.dense(lo, hi, 40)[0][layout.positions(query_rank)][:, layout.positions(key_rank)]
-            got = intervals.dense(*block.intervals, len(keys))[0]
+            got = written_out(block)
             assert torch.equal(got, allowed[queries.start : queries.stop, keys.start : keys.stop])
             assert torch.equal(block.positions[0], layout.positions(query_rank)[queries.start : queries.stop].int())
             assert torch.equal(block.positions[1], layout.positions(key_rank)[keys.start : keys.stop].int())
