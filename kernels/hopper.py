@@ -126,14 +126,13 @@ def tile_view(buffer, desc):
 
 
 @gluon.jit
-def walk(lo, hi, first, num_rows, ROWS: gl.constexpr, STEP: gl.constexpr):
-    """As `kernels.tiles.walk`: begin, num_head, num_full, num_edge of the tiles that rows [first, first + ROWS) reach."""
-    last = gl.minimum(first + ROWS, num_rows) - 1
-    begin = gl.load(lo + first)
-    total = gl.cdiv(gl.maximum(gl.load(hi + last) - begin, 0), STEP)
-    num_head = gl.minimum(gl.cdiv(gl.load(lo + last) - begin, STEP), total)
-    num_full = gl.maximum(gl.maximum(gl.load(hi + first) - begin, 0) // STEP - num_head, 0)
-    return begin, num_head, num_full, total - num_full
+def load_tile(table, tile):
+    """(first, end, begin, num_head, num_full, num_edge) of a tile of `kernels.intervals.Intervals.tiles`."""
+    table += tile * 6
+    first, end = gl.load(table), gl.load(table + 1)
+    begin, num_head = gl.load(table + 2), gl.load(table + 3)
+    num_full, num_edge = gl.load(table + 4), gl.load(table + 5)
+    return first, end, begin, num_head, num_full, num_edge
 
 
 @gluon.jit

@@ -1,11 +1,11 @@
 """Hopper backward: the contract of `kernels.reference.backward` for sm_90, in Gluon.
 
-Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unless it is given, clears the sums of dq and
-transposes the intervals; `_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order.
+Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unless it is given, and clears the sums of dq;
+`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order.
 
-A program of the main kernel owns 128 keys of one key head and walks over the query tiles that see them, for every query head
-of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups that
-hold the dk and dv of 64 keys each in registers. A step is one query tile, scores are transposed, (keys, queries):
+A program of the main kernel owns up to 128 keys of one key head and walks over the query tiles that see them, for every query
+head of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups
+that hold the dk and dv of 64 keys each in registers. A step is one query tile, scores are transposed, (keys, queries):
 
     producer     K, V; then for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it
     consumers    S = K Q^T, dP = V dO^T                     of their own keys
@@ -42,11 +42,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
+from kernels.hopper import LOG2_E, load_tile, tile_view, tma_load, tma_reduce_add
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import Delta, Gradients
-from kernels.tiles import transpose_intervals
 
 KEYS = gl.constexpr(128)  # of a program
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
@@ -125,25 +124,15 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
-@triton.jit
-def _transpose_block(lo, hi, intervals, block, batch, num_queries, num_keys, num_blocks):
-    """The transposed intervals of a block of keys. A key past the end is seen by none, yet keeps the block's union."""
-    keys = block * KEYS + tl.arange(0, KEYS)
-    existing = tl.minimum(keys, num_keys - 1)
-    begin, end = transpose_intervals(lo + batch * num_queries, hi + batch * num_queries, existing, num_queries)
-    transposed = intervals + batch * (2 * num_blocks * KEYS) + keys
-    tl.store(transposed, tl.where(keys < num_keys, begin, NO_ROW))
-    tl.store(transposed + num_blocks * KEYS, end)
-
-
-@triton.jit
-def _prepare_tile(
-    lse, delta, out, dout, dlse, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG: tl.constexpr
-):
+@triton.jit(do_not_specialize=["num_tiles", "num_queries"])
+def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
     """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq.
 
     Rows that see nothing, or do not exist, get lse = inf: exp2(s - inf) is 0 for whatever finite s.
     """
+    program = tl.program_id(0)
+    tile, pair = program % num_tiles, program // num_tiles
+    head, batch = pair % CONFIG.num_heads, pair // CONFIG.num_heads
     QUERIES: tl.constexpr = CONFIG.queries
     SIZE: tl.constexpr = CONFIG.queries * CONFIG.dim
     rows = tl.arange(0, QUERIES)
@@ -154,49 +143,29 @@ def _prepare_tile(
         row_delta = tl.load(delta + index, mask=inside, other=0.0)
     else:
         row_delta = tiles.row_delta(out, dout, dlse, index, inside, CONFIG.value_dim, CONFIG.dim)
-    pair = (batch * CONFIG.num_heads + head).to(tl.int64) * num_tiles + tile
-    tl.store(scalars + pair * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
-    tl.store(scalars + pair * (2 * QUERIES) + QUERIES + rows, row_delta)
-    tl.store(dq_sums + pair * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_blocks", "num_tiles", "num_searches"])
-def _prepare_kernel(
-    lse, delta, out, dout, dlse, lo, hi, scalars, dq_sums, intervals,
-    num_queries, num_keys, num_blocks, num_tiles, num_searches, CONFIG: tl.constexpr,
-):  # fmt: skip
-    # the searches take longest and start first
-    program = tl.program_id(0)
-    if program < num_searches:
-        block, batch = program % num_blocks, program // num_blocks
-        _transpose_block(lo, hi, intervals, block, batch, num_queries, num_keys, num_blocks)
-    else:
-        tile, pair = (program - num_searches) % num_tiles, (program - num_searches) // num_tiles
-        head, batch = pair % CONFIG.num_heads, pair // CONFIG.num_heads
-        _prepare_tile(lse, delta, out, dout, dlse, scalars, dq_sums, tile, head, batch, num_tiles, num_queries, CONFIG)
+    this = program.to(tl.int64)
+    tl.store(scalars + this * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
+    tl.store(scalars + this * (2 * QUERIES) + QUERIES + rows, row_delta)
+    tl.store(dq_sums + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
 @gluon.jit
-def _place(num_blocks, section, num_heads, CONFIG: gl.constexpr):
-    """(block of keys, key head, batch) of this program; `num_heads` counts the key heads of all the batch.
+def _place(table, sizes, CONFIG: gl.constexpr):
+    """(mask, key head, batch, first key, end of the keys, first query tile, number of query tiles) of this program.
 
-    Blocks go from the first on, under a causal mask the heaviest; at each block the heads of a section take turns. Every
+    Key tiles go as in the table, that with the most query tiles first; at each the heads of a section take turns. Every
     partition asks anew: what it is handed arrives through shared memory, and is no longer known to be uniform.
     """
+    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
     program = gl.program_id(0)
-    first = program // (section * num_blocks) * section
-    width = gl.minimum(section, num_heads - first)
-    rest = program - first * num_blocks
-    head = first + rest % width
-    return rest // width, head % CONFIG.num_key_heads, head // CONFIG.num_key_heads
-
-
-@gluon.jit
-def _plan(query_lo, query_hi, block, CONFIG: gl.constexpr):
-    """(first query tile, number of query tiles) that see the block's keys."""
-    begin = gl.load(query_lo + block * KEYS) // CONFIG.queries
-    end = gl.cdiv(gl.load(query_hi + block * KEYS + KEYS - 1), CONFIG.queries)
-    return begin, gl.maximum(end - begin, 0)
+    before = program // (section * num_key_tiles) * section
+    width = gl.minimum(section, num_heads - before)
+    rest = program - before * num_key_tiles
+    head = before + rest % width
+    batch = head // CONFIG.num_key_heads
+    mask = gl.minimum(batch, num_masks - 1)  # one may serve all
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, mask * num_key_tiles + rest // width)
+    return mask, head % CONFIG.num_key_heads, batch, first, end, begin // CONFIG.queries, num_full + num_edge
 
 
 @gluon.jit
@@ -204,19 +173,17 @@ def _produce(arguments, CONFIG: gl.constexpr):
     """The loading partition."""
     QUERIES: gl.constexpr = CONFIG.queries
     GROUP: gl.constexpr = CONFIG.group
-    q, k, v, dout, scalars, bounds, sizes, buffers, barriers = arguments
-    query_lo, query_hi, interval_stride = bounds
-    num_blocks, num_tiles, num_keys, section, num_heads = sizes
+    q, k, v, dout, scalars, table, sizes, buffers, barriers = arguments
+    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
     k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
-    block, key_head, batch = _place(num_blocks, section, num_heads, CONFIG)
+    mask, key_head, batch, first, end, begin, num_steps = _place(table, sizes, CONFIG)
     mbarrier.expect(k_full, 2 * k.block_type.nbytes)
     mbarrier.expect(v_full, 2 * v.block_type.nbytes)
     for half in gl.static_range(2):
-        tma_load(k, [batch, block * KEYS + half * ROWS, key_head, 0], k_full, tile_view(keys.index(half), k))
+        tma_load(k, [batch, first + half * ROWS, key_head, 0], k_full, tile_view(keys.index(half), k))
     for half in gl.static_range(2):
-        tma_load(v, [batch, block * KEYS + half * ROWS, key_head, 0], v_full, tile_view(values.index(half), v))
-    begin, num_steps = _plan(query_lo + batch * interval_stride, query_hi + batch * interval_stride, block, CONFIG)
+        tma_load(v, [batch, first + half * ROWS, key_head, 0], v_full, tile_view(values.index(half), v))
     stage = 0
     phase = 1
     for member in range(GROUP):
@@ -242,12 +209,13 @@ def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
     """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = CONFIG.scores
-    query_lo, query_hi, full_begin, full_end = view
+    query_lo, query_hi, num_keys, full_begin, full_end = view
     if (start < full_begin) | (start + QUERIES > full_end):
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
-        seen = (gl.load(query_lo + keys)[:, None] <= row) & (row < gl.load(query_hi + keys)[:, None])
-        scores = gl.where(seen, scores, float("-inf"))
+        lo = gl.load(query_lo + keys, mask=keys < num_keys, other=NO_ROW)[:, None]
+        hi = gl.load(query_hi + keys, mask=keys < num_keys, other=0)[:, None]
+        scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
     return gl.exp2(scores * log2_scale - lse[None, :])
 
 
@@ -338,17 +306,18 @@ def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
     GROUP: gl.constexpr = CONFIG.group
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = CONFIG.scores
-    dq_sums, dk, dv, scale, bounds, sizes, buffers, barriers = arguments
-    query_lo, query_hi, interval_stride = bounds
-    num_blocks, num_tiles, num_keys, section, num_heads = sizes
+    query_lo, query_hi, table, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
+    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
     k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
-    block, key_head, batch = _place(num_blocks, section, num_heads, CONFIG)
-    query_lo += batch * interval_stride
-    query_hi += batch * interval_stride
-    begin, num_steps = _plan(query_lo, query_hi, block, CONFIG)
-    own = block * KEYS + HALF * ROWS
-    view = query_lo + own, query_hi + own, gl.load(query_lo + own + ROWS - 1), gl.load(query_hi + own)
+    mask, key_head, batch, first, end, begin, num_steps = _place(table, sizes, CONFIG)
+    own = first + HALF * ROWS
+    num_own = end - own
+    query_lo += mask * num_keys + own
+    query_hi += mask * num_keys + own
+    # a tile with fewer keys has no query tile that all see: keys past the end are seen by none
+    full_begin = gl.load(query_lo + ROWS - 1, mask=num_own >= ROWS, other=NO_ROW)
+    view = query_lo, query_hi, num_own, full_begin, gl.load(query_hi, mask=num_own > 0, other=0)
     log2_scale = scale * LOG2_E
     grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
     grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
@@ -379,19 +348,19 @@ def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
         tma.store_wait(0)
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
         _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
-    base = batch.to(gl.int64) * num_keys * CONFIG.num_key_heads + key_head
+    base = (batch.to(gl.int64) * num_keys + own) * CONFIG.num_key_heads + key_head
     HEAD_DIM: gl.constexpr = CONFIG.head_dim
     VALUE_DIM: gl.constexpr = CONFIG.value_dim
     ADD_DK: gl.constexpr = CONFIG.add_dk
     ADD_DV: gl.constexpr = CONFIG.add_dv
-    _put_rows(dv + base * VALUE_DIM, grad_v, own, num_keys, VALUE_DIM, ADD_DV, CONFIG)
-    _put_rows(dk + base * HEAD_DIM, grad_k * scale, own, num_keys, HEAD_DIM, ADD_DK, CONFIG)
+    _put_rows(dv + base * VALUE_DIM, grad_v, num_own, VALUE_DIM, ADD_DV, CONFIG)
+    _put_rows(dk + base * HEAD_DIM, grad_k * scale, num_own, HEAD_DIM, ADD_DK, CONFIG)
     tma.store_wait(0)  # the last chunk of dQ is read from shared memory, which ends with the program
 
 
 @gluon.jit
-def _put_rows(base, tile, first, num_rows, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write `tile` to rows [first, first + ROWS) of one head of a contiguous (num_rows, heads, COLUMNS) matrix, or ADD it."""
+def _put_rows(base, tile, num_rows, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
+    """Write the first rows of `tile` to one head of a contiguous (rows, heads, COLUMNS) matrix from `base` on, or ADD them."""
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -399,7 +368,7 @@ def _put_rows(base, tile, first, num_rows, COLUMNS: gl.constexpr, ADD: gl.conste
     GRADS: gl.constexpr = CONFIG.grads
     STORED: gl.constexpr = GRADS if dtype == gl.float32 else WHOLE_ROWS
     tile = gl.convert_layout(tile.to(dtype), STORED)
-    rows = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
     pointers = base + rows.to(gl.int64)[:, None] * (CONFIG.num_key_heads * COLUMNS) + columns[None, :]
     mask = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
@@ -408,10 +377,10 @@ def _put_rows(base, tile, first, num_rows, COLUMNS: gl.constexpr, ADD: gl.conste
     gl.store(pointers, tile, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["interval_stride", "num_blocks", "num_tiles", "num_keys", "section", "num_heads"])
+@gluon.jit(do_not_specialize=["num_masks", "num_key_tiles", "num_tiles", "num_keys", "section", "num_heads"])
 def _main_kernel(
-    q, k, v, dout, scalars, dq_sums, dk, dv, intervals,
-    interval_stride, num_blocks, num_tiles, num_keys, section, num_heads, scale, CONFIG: gl.constexpr,
+    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, table,
+    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
@@ -445,12 +414,11 @@ def _main_kernel(
         mbarrier.init(ds_empty.index(i), count=1)
     fence_async_shared()
     # constants stay out of these: a tuple in a variable turns them into tensors
-    bounds = intervals, intervals + num_blocks * KEYS, interval_stride
-    sizes = num_blocks, num_tiles, num_keys, section, num_heads
+    sizes = num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads
     buffers = queries, douts, rows, keys, values, ds_tiles, chunks
     barriers = k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty
-    loading = q, k, v, dout, scalars, bounds, sizes, buffers, barriers
-    computing = dq_sums, dk, dv, scale, bounds, sizes, buffers, barriers
+    loading = q, k, v, dout, scalars, table, sizes, buffers, barriers
+    computing = query_lo, query_hi, table, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
         [(_produce, (loading, CONFIG)), (_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG))],
         [4, 4],
@@ -561,30 +529,28 @@ def _launch(
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, add)
     dim, queries = config.dim, config.queries
     dq, dk, dv = grads
-    num_intervals, num_blocks, num_tiles = intervals.batch, -(-num_keys // KEYS.value), -(-num_queries // queries)
+    num_tiles = -(-num_queries // queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
     scalars, dq_sums = lse.new_empty(num_pairs * 2 * queries), lse.new_empty(num_pairs * queries * dim)
-    # of each batch entry query_lo, then query_hi
-    transposed = intervals.lo.new_empty(num_intervals * 2 * num_blocks * KEYS.value)
     if isinstance(delta, tuple):
         dout = dout.contiguous()
         rows = lse, None, delta[0], dout, delta[1]
     else:
         rows = lse, delta, None, None, None
-    num_searches = num_intervals * num_blocks
     launch(
-        _prepare_kernel, num_searches + num_pairs,
-        (*[x if x is None else x.contiguous() for x in rows], intervals.lo, intervals.hi, scalars, dq_sums, transposed),
-        (num_queries, num_keys, num_blocks, num_tiles, num_searches), CONFIG=config,
+        _prepare_kernel, num_pairs, (*[x if x is None else x.contiguous() for x in rows], scalars, dq_sums),
+        (num_tiles, num_queries), CONFIG=config,
     )  # fmt: skip
     q, k, v, dout = [hopper.as_strided_rows(x) for x in (q, k, v, dout)]
     descriptors = (
         hopper.describe(q, queries, dim), hopper.describe(k, ROWS.value, dim), hopper.describe(v, ROWS.value, dim),
         hopper.describe(dout, queries, dim), *map(hopper.with_base, _describe_scratch(num_pairs, config), (scalars, dq_sums)),
     )  # fmt: skip
-    interval_stride = 0 if num_intervals == 1 else 2 * num_blocks * KEYS.value
+    by_key = intervals.transposed
+    table = by_key.tiles(KEYS.value, queries, aligned=True)
+    num_key_tiles, key_heads = table.shape[1], batch * num_key_heads
     launch(
-        _main_kernel, batch * num_key_heads * num_blocks, (*descriptors, dk, dv, transposed),
-        (interval_stride, num_blocks, num_tiles, num_keys, _section(num_queries), batch * num_key_heads, scale), CONFIG=config,
+        _main_kernel, num_key_tiles * key_heads, (*descriptors, dk, dv, by_key.lo, by_key.hi, table),
+        (by_key.batch, num_key_tiles, num_tiles, num_keys, _section(num_queries), key_heads, scale), CONFIG=config,
     )  # fmt: skip
     launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

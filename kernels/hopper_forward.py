@@ -35,6 +35,7 @@ from kernels.dropout import Dropout
 from kernels.hopper import (
     LN_2,
     LOG2_E,
+    load_tile,
     named_barrier_arrive,
     named_barrier_wait,
     step_start,
@@ -42,7 +43,6 @@ from kernels.hopper import (
     tma_load,
     tma_store,
     visible,
-    walk,
 )
 from kernels.intervals import Intervals
 from kernels.launch import launch
@@ -105,14 +105,14 @@ TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, registers=240
 
 
 @gluon.jit
-def _place(num_queries, all_heads, num_sections, CONFIG: gl.constexpr):
-    """(first query row, head, batch) of this program.
+def _place(sizes, CONFIG: gl.constexpr):
+    """(number in the table of tiles, mask, head, batch) of this program.
 
-    The heads of the whole batch are worked off in sections whose keys and values share the L2 cache; in a section
-    the last tiles of rows come first: under a causal mask they are the longest. Every partition asks anew: what it is handed
-    arrives through shared memory, and is no longer known to be uniform.
+    The heads of the whole batch are worked off in sections whose keys and values share the L2 cache; in a section the tiles
+    go as in the table, the longest walk first. Every partition asks anew: what it is handed arrives through shared memory, and
+    is no longer known to be uniform.
     """
-    num_tiles = gl.cdiv(num_queries, CONFIG.queries)
+    num_masks, num_tiles, num_queries, all_heads, num_sections = sizes
     program = gl.program_id(0)
     heads = all_heads // num_sections
     # sections of one head more come last, where many heads even out the ends
@@ -125,8 +125,9 @@ def _place(num_queries, all_heads, num_sections, CONFIG: gl.constexpr):
     section = program // (num_tiles * heads)
     program -= section * num_tiles * heads
     head = start + section * heads + program % heads
-    first = (num_tiles - 1 - program // heads) * CONFIG.queries
-    return first, head % CONFIG.num_heads, head // CONFIG.num_heads
+    batch = head // CONFIG.num_heads
+    mask = gl.minimum(batch, num_masks - 1)  # one may serve all
+    return mask * num_tiles + program // heads, mask, head % CONFIG.num_heads, batch
 
 
 @gluon.jit
@@ -140,18 +141,15 @@ def _next(stage, phase, CONFIG: gl.constexpr):
 def _produce(arguments, CONFIG: gl.constexpr):
     """The loading partition."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
-    QUERIES: gl.constexpr = CONFIG.queries
     KEYS: gl.constexpr = CONFIG.keys
-    q, k, v, lo, hi, buffers, barriers, interval_stride, num_queries, all_heads, num_sections = arguments
+    q, k, v, table, sizes, buffers, barriers = arguments
     queries, keys, values = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    first, head, batch = _place(num_queries, all_heads, num_sections, CONFIG)
+    tile, mask, head, batch = _place(sizes, CONFIG)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, tile)
     for c in gl.static_range(CONSUMERS):
         mbarrier.expect(q_full.index(c), q.block_type.nbytes)
         tma_load(q, [batch, first + c * ROWS, head, 0], q_full.index(c), tile_view(queries.index(c), q))
-    begin, num_head, num_full, num_edge = walk(
-        lo + batch * interval_stride, hi + batch * interval_stride, first, num_queries, QUERIES, KEYS
-    )
     key_head = head // CONFIG.group
     stage = 0
     phase = 1
@@ -331,22 +329,20 @@ def _step(
 def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """One computing partition: 64 rows through all steps."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
-    QUERIES: gl.constexpr = CONFIG.queries
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
     OUTPUT: gl.constexpr = CONFIG.output
     SCORES: gl.constexpr = CONFIG.scores
-    lo, hi, results, out, buffers, barriers, interval_stride, num_queries, all_heads, num_sections, log2_scale = arguments
+    lo, hi, table, sizes, results, buffers, barriers, log2_scale = arguments
     queries, keys, values = buffers
     q_full, k_full, k_empty, v_full, v_empty = barriers
-    first, head, batch = _place(num_queries, all_heads, num_sections, CONFIG)
-    lo += batch * interval_stride
-    hi += batch * interval_stride
-    begin, num_head, num_full, num_edge = walk(lo, hi, first, num_queries, QUERIES, KEYS)
+    num_masks, num_tiles, num_queries, all_heads, num_sections = sizes
+    tile, mask, head, batch = _place(sizes, CONFIG)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table, tile)
     own = first + CONSUMER * ROWS
-    rows = gl.minimum(own + gl.arange(0, ROWS, layout=BY_ROW), num_queries - 1)
-    row_lo = gl.load(lo + rows)
-    row_hi = gl.load(hi + rows)
+    rows = own + gl.arange(0, ROWS, layout=BY_ROW)
+    row_lo = gl.load(lo + mask * num_queries + rows, mask=rows < end, other=0)
+    row_hi = gl.load(hi + mask * num_queries + rows, mask=rows < end, other=0)
     if CONFIG.has_state:
         _prefetch(results, batch, own, head, num_queries, CONFIG)
 
@@ -387,7 +383,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     m = gl.convert_layout(gl.max(m, axis=1), BY_ROW) * log2_scale
     l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
     origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
-    _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries, CONFIG)
+    _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries, CONFIG)
 
 
 @gluon.jit
@@ -406,13 +402,13 @@ def _prefetch(results, batch, own, head, num_queries, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries, CONFIG: gl.constexpr):
-    """Merge the state that came in, and write the new state, or the output by way of the query's shared memory."""
+def _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries, CONFIG: gl.constexpr):
+    """Merge the state that came in, and write the new state, or the output: by way of the query's shared memory if TMA can."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
-    state_m, state_l, state_o, lse = results
+    state_m, state_l, state_o, lse, out, out_tiles = results
     rows = own + gl.arange(0, ROWS, layout=BY_ROW)
     row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
-    inside = rows < num_queries
+    inside = rows < end
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
     index = gl.convert_layout(row_index, gl.SliceLayout(1, CONFIG.output))[:, None] * CONFIG.value_dim + columns
     mask = gl.convert_layout(inside, gl.SliceLayout(1, CONFIG.output))[:, None] & (columns < CONFIG.value_dim)
@@ -433,21 +429,25 @@ def _finish(m, origin, l, o, query, results, out, batch, own, head, num_queries,
     if CONFIG.final:
         factor = 1.0 / gl.where(l == 0.0, 1.0, l)
         o *= gl.convert_layout(factor, gl.SliceLayout(1, CONFIG.output))[:, None]
-        query.store(o.to(query.dtype))
-        fence_async_shared()
-        tma_store(out, [batch, own, head, 0], tile_view(query, out))
         gl.store(lse + row_index, (origin + gl.log2(l)) * LN_2, mask=inside)
-        tma.store_wait(0)
+        o = o.to(query.dtype)
+        if own + ROWS <= end:
+            query.store(o)
+            fence_async_shared()
+            tma_store(out_tiles, [batch, own, head, 0], tile_view(query, out_tiles))
+            tma.store_wait(0)
+        else:  # the rows that follow are another tile's
+            gl.store(out + index, o, mask=mask)
     else:
         gl.store(state_m + row_index, m * LN_2, mask=inside)
         gl.store(state_l + row_index, l, mask=inside)
         gl.store(state_o + index, o, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["interval_stride", "num_queries", "all_heads", "num_sections"])
+@gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "all_heads", "num_sections"])
 def _forward_kernel(
-    q, k, v, out, lo, hi, state_m, state_l, state_o, lse, interval_stride, num_queries, all_heads, num_sections,
-    log2_scale, CONFIG: gl.constexpr,
+    q, k, v, out_tiles, lo, hi, table, state_m, state_l, state_o, lse, out,
+    num_masks, num_tiles, num_queries, all_heads, num_sections, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -471,9 +471,10 @@ def _forward_kernel(
     fence_async_shared()
     buffers = queries, keys, values
     barriers = q_full, k_full, k_empty, v_full, v_empty
-    loading = q, k, v, lo, hi, buffers, barriers, interval_stride, num_queries, all_heads, num_sections
-    results = state_m, state_l, state_o, lse
-    computing = lo, hi, results, out, buffers, barriers, interval_stride, num_queries, all_heads, num_sections, log2_scale
+    sizes = num_masks, num_tiles, num_queries, all_heads, num_sections
+    loading = q, k, v, table, sizes, buffers, barriers
+    results = state_m, state_l, state_o, lse, out, out_tiles
+    computing = lo, hi, table, sizes, results, buffers, barriers, log2_scale
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
@@ -543,14 +544,14 @@ def _launch(
     few = batch * num_queries * num_heads <= FEW_ROWS
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
-    interval_stride = num_queries if intervals.batch > 1 else 0
+    table = intervals.tiles(config.queries, config.keys)
     blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
     descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
-    all_heads, num_tiles = num_heads * batch, -(-num_queries // config.queries)
+    all_heads, num_tiles = num_heads * batch, table.shape[1]
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     with torch.cuda.device_of(q):
         launch(
-            _forward_kernel, num_tiles * all_heads, (*descriptors, intervals.lo, intervals.hi, m, l, o, lse),
-            (interval_stride, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
+            _forward_kernel, num_tiles * all_heads, (*descriptors, intervals.lo, intervals.hi, table, m, l, o, lse, out),
+            (intervals.batch, num_tiles, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
             CONFIG=config,
         )  # fmt: skip

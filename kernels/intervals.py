@@ -25,7 +25,7 @@ class Intervals:
     num_keys: int
     host: tuple[Tensor, Tensor] = field(repr=False)  # lo and hi on the CPU
     of_keys: bool = False  # whether the rows are keys, and the "keys" queries: see `transposed`
-    _tables: dict[tuple[int, int, bool], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[tuple[int, int, bool, bool], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu") -> "Intervals":
@@ -84,7 +84,7 @@ class Intervals:
         placed = host if self.device.type == "cpu" else (part(self.lo), part(self.hi))
         return Intervals(*placed, keys.stop - keys.start, host, self.of_keys)
 
-    def tiles(self, rows: int, step: int, cut: bool = True) -> Tensor:
+    def tiles(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
         """The tiles of at most `rows` rows that cover all rows, in the order in which programs take them.
 
         Bounds never decrease, so the rows [first, end) of a tile together see the keys [lo of the first, hi of the last),
@@ -99,16 +99,18 @@ class Intervals:
             rows: of a tile.
             step: keys of a step.
             cut: whether tiles end where documents do. Else tile i has the rows from i * rows on.
+            aligned: whether begin is a multiple of `step`, at or before the first key that is seen.
 
         Returns:
             int32 (batch, T, 6) on the device: first, end, begin, num_head, num_full, num_edge, the latter the number of all
             steps to mask. The longest walks come first; empty tiles, all 0, fill up entries that have fewer.
         """
-        key = rows, step, cut
+        key = rows, step, cut, aligned
         if key not in self._tables:
             pieces = _pieces(self.host[self.of_keys], CUT * rows if cut else self.num_keys + 1)
             first, end = _lay(*pieces, rows, from_end=cut and not self.of_keys)
-            table = _by_length(first, end, _walks(*self.host, first, end, step), *self.lo.shape)
+            walks = _walks(*self.host, first, end, step, step if aligned else 1)
+            table = _by_length(first, end, walks, *self.lo.shape)
             self._tables[key] = table.to(self.device)
         return self._tables[key]
 
@@ -171,10 +173,10 @@ def _lay(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor
     return first, torch.minimum(first + rows, stop)
 
 
-def _walks(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int) -> tuple[Tensor, ...]:
+def _walks(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignment: int) -> tuple[Tensor, ...]:
     """begin, num_head, num_full, num_edge of tiles, see `Intervals.tiles`."""
     lo, hi = lo.flatten(), hi.flatten()
-    begin = lo[first]
+    begin = lo[first] // alignment * alignment
     total = _ceil_div((hi[end - 1] - begin).clamp(min=0), step)
     num_head = torch.minimum(_ceil_div(lo[end - 1] - begin, step), total)
     num_full = ((hi[first] - begin).clamp(min=0) // step - num_head).clamp(min=0)

@@ -148,27 +148,6 @@ def load_tile(table, tile):
 
 
 @triton.jit
-def _advance(count, reach, bounds, keys, num_rows):
-    """`count` of bounds, moved on by `reach` where that many of them are at most the key."""
-    inside = count + reach <= num_rows
-    bound = tl.load(bounds + count + reach - 1, mask=inside, other=0)
-    return tl.where(inside & (bound <= keys), count + reach, count)
-
-
-@triton.jit
-def transpose_intervals(lo, hi, keys, num_rows):
-    """`kernels.intervals.transpose` at some keys: the first row that sees each and the one after the last, by binary search."""
-    begin, end, reach = tl.zeros_like(keys), tl.zeros_like(keys), 1
-    while reach * 2 <= num_rows:
-        reach *= 2
-    while reach > 0:
-        begin = _advance(begin, reach, hi, keys, num_rows)
-        end = _advance(end, reach, lo, keys, num_rows)
-        reach //= 2
-    return begin, end
-
-
-@triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """The list of a block of rows, of entries (kept columns before, column) as in `kernels.blocks`, GROUP columns a block."""
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1

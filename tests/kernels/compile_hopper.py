@@ -21,7 +21,7 @@ from compile_sm90 import resources  # noqa: E402
 from kernels import hopper, hopper_backward, hopper_forward  # noqa: E402
 
 HEADS = 4
-INTEGERS = ("lo", "hi", "intervals")
+INTEGERS = ("lo", "hi", "query_lo", "query_hi", "table")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -37,9 +37,9 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     shape = dict(dim=dim, value_dim=dim, num_heads=HEADS, group=group, has_state=has_state, final=final)
     tiles = hopper_forward.TILES_OF_FEW if kind == "few" else hopper_forward.TILES
     config = hopper_forward.Config(**shape, **tiles[dim])
-    block = {"q": hopper_forward.ROWS.value, "out": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
-    types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()}
-    absent = ([] if has_state else ["state_m", "state_l", "state_o"]) + ([] if final else ["out", "lse"])
+    block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
+    types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
+    absent = ([] if has_state else ["state_m", "state_l", "state_o"]) + ([] if final else ["out_tiles", "out", "lse"])
     return hopper_forward._forward_kernel, config, types, absent
 
 

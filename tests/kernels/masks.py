@@ -56,6 +56,13 @@ def intervals_of(mask: str, num_queries: int, num_keys: int) -> tuple[Tensor, Te
     return tuple(x[None].int() for x in MASKS[mask](num_queries, num_keys))
 
 
+def packed_intervals(documents: list[list[int]]) -> tuple[Tensor, Tensor]:
+    """lo, hi of packed documents under a causal mask, of these lengths in each entry of the batch."""
+    starts = [[sum(lengths[:i]) for i, length in enumerate(lengths) for _ in range(length)] for lengths in documents]
+    lo = torch.tensor(starts, dtype=torch.int32)
+    return lo, torch.arange(1, lo.shape[1] + 1, dtype=torch.int32).expand_as(lo)
+
+
 def random_intervals(num_queries: int, num_keys: int, seed: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     """Two independent non-decreasing sequences a row of the batch, so that lo > hi occurs."""
     source = random.Random(seed)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kernels import reference
-from kernels.intervals import Intervals
+from kernels.intervals import CUT, Intervals, full
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.contract import (
     check_accumulators,
@@ -20,7 +20,7 @@ from tests.kernels.contract import (
     check_offsets_beyond_32_bits,
     check_strided,
 )
-from tests.kernels.masks import MASKS, intervals_of, random_intervals
+from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem, strided
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -83,6 +83,17 @@ def test_lengths(length, dim, device):
 def test_each_batch_entry_has_its_own_intervals(batch, device):
     bounds = random_intervals(370, 490, seed=1, batch=batch)
     check_all(make_problem(*bounds, 490, torch.float16, batch, heads=(6, 2), dims=(64, 64), device=device), floor=1.0)
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_that_end_where_documents_do(dtype, dim, device):
+    """Three batch entries with a different number of tiles; some end within the first rows or keys of a consumer."""
+    size = CUT * hopper_forward.TILES[dim]["consumers"] * hopper_forward.ROWS.value
+    documents = [[size + 2, 37, size + 139, 1], [2 * size + 179], [1, size + 70, 2, size + 106]]
+    problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), (dim, dim), device)
+    assert problem.intervals.tiles(128, 128).shape[1] > (2 * size + 179) / 128 + 1
+    check_all(problem)
 
 
 @pytest.mark.parametrize("layout", STRIDED)
@@ -160,7 +171,7 @@ REFUSED = {  # changed argument -> part of the message
     "fp32": (lambda p: vars(p.double()) | dict(q=p.q.float(), k=p.k.float(), v=p.v.float()), "not fp16 or bf16"),
     "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 3), k=p.k.repeat(1, 1, 1, 3)), "query head dim 192"),
     "value head dim": (lambda p: dict(v=p.v[..., :12]), "value head dim 12"),
-    "no keys": (lambda p: dict(k=p.k[:, :0], v=p.v[:, :0]), "no keys"),
+    "no keys": (lambda p: dict(k=p.k[:, :0], v=p.v[:, :0], intervals=full(5, 0, p.q.device)), "no keys"),
 }
 
 

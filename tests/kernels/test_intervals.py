@@ -90,9 +90,11 @@ def test_bad_bounds_are_refused(case):
     assert message in str(refused.value)
 
 
-def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int) -> list[int]:
+def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int, aligned: bool) -> list[int]:
     """begin, num_head, num_full and num_edge, a step at a time."""
     rows, begin = range(first, end), lo[first]
+    while aligned and begin % step:
+        begin -= 1
     num_steps = math.ceil(max(hi[end - 1] - begin, 0) / step)
     # whether all rows see all keys of a step
     starts = [begin + i * step for i in range(num_steps)]
@@ -100,9 +102,9 @@ def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int) ->
     return [begin, unmasked.index(True) if any(unmasked) else None, sum(unmasked), num_steps - sum(unmasked)]
 
 
-def check_table(intervals: Intervals, rows: int, step: int, cut: bool) -> None:
-    table = intervals.tiles(rows, step, cut)
-    assert table is intervals.tiles(rows, step, cut)
+def check_table(intervals: Intervals, rows: int, step: int, cut: bool, aligned: bool = False) -> None:
+    table = intervals.tiles(rows, step, cut, aligned)
+    assert table is intervals.tiles(rows, step, cut, aligned)
     assert table.dtype == torch.int32 and table.shape[0] == intervals.batch and table.shape[2] == 6
     for tiles, lo, hi in zip(table.tolist(), intervals.lo.tolist(), intervals.hi.tolist(), strict=True):
         lengths = [tile[4] + tile[5] for tile in tiles]
@@ -115,7 +117,7 @@ def check_table(intervals: Intervals, rows: int, step: int, cut: bool) -> None:
                 continue
             assert 0 < end - first <= rows
             assert cut or (first % rows == 0 and end == min(first + rows, intervals.num_rows))
-            expected = plain_walk(lo, hi, first, end, step)
+            expected = plain_walk(lo, hi, first, end, step, aligned)
             # where no step is unmasked, it does not matter at which one they would begin
             assert walk == expected or (expected[1] is None and walk[::2] == expected[::2] and walk[3] == expected[3])
         order = [(-length, first) for length, (first, end, *_) in zip(lengths, tiles, strict=True) if first < end]
@@ -125,11 +127,14 @@ def check_table(intervals: Intervals, rows: int, step: int, cut: bool) -> None:
 sizes = st.sampled_from([(1, 1), (3, 2), (8, 8), (16, 5)])
 
 
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 3), sizes, st.booleans(), st.integers(0, 2**32))
-def test_tiles_of_random_masks(num_queries, num_keys, batch, size, cut, seed):
+options = st.tuples(st.booleans(), st.booleans())
+
+
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 3), sizes, options, st.integers(0, 2**32))
+def test_tiles_of_random_masks(num_queries, num_keys, batch, size, options, seed):
     intervals = Intervals.of(*random_intervals(num_queries, num_keys, seed, batch), num_keys)
-    check_table(intervals, *size, cut)
-    check_table(intervals.transposed, *size, cut)
+    check_table(intervals, *size, *options)
+    check_table(intervals.transposed, *size, *options)
 
 
 @pytest.mark.parametrize("shape", [(100, 130), (130, 100)], ids=str)

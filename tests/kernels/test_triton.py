@@ -22,7 +22,7 @@ from tests.kernels.contract import (
     check_offsets_beyond_32_bits,
     check_strided,
 )
-from tests.kernels.masks import MASKS, intervals_of, random_intervals
+from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
 
 ON_GPU = torch.cuda.is_available()
@@ -83,10 +83,8 @@ def test_each_batch_entry_has_its_own_intervals(device):
 def test_tiles_that_end_where_documents_do(device):
     """Two batch entries, of which one has fewer tiles."""
     size = CUT * SMALL_TILE.queries
-    documents = [[size + 2, 37, size + 7], [2 * size + 46]]
-    starts = [[sum(row[:i]) for i, length in enumerate(row) for _ in range(length)] for row in documents]
-    lo, num_rows = torch.tensor(starts), sum(documents[1])
-    problem = make_problem(lo, 1 + torch.arange(num_rows).expand(2, -1), num_rows, torch.float16, 2, device=device)
+    bounds = packed_intervals([[size + 2, 37, size + 7], [2 * size + 46]])
+    problem = make_problem(*bounds, 2 * size + 46, torch.float16, 2, device=device)
     table = problem.intervals.tiles(SMALL_TILE.queries, SMALL_TILE.keys)
     assert table[0, -1, 1] > 0 and table[1, -1, 1] == 0
     check_all(problem)
