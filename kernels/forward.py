@@ -133,7 +133,7 @@ def _forward_kernel(
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
         m, l, o = _merge(m, l, o, other_m, other_l, other_o)
     if FINAL:
-        o = o / tl.where(l == 0.0, 1.0, l)[:, None]
+        o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)
         tl.store(lse + row_index, (m + tl.log2(l)) * LN_2, mask=row_mask)
     else:

@@ -24,18 +24,19 @@ class Intervals:
     hi: Tensor
     num_keys: int
     host: tuple[Tensor, Tensor] = field(repr=False)  # lo and hi on the CPU
+    wait: bool  # for copies to the device
     of_keys: bool = False  # whether the rows are keys, and the "keys" queries: see `transposed`
     _tables: dict[tuple[int, int, bool, bool], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
-    def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu") -> "Intervals":
+    def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
         """The mask of these bounds, for kernels on `device`.
-
-        Copies are synchronous, those of tables too: whoever finds a tensor here may read it, in whatever stream.
 
         Args:
             lo, hi: integers (1 or B, Nq) on the CPU.
             num_keys: Nk.
+            wait: whether the host waits until copies, those of tables too, have arrived. If not, they are queued in the current
+                stream, and the mask may be used in this stream only.
 
         Raises:
             ValueError: bounds of unlike shapes, elsewhere than on the CPU, that decrease along a row or leave [0, num_keys].
@@ -47,14 +48,14 @@ class Intervals:
                 raise ValueError(f"{name} is {x.dtype} on {x.device}, but bounds must be integers on the CPU")
             if x.numel() and (x[:, 0].min() < 0 or x[:, -1].max() > num_keys or (x.diff() < 0).any()):
                 raise ValueError(f"{name} must never decrease along a row, and stay within [0, {num_keys}]")
-        return cls._placed((lo, hi), num_keys, device)
+        return cls._placed((lo, hi), num_keys, device, wait)
 
     @classmethod
     def _placed(
-        cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, of_keys: bool = False
+        cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, wait: bool, of_keys: bool = False
     ) -> "Intervals":
         host = tuple(x.to(torch.int32).contiguous() for x in host)
-        return cls(*(x.to(device) for x in host), num_keys, host, of_keys)
+        return cls(*(_copy(x, device, wait) for x in host), num_keys, host, wait, of_keys)
 
     @property
     def batch(self) -> int:
@@ -72,7 +73,8 @@ class Intervals:
     @cached_property
     def transposed(self) -> "Intervals":
         """The same mask seen from the keys: key j is seen by the query rows [lo[j], hi[j])."""
-        return self._placed(transpose(*self.host, self.num_keys), self.num_rows, self.device, not self.of_keys)
+        bounds = transpose(*self.host, self.num_keys)
+        return self._placed(bounds, self.num_rows, self.device, self.wait, not self.of_keys)
 
     def cut(self, rows: slice, keys: slice) -> "Intervals":
         """The mask of these rows and keys alone, counted from the first of each; both slices have a start and a stop."""
@@ -82,7 +84,7 @@ class Intervals:
 
         host = tuple(part(x) for x in self.host)
         placed = host if self.device.type == "cpu" else (part(self.lo), part(self.hi))
-        return Intervals(*placed, keys.stop - keys.start, host, self.of_keys)
+        return Intervals(*placed, keys.stop - keys.start, host, self.wait, self.of_keys)
 
     def tiles(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
         """The tiles of at most `rows` rows that cover all rows, in the order in which programs take them.
@@ -111,7 +113,7 @@ class Intervals:
             first, end = _lay(*pieces, rows, from_end=cut and not self.of_keys)
             walks = _walks(*self.host, first, end, step, step if aligned else 1)
             table = _by_length(first, end, walks, *self.lo.shape)
-            self._tables[key] = table.to(self.device)
+            self._tables[key] = _copy(table, self.device, self.wait)
         return self._tables[key]
 
 
@@ -148,6 +150,13 @@ def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
     """The mask written out as booleans (B or 1, Nq, Nk): for the reference and for tests, never for training."""
     keys = torch.arange(num_keys, device=lo.device)
     return (lo[..., None] <= keys) & (keys < hi[..., None])
+
+
+def _copy(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
+    """`x` of the CPU on `device`."""
+    if not wait and torch.device(device).type == "cuda":
+        x = x.pin_memory()  # or the host would wait for the stream
+    return x.to(device, non_blocking=not wait)
 
 
 # Below, the rows of all batch entries are counted through: row i of entry b is b * N + i.

@@ -98,7 +98,7 @@ class Plan:
         return self._schedules[key]
 
     def blocks(self, name: str, schedule: Schedule) -> dict[Visit, Block]:
-        """What this rank's visits compute with. All of them at once: copies to the device would hold up a pass under way."""
+        """What this rank's visits compute with. All of them at once, so that the host does not hold up a pass under way."""
         if (name, schedule) not in self._blocks:
             visits = [visit for step in schedule.by_rank[self.rank] for visit in step.visits]
             self._blocks[name, schedule] = {visit: self._block(name, visit) for visit in visits}
@@ -113,7 +113,7 @@ class Plan:
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
         bounds = _local(self.mask, self.layout, query_rank, key_rank)
         lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
-        intervals = Intervals.of(lo, hi, len(key_rows), self.device)
+        intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
         return Block(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def flops(self, work: Work, name: str, visit: Visit) -> float:

@@ -6,14 +6,15 @@
     python scripts/benchmark_kernels.py --device cpu                        # a dry run of everything, tiny
 
 Suites, all bf16, B = 1: `speed` (D 64 and 128, causal and full; with --lengths a curve, D 128 causal), `masks` (a window of
-4,096, packed documents), `heads` (32 query heads on 32 and on 8 key heads), `blocks` (block-sparse) and `memory` (beside
-N x N). Every output and gradient is first held to float64 at that very case: all rows of the first and the last head. Writes
-README.md, rows.json and pictures to --output.
+4,096, packed documents of 1 token to all, and of 1/256 to 1/2 of all), `heads` (32 query heads on 32 and on 8 key heads),
+`blocks` (block-sparse) and `memory` (beside N x N). Every output and gradient is first held to float64 at that very case: all
+rows of the first and the last head. Writes README.md, rows.json and pictures to --output.
 
 A GPU that works at the limit of its power lowers its clock after a moment: a kernel timed after a pause, while others compile
 or are checked, looks faster than it is. So all implementations of a case are prepared and checked first and then timed in
 turn, in rounds, forward and backward: every time a call is repeated for 0.2 s to take the GPU to the clock that it can hold
 (not on the CPU), and timed at once. A figure is the median over rounds; `samples` in rows.json are the milliseconds of each.
+With --graph calls are replayed from CUDA graphs, which leaves out the host's time: of short sequences it is the larger part.
 
 FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward. GB/s are q, k, v and out once
 (backward: dout and the gradients too) over the time. Extra memory is the peak above the tensors given and returned.
@@ -27,6 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -61,7 +63,7 @@ def suite_cases(suite: str, lengths: list[int], device: torch.device) -> list[Ca
         return [Case("full", length, heads, head_dims[-1]), *blocks]
     if suite == "heads":
         return [Case("causal", length, 2 * heads, head_dims[-1], key_heads=key_heads) for key_heads in (2 * heads, heads // 2)]
-    kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents")}[suite]
+    kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents", "short documents")}[suite]
     cases = [Case(kind, length, heads, dim) for dim in head_dims for kind in kinds]
     return cases + [Case("causal", n, heads, head_dims[-1]) for n in lengths if suite == "speed"]
 
@@ -142,12 +144,24 @@ def speed(case: Case, direction: str, samples: list[float]) -> dict:
     return {"ms": ms, **rates, "samples": samples}
 
 
-def time_rounds(calls: dict[Key, Call], rounds: int, device: torch.device) -> tuple[dict[Key, list[float]], dict[Key, dict]]:
+def captured(call: Call) -> Callable[[], None]:
+    """`call` as a CUDA graph that replays it. All it stands on must have been queued in the current stream, not the default."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        call()
+    return graph.replay
+
+
+def time_rounds(
+    calls: dict[Key, Call], rounds: int, device: torch.device, graph: bool
+) -> tuple[dict[Key, list[float]], dict[Key, dict]]:
     """Milliseconds of every call by round, and the failures: a call that raises has no more turns and ends nothing else."""
-    samples, failures = {key: [] for key in calls}, {}
-    for _ in range(rounds):
+    calls, samples, failures = dict(calls), {key: [] for key in calls}, {}
+    for turn in range(rounds):
         for key in list(samples):
             try:
+                if graph and turn == 0:
+                    calls[key] = captured(calls[key])
                 heat(calls[key], device)
                 samples[key].append(median_ms(calls[key], device))
             except Exception as error:
@@ -156,7 +170,9 @@ def time_rounds(calls: dict[Key, Call], rounds: int, device: torch.device) -> tu
     return samples, failures
 
 
-def measure_case(case: Case, implementations: dict[str, peers.Prepare], device: torch.device, rounds: int) -> list[dict]:
+def measure_case(
+    case: Case, implementations: dict[str, peers.Prepare], device: torch.device, rounds: int, graph: bool
+) -> list[dict]:
     """One row an implementation; the seconds printed are those before the timing, most of them compilation."""
     tensors = case.inputs(device)
     expected = expected_results(case, *tensors)
@@ -170,7 +186,7 @@ def measure_case(case: Case, implementations: dict[str, peers.Prepare], device: 
         seconds[name] = time.perf_counter() - start
     del expected
     torch.cuda.empty_cache()
-    samples, failures = time_rounds(calls, rounds, device)
+    samples, failures = time_rounds(calls, rounds, device, graph)
     for (name, direction), times in samples.items():
         rows[name][direction] |= speed(case, direction, times)
     for (name, direction), found in failures.items():
@@ -199,12 +215,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="of the curve, multiples of 128")
     parser.add_argument("--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that run here")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; default: 3")
+    parser.add_argument("--graph", action="store_true", help="replay calls from CUDA graphs")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run, tiny")
     arguments = parser.parse_args(argv)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --device cpu makes a dry run")
     if any(n <= 0 or n % 128 for n in arguments.lengths):
         parser.error(f"--lengths {arguments.lengths}: each must be a positive multiple of 128")
+    if arguments.graph and arguments.device != "cuda":
+        parser.error("--graph needs a CUDA device")
     if arguments.rounds < 1:
         parser.error(f"--rounds {arguments.rounds}: must be positive")
     return arguments
@@ -212,6 +231,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
+    # graphs cannot capture the default stream, nor the backward of what ran there
+    with torch.cuda.stream(torch.cuda.Stream()) if arguments.graph else nullcontext():
+        return run(argv, arguments)
+
+
+def run(argv: list[str], arguments: argparse.Namespace) -> int:
+    """Measure, report, and say whether our kernels ran everywhere, as an exit status."""
     device = torch.device(arguments.device)
     implementations = peers.available(device)
     if arguments.peers:
@@ -225,7 +251,7 @@ def main(argv: list[str]) -> int:
         suites[suite] = list(dict.fromkeys(suite_cases(suite, arguments.lengths, device)))
         for case in suites[suite]:
             if case not in rows:
-                rows[case] = measure_case(case, implementations, device, arguments.rounds)
+                rows[case] = measure_case(case, implementations, device, arguments.rounds, arguments.graph)
                 (arguments.output / "rows.json").write_text(benchmark_report.to_json(head, rows))
         # after every suite, so that a run that is cut short leaves what it has
         benchmark_report.write(arguments.output, head, suites, rows)

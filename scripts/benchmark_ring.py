@@ -88,7 +88,7 @@ CASES = {
     "causal-64k": RingCase("causal", 2**16),
     "causal-256k": RingCase("causal", 2**18),
     "grouped-64k": RingCase("causal", 2**16, 32, 8),
-    "documents-256k": RingCase("documents", 2**18),
+    "documents-64k": RingCase("documents", 2**16),
     "window-256k": RingCase("window", 2**18),
     "causal-1m": RingCase("causal", 2**20),
 }

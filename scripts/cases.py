@@ -23,7 +23,7 @@ TOLERANCE = 0.02
 class Case:
     """Self-attention of one bf16 sequence."""
 
-    kind: str  # full | causal | window | documents | blocks
+    kind: str  # full | causal | window | documents | short documents | blocks
     length: int  # a multiple of BLOCK
     heads: int
     head_dim: int
@@ -42,12 +42,13 @@ class Case:
 
     @cached_property
     def documents(self) -> list[int] | None:
-        """Lengths drawn log-uniformly between 1/256 and 1/2 of the sequence; the same at every run."""
-        if self.kind != "documents":
+        """Lengths drawn log-uniformly between 1 and the sequence's, or if short between its 1/256 and 1/2; always the same."""
+        if "documents" not in self.kind:
             return None
+        shortest, longest = (1, self.length) if self.kind == "documents" else (self.length / 256, self.length / 2)
         rng, lengths = random.Random(0), []
         while (left := self.length - sum(lengths)) > 0:
-            drawn = math.exp(rng.uniform(math.log(self.length / 256), math.log(self.length / 2)))
+            drawn = math.exp(rng.uniform(math.log(shortest), math.log(longest)))
             lengths.append(min(left, max(1, round(drawn))))
         return lengths
 

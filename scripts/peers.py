@@ -62,7 +62,7 @@ def _flex_mask(case: Case, device: torch.device) -> Callable:
     if case.kind == "window":
         window = case.window
         return lambda b, h, i, j: (i >= j) & (i - j < window)
-    if case.kind == "documents":
+    if case.documents:
         lengths = torch.tensor(case.documents)
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
         return lambda b, h, i, j: (i >= j) & (document[i] == document[j])
@@ -96,7 +96,7 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
     options = {"causal": case.kind != "full"}
     if case.kind == "window":
         options["window_size"] = (case.window - 1, 0)
-    if case.kind == "documents":
+    if case.documents:
         ends = torch.tensor([0, *case.documents]).cumsum(0).to(device, torch.int32)
         options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
         options |= {"max_seqlen_q": max(case.documents), "max_seqlen_k": max(case.documents)}
