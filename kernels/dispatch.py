@@ -103,11 +103,18 @@ def forward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
+    crowded: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """`kernels.reference.forward` by the chosen kernel."""
+    """`kernels.reference.forward` by the chosen kernel.
+
+    `crowded` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernel, which
+    otherwise get shares of the work before they start, then each do one item as they find room.
+    """
     chosen = _choose(q, v, backend, dropout, blocks)
-    compute = _module(chosen, "forward").forward
-    return compute(q, k, v, intervals, scale, state, final, dropout=dropout, blocks=blocks, precision=precision)
+    options = {"dropout": dropout, "blocks": blocks, "precision": precision}
+    if chosen == "hopper":
+        options["crowded"] = crowded
+    return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:

@@ -51,6 +51,12 @@ def refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
     return None
 
 
+@lru_cache(maxsize=64)
+def num_processors(device: torch.device) -> int:
+    """How many programs of one to a processor run at once."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def check(q: Tensor, v: Tensor, dropout: Dropout | None, blocks: BlockMask | None) -> None:
     """Raise ValueError for inputs and options that only the portable kernels take."""
     reason = refusal(q.device, q.dtype, (q.shape[-1], v.shape[-1]))

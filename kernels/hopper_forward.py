@@ -1,12 +1,15 @@
 """Hopper forward: the contract of `kernels.reference.forward` for sm_90, in Gluon.
 
-A program owns one tile of query rows of one head. One partition of warps, the producer, moves tiles by TMA; each of the
-others, the consumers, is a warpgroup with 64 of the rows, its scores, probabilities and output in registers:
+One program a processor works off the items that `Intervals.items` deals out to it, each a tile of query rows of one head. One
+partition of warps, the producer, moves tiles by TMA; each of the others, the consumers, is a warpgroup with 64 of an item's
+rows, its scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
 
-    producer     Q, then for every step K and V into the next stage, once all consumers have emptied it
+    producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
+                 step K and V into the next stage, once all consumers have emptied it
     consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
 
-    barriers     full, empty of each stage of K and of V; q_full of each consumer's rows
+    barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots
+    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is issued
     turns        a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
                  products while the others are at their softmax, instead of all waiting for all
 
@@ -35,7 +38,6 @@ from kernels.dropout import Dropout
 from kernels.hopper import (
     LN_2,
     LOG2_E,
-    load_tile,
     named_barrier_arrive,
     named_barrier_wait,
     step_start,
@@ -51,6 +53,7 @@ from kernels.reference import State
 ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
 TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
+SLOTS = gl.constexpr(2)  # of Q: with two, one bit tells an item's slot and the phases of q_full and q_empty
 SLACK = gl.constexpr(8.0)  # probabilities reach up to 2**SLACK before they are taken relative to another origin
 
 
@@ -73,7 +76,7 @@ class Config:
 
     @property
     def queries(self) -> int:
-        """Rows of a program."""
+        """Rows of an item."""
         return self.consumers * ROWS.value
 
     @property
@@ -92,6 +95,7 @@ class Config:
         return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
 
 
+UNLIMITED = 2**31 - 1  # programs
 L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the output passes through too
 # from triton 3.8 on, whose assembler is another, `_hold` would make it run all products one by one
 HOLD = hopper.TRITON_VERSION < (3, 8)
@@ -99,35 +103,23 @@ TILES = {  # by padded head dim
     64: dict(consumers=3, keys=128, stages=3, registers=160, turns=True, hold=False),
     128: dict(consumers=3, keys=64, stages=3, registers=160, turns=False, hold=HOLD),
 }
-# with few rows in all heads, programs of fewer rows leave fewer processors idle
+# with few rows in all heads, items of fewer rows leave fewer processors idle
 FEW_ROWS = 2**16
 TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD)}
 
 
 @gluon.jit
-def _place(sizes, CONFIG: gl.constexpr):
-    """(number in the table of tiles, mask, head, batch) of this program.
+def _load_item(items, number):
+    """(batch, head, first, end, begin, num_head, num_full, num_edge) of an item of `Intervals.items`; end is 0 after the last.
 
-    The heads of the whole batch are worked off in sections whose keys and values share the L2 cache; in a section the tiles
-    go as in the table, the longest walk first. Every partition asks anew: what it is handed arrives through shared memory, and
-    is no longer known to be uniform.
+    Every partition asks for itself: what it is handed arrives through shared memory. The producer is the first to ask.
     """
-    num_masks, num_tiles, num_queries, all_heads, num_sections = sizes
-    program = gl.program_id(0)
-    heads = all_heads // num_sections
-    # sections of one head more come last, where many heads even out the ends
-    num_small = (num_sections - all_heads % num_sections) * heads
-    start = 0
-    if program >= num_small * num_tiles:
-        program -= num_small * num_tiles
-        start = num_small
-        heads += 1
-    section = program // (num_tiles * heads)
-    program -= section * num_tiles * heads
-    head = start + section * heads + program % heads
-    batch = head // CONFIG.num_heads
-    mask = gl.minimum(batch, num_masks - 1)  # one may serve all
-    return mask * num_tiles + program // heads, mask, head % CONFIG.num_heads, batch
+    items += number * 8
+    first, end = gl.load(items), gl.load(items + 1)
+    begin, num_head = gl.load(items + 2), gl.load(items + 3)
+    num_full, num_edge = gl.load(items + 4), gl.load(items + 5)
+    head, batch = gl.load(items + 6), gl.load(items + 7)
+    return batch, head, first, end, begin, num_head, num_full, num_edge
 
 
 @gluon.jit
@@ -142,26 +134,33 @@ def _produce(arguments, CONFIG: gl.constexpr):
     """The loading partition."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     KEYS: gl.constexpr = CONFIG.keys
-    q, k, v, table, sizes, buffers, barriers = arguments
+    q, k, v, items, buffers, barriers = arguments
     queries, keys, values = buffers
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    tile, mask, head, batch = _place(sizes, CONFIG)
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, tile)
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.expect(q_full.index(c), q.block_type.nbytes)
-        tma_load(q, [batch, first + c * ROWS, head, 0], q_full.index(c), tile_view(queries.index(c), q))
-    key_head = head // CONFIG.group
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    item = gl.program_id(0)
+    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
+    slot = 0
     stage = 0
     phase = 1
-    for step in range(gl.maximum(num_edge + num_full, 1)):
-        start = step_start(begin, num_head, num_full, num_edge, step, KEYS)
-        mbarrier.wait(k_empty.index(stage), phase)
-        mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
-        tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
-        mbarrier.wait(v_empty.index(stage), phase)
-        mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
-        tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
-        stage, phase = _next(stage, phase, CONFIG)
+    while end > 0:
+        mbarrier.wait(q_empty, slot ^ 1)
+        mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
+        for c in gl.static_range(CONSUMERS):
+            query = queries.index(slot * CONSUMERS + c)
+            tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
+        key_head = head // CONFIG.group
+        for step in range(gl.maximum(num_edge + num_full, 1)):
+            start = step_start(begin, num_head, num_full, num_edge, step, KEYS)
+            mbarrier.wait(k_empty.index(stage), phase)
+            mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
+            tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
+            mbarrier.wait(v_empty.index(stage), phase)
+            mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
+            tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
+            stage, phase = _next(stage, phase, CONFIG)
+        slot ^= 1
+        item += gl.num_programs(0)
+        batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
 
 
 @gluon.jit
@@ -326,71 +325,136 @@ def _step(
 
 
 @gluon.jit
-def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """One computing partition: 64 rows through all steps."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
+def _first_step(
+    query, keys, barriers, bounds, plan, stage, phase, log2_scale,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """(p, m, origin, l, o) after the first tile of an item, which may lie past all keys, where nothing is seen at all."""
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
-    OUTPUT: gl.constexpr = CONFIG.output
     SCORES: gl.constexpr = CONFIG.scores
-    lo, hi, table, sizes, results, buffers, barriers, log2_scale = arguments
-    queries, keys, values = buffers
-    q_full, k_full, k_empty, v_full, v_empty = barriers
-    num_masks, num_tiles, num_queries, all_heads, num_sections = sizes
-    tile, mask, head, batch = _place(sizes, CONFIG)
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, tile)
-    own = first + CONSUMER * ROWS
-    rows = own + gl.arange(0, ROWS, layout=BY_ROW)
-    row_lo = gl.load(lo + mask * num_queries + rows, mask=rows < end, other=0)
-    row_hi = gl.load(hi + mask * num_queries + rows, mask=rows < end, other=0)
-    if CONFIG.has_state:
-        _prefetch(results, batch, own, head, num_queries, CONFIG)
-
-    query = queries.index(CONSUMER)
-    mbarrier.wait(q_full.index(CONSUMER), 0)
-    mbarrier.wait(k_full.index(0), 0)
-    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
-        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
+    OUTPUT: gl.constexpr = CONFIG.output
+    k_full, k_empty, q_empty = barriers
+    lo, hi = bounds
+    mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
-    scores = warpgroup_mma(query, keys.index(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_turn(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    mbarrier.arrive(k_empty.index(0), count=1)
-    # the first tile may lie past all keys, where nothing is seen at all
-    start = step_start(begin, num_head, num_full, num_edge, 0, KEYS)
+    # the last item's output has been read from the other slot by now
+    tma.store_wait(0)
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    mbarrier.arrive(q_empty, count=1)
+    begin, num_head, num_full, num_edge = plan
+    if (num_edge > 0) | (num_full == 0):
+        scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, 0, KEYS), CONFIG)
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_thread(zeros, KEYS).type.layout))
     m = gl.full([ROWS, 4], float("-inf"), gl.float32, BY_THREAD)
     l = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
-    weights, m, origin, l, alpha = _softmax(_mask(scores, row_lo, row_hi, start, CONFIG), m, m, l, log2_scale, CONFIG)
+    weights, m, origin, l, alpha = _softmax(scores, m, m, l, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
-
-    tiles = keys, values
-    plan = begin, num_head, num_full, num_edge
-    flow = k_full, k_empty, v_full, v_empty
-    stage, phase = _next(gl.to_tensor(0), gl.to_tensor(0), CONFIG)
-    last_stage = gl.to_tensor(0)
-    last_phase = gl.to_tensor(0)
-    for step in range(1, num_edge + num_full):
-        carry = p, m, origin, l, o, stage, phase, last_stage, last_phase
-        p, m, origin, l, o, stage, phase, last_stage, last_phase = _step(
-            query, tiles, flow, carry, row_lo, row_hi, plan, step, log2_scale, CONSUMER, CONFIG
-        )
-    mbarrier.wait(v_full.index(last_stage), last_phase)
-    o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
-    o = warpgroup_mma_wait(0, deps=(o,))
-    m = gl.convert_layout(gl.max(m, axis=1), BY_ROW) * log2_scale
-    l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
-    origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
-    _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries, CONFIG)
+    return p, m, origin, l, o
 
 
 @gluon.jit
-def _prefetch(results, batch, own, head, num_queries, CONFIG: gl.constexpr):
+def _stand_by(flow, q_empty, num_steps, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """The stage and phase after an item of which a consumer has no row: it lets the others have its turns and all stages."""
+    k_full, k_empty, v_full, v_empty = flow
+    # the last item's output must have been read
+    tma.store_wait(0)
+    mbarrier.arrive(q_empty, count=1)
+    for _step_index in range(gl.maximum(num_steps, 1)):
+        mbarrier.wait(k_full.index(stage), phase)
+        _take_turn(CONSUMER, CONFIG)
+        _pass_turn(CONSUMER, CONFIG)
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        mbarrier.wait(v_full.index(stage), phase)
+        mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = _next(stage, phase, CONFIG)
+    return stage, phase
+
+
+@gluon.jit
+def _consumer_item(items, number, lo, hi, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Where a consumer's rows of an item are: (batch, head, own, end), the plan of its walk, the bounds of its rows."""
+    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, number)
+    own = first + CONSUMER * ROWS
+    rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
+    index = gl.minimum(batch, num_masks - 1) * num_queries + rows  # one mask may serve all
+    row_lo = gl.load(lo + index, mask=rows < end, other=0)
+    row_hi = gl.load(hi + index, mask=rows < end, other=0)
+    return batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi
+
+
+@gluon.jit
+def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """One computing partition: 64 rows of every item through all steps."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
+    lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
+    queries, keys, values = buffers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    tiles = keys, values
+    flow = k_full, k_empty, v_full, v_empty
+    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
+        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
+    item = gl.program_id(0)
+    batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+        items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+    )
+    slot = gl.to_tensor(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    while end > 0:
+        mbarrier.wait(q_full, slot)
+        if own < end:
+            place = batch, head, own, end
+            if CONFIG.has_state:
+                _prefetch(results, place, num_queries, CONFIG)
+            query = queries.index(slot * CONFIG.consumers + CONSUMER)
+            plan = begin, num_head, num_full, num_edge
+            p, m, origin, l, o = _first_step(
+                query, keys, (k_full, k_empty, q_empty), (row_lo, row_hi), plan, stage, phase, log2_scale, CONSUMER, CONFIG
+            )
+            last_stage = stage
+            last_phase = phase
+            stage, phase = _next(stage, phase, CONFIG)
+            for step in range(1, num_edge + num_full):
+                carry = p, m, origin, l, o, stage, phase, last_stage, last_phase
+                p, m, origin, l, o, stage, phase, last_stage, last_phase = _step(
+                    query, tiles, flow, carry, row_lo, row_hi, plan, step, log2_scale, CONSUMER, CONFIG
+                )
+            mbarrier.wait(v_full.index(last_stage), last_phase)
+            o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
+            # the next item is looked up meanwhile
+            item += gl.num_programs(0)
+            batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+                items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+            )
+            o = warpgroup_mma_wait(0, deps=(o,))
+            mbarrier.arrive(v_empty.index(last_stage), count=1)
+            m = gl.convert_layout(gl.max(m, axis=1), BY_ROW) * log2_scale
+            l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
+            origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
+            _finish(m, origin, l, o, query, results, place, num_queries, CONFIG)
+        else:
+            stage, phase = _stand_by(flow, q_empty, num_edge + num_full, stage, phase, CONSUMER, CONFIG)
+            item += gl.num_programs(0)
+            batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+                items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+            )
+        slot ^= 1
+    # the memory that the last output leaves from must stay until it has been read
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _prefetch(results, place, num_queries, CONFIG: gl.constexpr):
     """Have the o that came in brought to the L2 cache: it is read at the end, when nothing is left to hide that behind."""
     LINE: gl.constexpr = 32  # fp32 columns of a cache line
     LINES: gl.constexpr = CONFIG.dim // 32
+    batch, head, own, end = place
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
     rows = gl.minimum(own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), num_queries - 1)
     columns = gl.minimum(gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT)) * LINE, CONFIG.value_dim - 1)
@@ -402,10 +466,11 @@ def _prefetch(results, batch, own, head, num_queries, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries, CONFIG: gl.constexpr):
+def _finish(m, origin, l, o, query, results, place, num_queries, CONFIG: gl.constexpr):
     """Merge the state that came in, and write the new state, or the output: by way of the query's shared memory if TMA can."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
     state_m, state_l, state_o, lse, out, out_tiles = results
+    batch, head, own, end = place
     rows = own + gl.arange(0, ROWS, layout=BY_ROW)
     row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
     inside = rows < end
@@ -435,7 +500,6 @@ def _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries,
             query.store(o)
             fence_async_shared()
             tma_store(out_tiles, [batch, own, head, 0], tile_view(query, out_tiles))
-            tma.store_wait(0)
         else:  # the rows that follow are another tile's
             gl.store(out + index, o, mask=mask)
     else:
@@ -444,25 +508,25 @@ def _finish(m, origin, l, o, query, results, batch, own, end, head, num_queries,
         gl.store(state_o + index, o, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "all_heads", "num_sections"])
+@gluon.jit(do_not_specialize=["num_masks", "num_queries"])
 def _forward_kernel(
-    q, k, v, out_tiles, lo, hi, table, state_m, state_l, state_o, lse, out,
-    num_masks, num_tiles, num_queries, all_heads, num_sections, log2_scale, CONFIG: gl.constexpr,
+    q, k, v, out_tiles, lo, hi, items, state_m, state_l, state_o, lse, out,
+    num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    CONSUMERS: gl.constexpr = CONFIG.consumers
     STAGES: gl.constexpr = CONFIG.stages
-    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
+    queries = gl.allocate_shared_memory(q.dtype, [SLOTS * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
     keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
-    q_full = gl.allocate_shared_memory(gl.int64, [CONFIG.consumers, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     k_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(q_full.index(i), count=1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=CONFIG.consumers)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -470,11 +534,10 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
     fence_async_shared()
     buffers = queries, keys, values
-    barriers = q_full, k_full, k_empty, v_full, v_empty
-    sizes = num_masks, num_tiles, num_queries, all_heads, num_sections
-    loading = q, k, v, table, sizes, buffers, barriers
+    barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
+    loading = q, k, v, items, buffers, barriers
     results = state_m, state_l, state_o, lse, out, out_tiles
-    computing = lo, hi, table, sizes, results, buffers, barriers, log2_scale
+    computing = lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
@@ -510,8 +573,12 @@ def forward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
+    crowded: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
     """As `kernels.forward.forward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
+
+    Work is dealt out evenly to one program a processor, before they start. Where that is `crowded`, as other kernels may hold
+    processors meanwhile, every item has a program of its own: one that starts late then delays nothing but itself.
 
     Raises:
         ValueError: what `kernels.forward.forward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
@@ -523,7 +590,7 @@ def forward(
         checks.check_state(state, q, v)
     m, l, o, out, lse = tiles.allocate_results(q, v, state, final)
     if q.numel() > 0:
-        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), has_state=state is not None)
+        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), state is not None, crowded)
     return (out, lse) if final else (m, l, o)
 
 
@@ -536,7 +603,7 @@ def _configure(
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool, crowded: bool
 ) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
@@ -544,14 +611,14 @@ def _launch(
     few = batch * num_queries * num_heads <= FEW_ROWS
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
-    table = intervals.tiles(config.queries, config.keys)
     blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
     descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
-    all_heads, num_tiles = num_heads * batch, table.shape[1]
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
+    sections = -(-num_heads * batch // heads_in_cache)
+    programs = UNLIMITED if crowded else hopper.num_processors(q.device)
+    items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs)
     with torch.cuda.device_of(q):
         launch(
-            _forward_kernel, num_tiles * all_heads, (*descriptors, intervals.lo, intervals.hi, table, m, l, o, lse, out),
-            (intervals.batch, num_tiles, num_queries, all_heads, -(-all_heads // heads_in_cache), float(scale) * LOG2_E.value),
-            CONFIG=config,
+            _forward_kernel, items.shape[1], (*descriptors, intervals.lo, intervals.hi, items, m, l, o, lse, out),
+            (intervals.batch, num_queries, float(scale) * LOG2_E.value), CONFIG=config,
         )  # fmt: skip

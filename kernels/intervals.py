@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kernels import tables
+
 CUT = 4  # tiles of rows that a bound must jump by, from one row to the next, for tiles to end there
 
 
@@ -26,7 +28,7 @@ class Intervals:
     host: tuple[Tensor, Tensor] = field(repr=False)  # lo and hi on the CPU
     wait: bool  # for copies to the device
     of_keys: bool = False  # whether the rows are keys, and the "keys" queries: see `transposed`
-    _tables: dict[tuple[int, int, bool, bool], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
@@ -109,11 +111,34 @@ class Intervals:
         """
         key = rows, step, cut, aligned
         if key not in self._tables:
-            pieces = _pieces(self.host[self.of_keys], CUT * rows if cut else self.num_keys + 1)
-            first, end = _lay(*pieces, rows, from_end=cut and not self.of_keys)
-            walks = _walks(*self.host, first, end, step, step if aligned else 1)
-            table = _by_length(first, end, walks, *self.lo.shape)
-            self._tables[key] = _copy(table, self.device, self.wait)
+            self._tables[key] = _copy(self._lay(*key), self.device, self.wait)
+        return self._tables[key]
+
+    def _lay(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
+        """`tiles`, on the CPU."""
+        pieces = tables.cut_rows(self.host[self.of_keys], CUT * rows if cut else self.num_keys + 1)
+        first, end = tables.lay(*pieces, rows, from_end=cut and not self.of_keys)
+        walks = tables.walks(*self.host, first, end, step, step if aligned else 1)
+        return tables.by_length(first, end, walks, *self.lo.shape)
+
+    def items(self, rows: int, step: int, batch: int, heads: int, sections: int, programs: int) -> Tensor:
+        """The tiles of all heads, dealt out to programs: see `kernels.tables.deal`.
+
+        Args:
+            rows, step: as for `tiles`.
+            batch: entries; one mask serves all, or each has its own.
+            heads: of an entry.
+            sections: in which the heads of the whole batch are worked off.
+            programs: at most as many take items.
+
+        Returns:
+            int32 (n, programs, 8) on the device.
+        """
+        key = rows, step, batch, heads, sections, programs
+        if key not in self._tables:
+            items = tables.in_sections(self._lay(rows, step).expand(batch, -1, -1), heads, sections)
+            items = tables.deal(tables.split_last(items, programs, rows), programs, rows)
+            self._tables[key] = _copy(items, self.device, self.wait)
         return self._tables[key]
 
 
@@ -157,59 +182,3 @@ def _copy(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     if not wait and torch.device(device).type == "cuda":
         x = x.pin_memory()  # or the host would wait for the stream
     return x.to(device, non_blocking=not wait)
-
-
-# Below, the rows of all batch entries are counted through: row i of entry b is b * N + i.
-
-
-def _pieces(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
-    """(first rows, ends) of the pieces of rows (B, N) inside which `bound` does not jump by `jump` from row to row; int64."""
-    starts = torch.ones(bound.shape, dtype=torch.bool)
-    starts[:, 1:] = bound.diff() >= jump
-    rows = starts.flatten().nonzero()[:, 0]
-    return rows, torch.cat((rows[1:], torch.tensor([bound.numel()])))
-
-
-def _lay(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor, Tensor]:
-    """(first, end) of the tiles of `rows` rows of pieces; the one with fewer is the first of its piece, or else the last."""
-    counts = _ceil_div(stop - start, rows)
-    piece, index = _unroll(counts)
-    start, stop = start[piece], stop[piece]
-    if from_end:
-        end = stop - (counts[piece] - 1 - index) * rows
-        return torch.maximum(end - rows, start), end
-    first = start + index * rows
-    return first, torch.minimum(first + rows, stop)
-
-
-def _walks(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignment: int) -> tuple[Tensor, ...]:
-    """begin, num_head, num_full, num_edge of tiles, see `Intervals.tiles`."""
-    lo, hi = lo.flatten(), hi.flatten()
-    begin = lo[first] // alignment * alignment
-    total = _ceil_div((hi[end - 1] - begin).clamp(min=0), step)
-    num_head = torch.minimum(_ceil_div(lo[end - 1] - begin, step), total)
-    num_full = ((hi[first] - begin).clamp(min=0) // step - num_head).clamp(min=0)
-    return begin, num_head, num_full, total - num_full
-
-
-def _by_length(first: Tensor, end: Tensor, walks: tuple[Tensor, ...], batch: int, num_rows: int) -> Tensor:
-    """The table (batch, T, 6) of these tiles: those of each entry, the longest walk first."""
-    entry = first // max(num_rows, 1)
-    _, _, num_full, num_edge = walks
-    order = (num_full + num_edge).argsort(descending=True, stable=True)
-    order = order[entry[order].argsort(stable=True)]
-    tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *walks)], 1)[order]
-    entry, place = _unroll(torch.bincount(entry, minlength=batch))
-    table = torch.zeros(batch, int(place.max()) + 1 if len(place) else 0, 6, dtype=torch.int32)
-    table[entry, place] = tiles
-    return table
-
-
-def _unroll(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Of counts[i] elements of every owner i in a row, (their owner, their number among the owner's)."""
-    owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-
-
-def _ceil_div(x: Tensor, y: int) -> Tensor:
-    return (x + y - 1) // y

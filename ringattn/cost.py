@@ -20,6 +20,7 @@ class Fabric(NamedTuple):
     bytes_per_second: float  # that a rank sends while it receives as much
     latency: float  # seconds a message takes besides its bytes
     flops: float = 5e14  # a second, of attention on one rank
+    on_processors: bool = False  # whether kernels move its messages, on processors that attention would use
 
 
 def fabric(name: str, one_host: bool = True, flops: float = 5e14) -> Fabric:
@@ -32,7 +33,7 @@ def fabric(name: str, one_host: bool = True, flops: float = 5e14) -> Fabric:
     speeds |= {"simulated": speeds["nvlink"], "alone": speeds["nvlink"]}
     if name not in speeds:
         raise ValueError(f"unknown fabric {name!r}: choose one of {', '.join(speeds)}")
-    return Fabric(name, one_host, *speeds[name], flops)
+    return Fabric(name, one_host, *speeds[name], flops, on_processors=name == "nccl")
 
 
 def attention_flops(device: torch.device) -> float:

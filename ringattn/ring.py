@@ -141,11 +141,12 @@ class Ring:
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("state", results=True)
+        crowded = self.transport.fabric.on_processors
         home = PartialState.empty(q, v.shape[-1])
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             intervals, options = visits[here]
-            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
+            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, crowded=crowded, **options)
             return partial if into is None else _merge(into, partial)
 
         circulate(schedule, self.transport, (q,), visit, home, _merge, "forward of the state ring")
@@ -154,12 +155,14 @@ class Ring:
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=False)
         last = schedule.last_owner(self.transport.rank)
+        crowded = self.transport.fabric.on_processors
         state = None
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> None:
             nonlocal state
             intervals, options = visits[here]
-            state = dispatch.forward(q, *traveller, intervals, self.scale, state, here.owner == last, **options)
+            final = here.owner == last
+            state = dispatch.forward(q, *traveller, intervals, self.scale, state, final, crowded=crowded, **options)
 
         circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state

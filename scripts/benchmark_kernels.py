@@ -11,10 +11,11 @@ Suites, all bf16, B = 1: `speed` (D 64 and 128, causal and full; with --lengths 
 rows of the first and the last head. Writes README.md, rows.json and pictures to --output.
 
 A GPU that works at the limit of its power lowers its clock after a moment: a kernel timed after a pause, while others compile
-or are checked, looks faster than it is. So all implementations of a case are prepared and checked first and then timed in
-turn, in rounds, forward and backward: every time a call is repeated for 0.2 s to take the GPU to the clock that it can hold
-(not on the CPU), and timed at once. A figure is the median over rounds; `samples` in rows.json are the milliseconds of each.
-With --graph calls are replayed from CUDA graphs, which leaves out the host's time: of short sequences it is the larger part.
+or are checked, looks faster than it is, and one timed after a hungry one slower. So all implementations of a case are
+prepared and checked first and then timed in turn, in rounds, forward and backward, every other round in reverse: every time a
+call is repeated for 0.2 s to take the GPU to the clock that it can hold (not on the CPU), and timed at once. A figure is the
+median over rounds; `samples` in rows.json are the milliseconds of each. With --graph calls are replayed from CUDA graphs,
+which leaves out the host's time: of short sequences it is the larger part.
 
 FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward. GB/s are q, k, v and out once
 (backward: dout and the gradients too) over the time. Extra memory is the peak above the tensors given and returned.
@@ -158,7 +159,7 @@ def time_rounds(
     """Milliseconds of every call by round, and the failures: a call that raises has no more turns and ends nothing else."""
     calls, samples, failures = dict(calls), {key: [] for key in calls}, {}
     for turn in range(rounds):
-        for key in list(samples):
+        for key in list(samples)[:: -1 if turn % 2 else 1]:
             try:
                 if graph and turn == 0:
                     calls[key] = captured(calls[key])

@@ -96,6 +96,25 @@ def test_tiles_that_end_where_documents_do(dtype, dim, device):
     check_all(problem)
 
 
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+def test_one_item_a_program(final, dim, device):
+    problem = make_problem(*intervals_of("window", 1000, 1000), 1000, torch.float16, 2, (4, 2), (dim, dim), device)
+    expected = problem.double().forward(reference, final=final)
+    assert_states_close(problem.forward(hopper_forward, final=final, crowded=True), expected, TOLERANCE[torch.float16])
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+def test_items_of_a_last_round_are_split(final, dim, device):
+    """A third of the processors would have one item more than the others."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = (processors + processors // 3) * hopper_forward.TILES[dim]["consumers"] * hopper_forward.ROWS.value
+    problem = make_problem(*intervals_of("full", rows, 200), 200, torch.bfloat16, 1, (1, 1), (dim, dim), device)
+    expected = problem.double().forward(reference, final=final)
+    assert_states_close(problem.forward(hopper_forward, final=final), expected, TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, device):
     problem = make_problem(*intervals_of("causal", 270, 270), 270, torch.float16, batch=2, dims=(64, 64), device=device)

@@ -188,6 +188,40 @@ def test_entries_with_fewer_tiles_are_filled_up():
     assert torch.equal(table[1], two.tiles(2, 4)[0])
 
 
+@given(st.integers(1, 60), st.integers(0, 40), st.integers(1, 3), st.booleans(), st.integers(1, 9), st.integers(0, 2**32))
+def test_items_deal_out_every_tile_of_every_head_once(num_queries, num_keys, batch, shared, programs, seed):
+    heads = 3
+    lo, hi = random_intervals(num_queries, num_keys, seed, 1 if shared else batch)
+    intervals = Intervals.of(lo, hi, num_keys)
+    options = 8, 4, batch, heads, min(2, batch * heads), programs
+    items = intervals.items(*options)
+    assert items is intervals.items(*options)
+    there = items[..., 0] < items[..., 1]
+    tiles = intervals.tiles(8, 4).expand(batch, -1, -1).tolist()
+    wanted = [[*tile, head, entry] for entry in range(batch) for head in range(heads) for tile in tiles[entry] if tile[1] > 0]
+    assert sorted(items[there].tolist()) == sorted(wanted)
+    assert items.shape[1] == min(programs, len(wanted)) and there[0].all()
+    assert not there[-1].any() and (items[~there] == 0).all() and (there.int().diff(dim=0) <= 0).all()
+
+
+def test_items_are_dealt_out_evenly():
+    items = packed([8192]).items(192, 64, 1, 16, 2, 132)
+    steps = items[..., 4:6].sum(2).sum(0).float()
+    assert steps.max() < 1.05 * steps.mean()
+
+
+def test_items_of_a_short_last_round_are_split():
+    """25 tiles of 192 rows for 10 programs: three rounds leave five without, and 64 rows of the last five tiles go to those."""
+    everything = full(25 * 192, 640)
+    items = everything.items(192, 64, 1, 1, 1, 10)
+    rows = items[..., 1] - items[..., 0]
+    assert rows.sum(0).sort().values.tolist() == [2 * 192 + 64] * 5 + [2 * 192 + 128] * 5
+    covered = torch.cat([torch.arange(*item[:2]) for item in items.flatten(0, 1).tolist()])
+    assert torch.equal(covered.sort().values, torch.arange(25 * 192))
+    whole = everything.items(192, 64, 1, 1, 1, 25)
+    assert whole.shape[:2] == (2, 25) and (whole[0, :, 1] - whole[0, :, 0] == 192).all()
+
+
 @pytest.mark.parametrize("size", [(128, 64), (64, 128)], ids=str)
 def test_cut_tiles_walk_less_under_packed_documents(size):
     intervals = packed([3000, 700, 5000, 90, 1100, 2500, 4000, 1900])

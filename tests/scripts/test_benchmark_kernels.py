@@ -54,7 +54,7 @@ def test_the_dry_run_writes_a_table_and_pictures(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
         assert f"({name}.png)" in table
     kinds = {row["case"]["kind"] for row in rows}
-    assert kinds == {"full", "causal", "window", "documents", "blocks"}
+    assert kinds == {"full", "causal", "window", "documents", "short documents", "blocks"}
     assert all(row[direction]["ms"] > 0 for row in rows for direction in DIRECTIONS)
     assert "wrong" not in table.split("## Errors")[0]
 
@@ -97,8 +97,8 @@ def test_a_figure_is_the_median_over_rounds_and_a_failure_in_them_ends_nothing(
         call()
         return milliseconds[len(turns) - 1]
 
-    # by round: ours forward and backward, fragile forward (which raises before its 0.0) and backward
-    milliseconds = [9.0, 1.0, 20.0, 5.0] + [2.0, 8.0, 0.0, 6.0] + [3.0, 3.0, 4.0]
+    # by round: ours forward and backward, fragile forward (which raises before its 0.0) and backward; the second in reverse
+    milliseconds = [9.0, 1.0, 20.0, 5.0] + [6.0, 0.0, 8.0, 2.0] + [3.0, 3.0, 4.0]
     monkeypatch.setattr(benchmark_kernels, "median_ms", median_ms)
     monkeypatch.setattr(peers, "IMPLEMENTATIONS", {peers.OURS: peers.ringattn("auto"), "fragile": fragile})
     monkeypatch.setattr(benchmark_kernels, "suite_cases", lambda *_: [benchmark_kernels.Case("causal", 128, 2, 16)])
