@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import backward, forward, reference
 from kernels.intervals import CUT, Intervals, full
-from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.compare import TOLERANCE, assert_states_close, max_row_error
 from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import (
     check_accumulators,
@@ -161,6 +161,27 @@ def test_the_comparison_catches_a_fault(fault, dtype, device):
         lo = torch.where(hi > 96, 16, lo)
     faulty = replace(problem, intervals=Intervals.of(lo, hi, 130, device))
     check_faults_are_caught(problem, faulty, forward, backward)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_comparison_catches_a_dropped_alpha(dtype, device):
+    """One row, whose maximum grows as usual, has the maximum to come written into its state: its alpha is then 1."""
+    problem = make_problem(*intervals_of("full", 130, 130), 130, dtype, dims=(64, 64), device=device)
+    expected, tolerance = problem.double(), TOLERANCE[dtype]
+    errors = []
+    for drop in (False, True):
+        keys = slice(0, 65), slice(65, 130)
+        first, second = (problem.intervals.cut(slice(0, 130), part) for part in keys)
+        state = forward.forward(problem.q, problem.k[:, keys[0]], problem.v[:, keys[0]], first, problem.scale)
+        if drop:
+            maxima = expected.forward(reference)[0].float()
+            growth = maxima - state[0]
+            row = growth == growth[growth > 0].median()
+            state[0][row] = maxima[row]
+        out, _ = forward.forward(problem.q, problem.k[:, keys[1]], problem.v[:, keys[1]], second, problem.scale, state, True)
+        errors.append(max_row_error(out, expected.forward(reference, final=True)[0]))
+    assert errors[0] <= tolerance < errors[1]
 
 
 @pytest.mark.usefixtures("small_tiles")
