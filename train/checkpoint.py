@@ -15,6 +15,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import TypeVar
 
@@ -222,8 +223,17 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
+def _enum_member(of: type, name: str) -> Enum:
+    """What Python 3.11.0 to 3.11.3, which write a member of an enumeration as an attribute of its class, ask getattr for."""
+    if not (isinstance(of, type) and issubclass(of, Enum) and name in of.__members__):
+        raise pickle.UnpicklingError(f"it asks for {name} of {of}, which is no member of an enumeration")
+    return of[name]
+
+
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or (module, name) in _INDEX_CLASSES:
             return super().find_class(module, name)

@@ -1,8 +1,10 @@
+import io
 import json
 import multiprocessing
 import os
 import pickle
 import warnings
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -302,6 +304,29 @@ def test_an_index_cannot_run_code(tmp_path):
     assert not (tmp_path / "touched").exists()
     pickle.loads((path / ".metadata").read_bytes())  # what a plain unpickler would have done
     assert (tmp_path / "touched").exists()
+
+
+class OldPickler(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do."""
+
+    def reducer_override(self, x):
+        return (getattr, (type(x), x.name)) if isinstance(x, Enum) else NotImplemented
+
+
+class Attribute:
+    def __reduce__(self):
+        return getattr, (torch.Size, "numel")
+
+
+def test_an_index_of_another_python_is_read(tmp_path):
+    path = save(tmp_path)
+    content = io.BytesIO()
+    OldPickler(content).dump(pickle.loads((path / ".metadata").read_bytes()))
+    replace_index(path, content.getvalue())
+    assert b"getattr" in content.getvalue()
+    load_rng(path)
+    replace_index(path, pickle.dumps(Attribute()))
+    assert_refused(path, "numel of <class 'torch.Size'>, which is no member of an enumeration")
 
 
 def test_a_pickled_entry_cannot_run_code(tmp_path):
