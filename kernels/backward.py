@@ -119,7 +119,7 @@ def _key_gradient_kernel(
     query_lo += entry * num_keys
     query_hi += entry * num_keys
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
     key = load_rows(k, first, k_strides[1], end, KEYS, DIM, PADDED, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, VALUE_DIM, VALUE_PADDED, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
@@ -220,7 +220,7 @@ def _query_gradient_kernel(
     hi += entry * num_queries
     stats += (batch * NUM_HEADS + head) * num_queries * 2
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     grad = load_rows(dout, first, dout_strides[1], end, QUERIES, VALUE_DIM, VALUE_PADDED, True)
     log2_lse, delta = _load_stats(stats, first, end, QUERIES, True)

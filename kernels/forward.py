@@ -86,7 +86,7 @@ def _forward_kernel(
     lo += entry * num_queries
     hi += entry * num_queries
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, entry * num_tiles + turn)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None

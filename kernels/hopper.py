@@ -132,16 +132,6 @@ def tile_view(buffer, desc):
 
 
 @gluon.jit
-def load_tile(table, tile):
-    """(first, end, begin, num_head, num_full, num_edge) of a tile of `kernels.intervals.Intervals.tiles`."""
-    table += tile * 6
-    first, end = gl.load(table), gl.load(table + 1)
-    begin, num_head = gl.load(table + 2), gl.load(table + 3)
-    num_full, num_edge = gl.load(table + 4), gl.load(table + 5)
-    return first, end, begin, num_head, num_full, num_edge
-
-
-@gluon.jit
 def step_start(begin, num_head, num_full, num_edge, step, STEP: gl.constexpr):
     """First column of a step of the walk: the tiles to mask first, head then tail, then those that all rows see."""
     tile = gl.where(step < num_edge, step + gl.where(step < num_head, 0, num_full), num_head + step - num_edge)

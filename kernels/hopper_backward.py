@@ -42,10 +42,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.hopper import LOG2_E, load_tile, tile_view, tma_load, tma_reduce_add
+from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import Delta, Gradients
+from kernels.tiles import load_tile
 
 KEYS = gl.constexpr(128)  # of a program
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
@@ -164,7 +165,7 @@ def _place(table, sizes, CONFIG: gl.constexpr):
     head = before + rest % width
     batch = head // CONFIG.num_key_heads
     mask = gl.minimum(batch, num_masks - 1)  # one may serve all
-    first, end, begin, num_head, num_full, num_edge = load_tile(table, mask * num_key_tiles + rest // width)
+    first, end, begin, num_head, num_full, num_edge = load_tile(table + (mask * num_key_tiles + rest // width) * 6)
     return mask, head % CONFIG.num_key_heads, batch, first, end, begin // CONFIG.queries, num_full + num_edge
 
 

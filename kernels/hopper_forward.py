@@ -49,8 +49,10 @@ from kernels.hopper import (
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import State
+from kernels.tables import CONSUMER_ROWS
+from kernels.tiles import load_tile
 
-ROWS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
+ROWS = gl.constexpr(CONSUMER_ROWS)  # the rows of one wgmma
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
 TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
 SLOTS = gl.constexpr(2)  # of Q: with two, one bit tells an item's slot and the phases of q_full and q_empty
@@ -114,11 +116,9 @@ def _load_item(items, number):
 
     Every partition asks for itself: what it is handed arrives through shared memory. The producer is the first to ask.
     """
-    items += number * 8
-    first, end = gl.load(items), gl.load(items + 1)
-    begin, num_head = gl.load(items + 2), gl.load(items + 3)
-    num_full, num_edge = gl.load(items + 4), gl.load(items + 5)
-    head, batch = gl.load(items + 6), gl.load(items + 7)
+    row = items + number * 8
+    first, end, begin, num_head, num_full, num_edge = load_tile(row)
+    head, batch = gl.load(row + 6), gl.load(row + 7)
     return batch, head, first, end, begin, num_head, num_full, num_edge
 
 

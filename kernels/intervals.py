@@ -84,9 +84,8 @@ class Intervals:
         def part(bound: Tensor) -> Tensor:
             return (bound[:, rows] - keys.start).clamp(0, keys.stop - keys.start)
 
-        host = tuple(part(x) for x in self.host)
-        placed = host if self.device.type == "cpu" else (part(self.lo), part(self.hi))
-        return Intervals(*placed, keys.stop - keys.start, host, self.wait, self.of_keys)
+        bounds = tuple(part(x) for x in self.host)
+        return self._placed(bounds, keys.stop - keys.start, self.device, self.wait, self.of_keys)
 
     def tiles(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
         """The tiles of at most `rows` rows that cover all rows, in the order in which programs take them.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 ITEM = 2  # steps that an item costs besides its own
-CONSUMER = 64  # rows that are computed, or left out, together
+CONSUMER_ROWS = 64  # of an item, that are computed, or left out, together
 
 
 def cut_rows(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
@@ -73,18 +73,19 @@ def in_sections(tiles: Tensor, heads: int, sections: int) -> Tensor:
 def split_last(items: Tensor, programs: int, rows: int) -> Tensor:
     """Items of up to `rows` rows, but two for each of a last round if that leaves half of the programs without one."""
     left = len(items) % programs
-    if rows <= CONSUMER or len(items) < programs or 2 * left > programs:
+    if rows <= CONSUMER_ROWS or len(items) < programs or 2 * left > programs:
         return items
-    most, rest = items[len(items) - left :].clone(), items[len(items) - left :].clone()
-    most[:, 1] = torch.minimum(most[:, 1], most[:, 0] + rows - CONSUMER)
+    whole, last = items.split((len(items) - left, left))
+    most, rest = last.clone(), last.clone()
+    most[:, 1] = torch.minimum(most[:, 1], most[:, 0] + rows - CONSUMER_ROWS)
     rest[:, 0] = most[:, 1]
-    return torch.cat((items[: len(items) - left], most, rest[rest[:, 0] < rest[:, 1]]))
+    return torch.cat((whole, most, rest[rest[:, 0] < rest[:, 1]]))
 
 
 def _times(items: Tensor, rows: int) -> Tensor:
     """How long items of up to `rows` rows take, roughly: steps with half of the rows take more than half of the time."""
-    computed = _ceil_div(items[:, 1] - items[:, 0], CONSUMER)
-    return (items[:, 4] + items[:, 5] + ITEM) * (1 + computed) / (1 + rows // CONSUMER)
+    computed = _ceil_div(items[:, 1] - items[:, 0], CONSUMER_ROWS)
+    return (items[:, 4] + items[:, 5] + ITEM) * (1 + computed) / (1 + rows // CONSUMER_ROWS)
 
 
 def deal(items: Tensor, programs: int, rows: int) -> Tensor:

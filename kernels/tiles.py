@@ -138,12 +138,11 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def load_tile(table, tile):
-    """(first, end, begin, num_head, num_full, num_edge) of a tile of `kernels.intervals.Intervals.tiles`."""
-    table += tile * 6
-    first, end = tl.load(table), tl.load(table + 1)
-    begin, num_head = tl.load(table + 2), tl.load(table + 3)
-    num_full, num_edge = tl.load(table + 4), tl.load(table + 5)
+def load_tile(row):
+    """(first, end, begin, num_head, num_full, num_edge) at a row of a table of `kernels.intervals.Intervals`."""
+    first, end = tl.load(row), tl.load(row + 1)
+    begin, num_head = tl.load(row + 2), tl.load(row + 3)
+    num_full, num_edge = tl.load(row + 4), tl.load(row + 5)
     return first, end, begin, num_head, num_full, num_edge
 
 
