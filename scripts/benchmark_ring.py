@@ -9,14 +9,14 @@ is the median over rounds of calls back to back, on the slowest rank. `local` ru
 rank's own rows: what the ring would take if communication cost nothing. With `-graph` calls are replayed from a CUDA graph, so
 that the host's time does not count: at 4,096 rows a rank it is the longer one. FLOPs count 4 H pairs D forward, of the pairs
 that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of torch's allocator over a
-forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`). Rank 0 writes README.md
-and ring.json to --output.
+forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`). Of every ring its hops,
+the bytes that its busiest rank sends, and the time that it takes longer than `local` are told too. Rank 0 writes README.md,
+ring.json and a picture to --output, see `ring_report.py`.
 """
 
 import argparse
 import contextlib
 import datetime
-import json
 import os
 import shlex
 import statistics
@@ -35,12 +35,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import ring_report  # noqa: E402
 from cases import GROUP, TOLERANCE, Case  # noqa: E402
 
 from kernels import dispatch, reference  # noqa: E402
 from kernels.intervals import Intervals  # noqa: E402
 from ringattn import Layout, Mask, ring_attention  # noqa: E402
 from ringattn import plan as planning  # noqa: E402
+from ringattn.cost import Fabric  # noqa: E402
 from ringattn.transport import resolve  # noqa: E402
 
 HEAD_DIM = 128
@@ -278,12 +280,48 @@ def peak_bytes(step: Step) -> int:
     return int(slowest(torch.cuda.max_memory_allocated()))
 
 
+def is_ring(variant: str) -> bool:
+    return variant.split("-")[0] in ("nvlink", "p2p")
+
+
+def messages(case: RingCase, schedule: str, ranks: int, fabric: Fabric) -> dict[str, dict]:
+    """Of the forward, and of forward and backward together: schedules, hops that have messages, bytes of the busiest rank."""
+    plan = planning.plan(case.mask, Layout.zigzag(case.length, ranks), 0, torch.device("cpu"))
+    q, k = (torch.empty(1, 1, h, HEAD_DIM, dtype=torch.bfloat16, device="meta") for h in (case.heads, case.key_heads))
+    names, hops, sent, found = [], 0, [0] * ranks, {}
+    for part, work in (("forward", planning.forward_work(q, k, k)), ("both", planning.backward_work(q, k, k))):
+        names.append(plan.choose(schedule, work, fabric))
+        traveller, result = getattr(work.row_bytes, names[-1])
+        one_pass = plan.schedule(names[-1], result > 0, fabric.all_pairs)
+        hops += sum(bool(step.messages) for step in one_pass.steps)
+        sent = [a + b for a, b in zip(sent, one_pass.bytes_sent(traveller, result), strict=True)]
+        found[part] = {"schedule": " / ".join(names), "hops": hops, "bytes_sent": max(sent)}
+    return found
+
+
+def add_communication(case: RingCase, found: dict[str, dict], ranks: int, fabrics: dict[str, Fabric]) -> None:
+    """Add to the timed rings what they send, and the microseconds that they take longer than without communication.
+
+    Args:
+        found: the rows by variant.
+        fabrics: of every ring, by variant.
+    """
+    for variant, fabric in fabrics.items():
+        row, base = found[variant], found.get(ring_report.base_of(variant), {})
+        if "both" not in row:
+            continue
+        for part, sent in messages(case, variant.split("-")[1], ranks, fabric).items():
+            row[part] |= sent
+            if part in base:
+                row[part]["exposed_us"] = 1e3 * (row[part]["ms"] - base[part]["ms"])
+
+
 def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]:
-    """By variant: errors, milliseconds and TFLOP/s a GPU forward and in all, and peak bytes."""
+    """By variant: errors, milliseconds and TFLOP/s a GPU forward and in all, peak bytes, and what a ring sends."""
     shard, found, steps = case.shard(), {}, {}
     for variant in variants:
         found[variant] = row = {}
-        if variant.split("-")[0] in ("nvlink", "p2p"):
+        if is_ring(variant):
             row["errors"] = check(case, variant)
             if not max(row["errors"].values()) <= TOLERANCE:
                 continue
@@ -302,40 +340,10 @@ def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]
         name, ms = ("forward", "both")[i], statistics.median(samples)
         tflops = case.flops(bool(i)) / dist.get_world_size() / ms * 1e-9
         found[variant][name] = {"ms": ms, "tflops": tflops, "samples": samples}
+    group, device = dist.group.WORLD.group_name, shard[0].device
+    fabrics = {variant: resolve(group, device, variant.split("-")[0]).fabric for variant in found if is_ring(variant)}
+    add_communication(case, found, dist.get_world_size(), fabrics)
     return found
-
-
-def table(results: dict[str, dict]) -> str:
-    """Markdown: a row a case and variant."""
-    lines = [
-        "| case | variant | forward, TFLOP/s a GPU | forward+backward | of local | of torch | peak, GiB | worst error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, found in results.items():
-        for variant, row in found.items():
-            if "both" not in row:
-                lines.append(f"| {name} | {variant} | {'wrong' if 'errors' in row else '-'} | | | | | |")
-                continue
-            shares = []
-            local = "local-graph" if variant.endswith("-graph") else "local"
-            for base in (local, "context_parallel"):
-                other = found.get(base, {})
-                parts = [other[x]["ms"] / row[x]["ms"] for x in ("forward", "both") if x in other]
-                shares.append(" / ".join(f"{x:.2f}" if base == "context_parallel" else f"{x:.0%}" for x in parts) or "-")
-            error = f"{max(row['errors'].values()):.1e}" if "errors" in row else "-"
-            lines.append(
-                f"| {name} | {variant} | {row['forward']['tflops']:.0f} | {row['both']['tflops']:.0f} | {' | '.join(shares)} "
-                f"| {row['peak_bytes'] / 2**30:.1f} | {error} |"
-            )
-    return "\n".join(lines) + "\n"
-
-
-def write(output: Path, head: dict, results: dict[str, dict]) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    rows = {name: {"case": asdict(CASES[name]), **found} for name, found in results.items()}
-    (output / "ring.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-    text = f"# Ring attention, {head['date']}\n\n{head['machine']}.\n\n    {head['command']}\n\n{table(results)}"
-    (output / "README.md").write_text(text)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -357,18 +365,18 @@ def main(argv: list[str]) -> int:
     dist.init_process_group("nccl", device_id=device)
     command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "scripts/benchmark_ring.py", *argv])
     machine = f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
-    head, results = {"date": str(datetime.date.today()), "machine": machine, "command": command}, {}
+    head, rows = {"date": str(datetime.date.today()), "machine": machine, "command": command}, {}
     for name in arguments.cases:
-        results[name] = measure(CASES[name], arguments.variants, arguments.rounds)
+        rows[name] = {"case": asdict(CASES[name]), **measure(CASES[name], arguments.variants, arguments.rounds)}
         torch.cuda.empty_cache()
         if rank == 0:
-            write(arguments.output, head, results)
-            print(table({name: results[name]}), flush=True)
+            ring_report.write(arguments.output, head, rows)
+            print(ring_report.table({name: rows[name]}), flush=True)
     head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device), "inbox_bytes", 0)
     if rank == 0:
-        write(arguments.output, head, results)
+        ring_report.write(arguments.output, head, rows)
     dist.destroy_process_group()
-    wrong = [row for found in results.values() for row in found.values() if "errors" in row and "both" not in row]
+    wrong = [row for found in rows.values() for row in found.values() if "errors" in row and "both" not in row]
     return int(bool(wrong))
 
 

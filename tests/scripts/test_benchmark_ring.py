@@ -1,0 +1,63 @@
+"""What the ring benchmark says of messages: by hand at a small case, and beside the times of the same run."""
+
+import pytest
+
+from ringattn.cost import fabric
+from scripts import benchmark_ring
+from scripts.benchmark_ring import RingCase, add_communication, messages
+
+NVLINK = fabric("nvlink")
+SMALL = RingCase("causal", 16, heads=2, key_heads=1)
+
+
+@pytest.mark.parametrize(
+    "schedule, forward, both",
+    (
+        # a row of k, v has 512 bytes, of dk, dv 1,024
+        ("kv", max(4 * 512, 8 * 512), max(4 * 512 + 4 * 512 + 8 * 1024, 8 * 512 + 8 * 512 + 4 * 1024)),
+        # a row of q has 512 bytes, of m, l, o 1,040; of q, dout, lse, delta 1,040, of dq 1,024
+        (
+            "state",
+            max(4 * 512 + 8 * 1040, 8 * 512 + 4 * 1040),
+            max(4 * 512 + 8 * 1040 + 4 * 1040 + 8 * 1024, 8 * 512 + 4 * 1040 + 8 * 1040 + 4 * 1024),
+        ),
+    ),
+)
+def test_two_ranks_by_hand(schedule: str, forward: int, both: int) -> None:
+    """Rank 0 holds positions 0-3 and 12-15, rank 1 those between.
+
+    Of rank 0 only the first four keys, or the last four queries, have anything to do at rank 1; of rank 1 all eight. Where
+    results come home, the step between has no message.
+    """
+    hops = {"kv": (1, 3), "state": (2, 4)}[schedule]
+    assert messages(SMALL, schedule, 2, NVLINK) == {
+        "forward": {"schedule": schedule, "hops": hops[0], "bytes_sent": forward},
+        "both": {"schedule": f"{schedule} / {schedule}", "hops": hops[1], "bytes_sent": both},
+    }
+
+
+def test_auto_is_what_would_be_chosen() -> None:
+    """With one key head for 32 query heads keys are by far the lighter; a relay takes as many hops, and results one more."""
+    case = RingCase("causal", 2**13, heads=32, key_heads=1)
+    direct, relayed = (messages(case, "auto", 4, joined) for joined in (NVLINK, fabric("nccl", one_host=False)))
+    assert direct == messages(case, "kv", 4, NVLINK)
+    assert (direct["forward"]["hops"], direct["both"]["hops"]) == (3, 3 + 5)
+    assert relayed["both"]["schedule"] == "kv / kv" and relayed["forward"]["hops"] == 3
+
+
+def test_exposed_is_measured_against_the_same_without_communication() -> None:
+    def row(forward: float, both: float) -> dict:
+        return {"forward": {"ms": forward}, "both": {"ms": both}}
+
+    found = {
+        "local": row(1.0, 4.0),
+        "nvlink-kv": row(1.5, 3.75),
+        "nvlink-auto-graph": row(1.0, 4.0),
+        "p2p-kv": {"errors": {"out": 1.0}},
+    }
+    fabrics = {variant: NVLINK for variant in found if benchmark_ring.is_ring(variant)}
+    add_communication(SMALL, found, 2, fabrics)
+    exposed = {variant: [part.get("exposed_us") for part in list(found[variant].values())] for variant in fabrics}
+    assert exposed == {"nvlink-kv": [500.0, -250.0], "nvlink-auto-graph": [None, None], "p2p-kv": [None]}
+    assert found["nvlink-auto-graph"]["both"]["hops"] > 0  # there is no local-graph to compare with
+    assert found["local"] == row(1.0, 4.0) and found["p2p-kv"] == {"errors": {"out": 1.0}}
