@@ -372,7 +372,8 @@ def main(argv: list[str]) -> int:
         if rank == 0:
             ring_report.write(arguments.output, head, rows)
             print(ring_report.table({name: rows[name]}), flush=True)
-    head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device), "inbox_bytes", 0)
+    if any(variant.startswith("nvlink") for variant in arguments.variants):
+        head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device, "nvlink"), "inbox_bytes", 0)
     if rank == 0:
         ring_report.write(arguments.output, head, rows)
     dist.destroy_process_group()
