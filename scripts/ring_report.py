@@ -117,7 +117,8 @@ def text(head: dict, rows: Rows) -> str:
     if communication := communication_table(rows):
         note = (
             "Forward / forward+backward. Hops are the steps that have messages. Exposed is what a call takes longer than\n"
-            "`local` (a graph: than `local-graph`), which knows no communication; noise can make it negative.\n"
+            "`local` (a graph: than `local-graph`), which knows no communication; noise can make it negative. `local` runs\n"
+            "the kernels of the automatic schedule: of a ring with another, merges and kernels that take longer count too.\n"
         )
         parts.append(f"## Communication\n\n{note}\n{communication}")
     return "\n".join(parts)
