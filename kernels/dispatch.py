@@ -78,6 +78,15 @@ def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks:
     return choose(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
 
 
+def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
+    chosen = _choose(q, v, backend, dropout, blocks)
+    if chosen == "hopper" and torch.are_deterministic_algorithms_enabled():
+        if backend == "hopper":
+            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms need backend='triton'")
+        return "triton"
+    return chosen
+
+
 _MODULES = {
     "hopper": {"forward": "kernels.hopper_forward", "backward": "kernels.hopper_backward"},
     "triton": {"forward": "kernels.forward", "backward": "kernels.backward"},
@@ -147,11 +156,7 @@ def backward(
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
     always, and are used under `torch.use_deterministic_algorithms(True)`.
     """
-    chosen = _choose(q, v, backend, dropout, blocks)
-    if chosen == "hopper" and torch.are_deterministic_algorithms_enabled():
-        if backend == "hopper":
-            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms need backend='triton'")
-        chosen = "triton"
+    chosen = _choose_backward(q, v, backend, dropout, blocks)
     if chosen != "hopper" and isinstance(delta, tuple):
         out, dlse = delta
         delta = row_delta(out, dout, dlse, chosen)
@@ -159,3 +164,62 @@ def backward(
         q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv,
         grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision,
     )  # fmt: skip
+
+
+class BlockwiseBackward:
+    """The backward of the same queries over one block of keys after the other, as a ring brings them.
+
+    dq is gathered in the state dtype and rounded once. The Hopper kernels have their own, see `blockwise_backward`.
+
+    Args:
+        q, dout, lse, delta, scale, backend, precision: as for `backward`; lse is that over all blocks.
+    """
+
+    def __init__(
+        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, backend: str = "auto", precision: str = "ieee"
+    ) -> None:
+        self.rows, self.scale, self.backend, self.precision = (q, dout, lse, delta), scale, backend, precision
+        self._dq: Tensor | None = None
+
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        intervals: Intervals,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(dk, dv) of one block in the state dtype, added into those that are given."""
+        q, dout, lse, delta = self.rows
+        self._dq, dk, dv = backward(
+            q, k, v, dout, lse, delta, intervals, self.scale, self._dq, dk, dv, self.backend,
+            grad_dtype=reference.state_dtype(q.dtype), dropout=dropout, precision=self.precision,
+        )  # fmt: skip
+        return dk, dv
+
+    def finish(self) -> Tensor:
+        """dq over all blocks so far, in q's dtype."""
+        q = self.rows[0]
+        return torch.zeros_like(q) if self._dq is None else self._dq.to(q.dtype)
+
+
+def blockwise_backward(
+    q: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Delta,
+    scale: float,
+    backend: str = "auto",
+    *,
+    plain: bool = True,
+    precision: str = "ieee",
+) -> BlockwiseBackward:
+    """The `BlockwiseBackward` of the chosen kernels, for values like `v`. `delta` may be (out, dlse); `plain`: no dropout."""
+    chosen = _choose_backward(q, v, backend, None, None) if plain else backend
+    if chosen == "hopper" and plain:
+        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision)
+    if isinstance(delta, tuple):
+        delta = row_delta(delta[0], dout, delta[1], backend)
+    return BlockwiseBackward(q, dout, lse, delta, scale, backend, precision)

@@ -491,10 +491,50 @@ def backward(
     checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
     grads = tiles.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() > 0 and k.numel() > 0:
+        config = _configure(q, k, v, *[x is not None for x in given])
         with torch.cuda.device_of(q):
-            add = dq is not None, dk is not None, dv is not None
-            _launch(q, k, v, dout, lse, delta, intervals, float(scale), grads, add)
+            sums = _prepare(q, dout, lse, delta, config)
+            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config)
+            _finish(sums[1], grads[0], float(scale), config)
     return grads
+
+
+class BlockwiseBackward:
+    """As `kernels.dispatch.BlockwiseBackward`: rows are prepared once, before the first block, and dq finished once."""
+
+    def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, precision: str = "ieee") -> None:
+        self.rows, self.scale, self.precision = (q, dout, lse, delta), float(scale), precision
+        self._sums: tuple[Tensor, Tensor] | None = None
+        self._config: Config | None = None
+
+    def add(
+        self,
+        k: Tensor,
+        v: Tensor,
+        intervals: Intervals,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+        dropout: Dropout | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        q, dout, lse, delta = self.rows
+        checks.check_inputs(q, k, v, intervals, self.scale)
+        hopper.check(q, v, dropout, None)
+        checks.check_options(q, k, None, None, self.precision)
+        checks.check_gradients(q, k, v, dout, lse, delta, (None, dk, dv), torch.float32)
+        config = _configure(q, k, v, False, dk is not None, dv is not None)
+        _, dk, dv = tiles.allocate_gradients(q, k, v, (q, dk, dv), torch.float32)
+        with torch.cuda.device_of(q):
+            if self._sums is None:
+                self._sums, self._config = _prepare(q, dout, lse, delta, config), config
+            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config)
+        return dk, dv
+
+    def finish(self) -> Tensor:
+        dq = torch.zeros_like(self.rows[0]) if self._sums is None else torch.empty_like(self.rows[0])
+        if self._sums is not None:
+            with torch.cuda.device_of(dq):
+                _finish(self._sums[1], dq, self.scale, self._config)
+        return dq
 
 
 @lru_cache(maxsize=256)
@@ -508,9 +548,13 @@ def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor,
 
 
 @lru_cache(maxsize=256)
-def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
+def _config(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, *add: bool) -> Config:
     dim = hopper.padded_dim(head_dim, value_dim)
     return Config(dim, head_dim, value_dim, num_heads, num_heads // num_key_heads, *add)
+
+
+def _configure(q: Tensor, k: Tensor, v: Tensor, add_dq: bool, add_dk: bool, add_dv: bool) -> Config:
+    return _config(q.shape[3], v.shape[3], q.shape[2], k.shape[2], add_dq, add_dk, add_dv)
 
 
 def _section(num_queries: int) -> int:
@@ -521,37 +565,45 @@ def _section(num_queries: int) -> int:
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Delta, intervals: Intervals, scale: float,
-    grads: Gradients, add: tuple[bool, bool, bool],
-) -> None:  # fmt: skip
-    """Run the kernels on checked inputs; `add` says which of `grads` are accumulators."""
-    (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
-    config = _configure(head_dim, value_dim, num_heads, num_key_heads, add)
-    dim, queries = config.dim, config.queries
-    dq, dk, dv = grads
-    num_tiles = -(-num_queries // queries)
+def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config) -> tuple[Tensor, Tensor]:
+    """(scalars of the rows, sums of dq), as the main kernel takes them; the sums are zero."""
+    batch, num_queries, num_heads, _ = q.shape
+    num_tiles = -(-num_queries // config.queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
-    scalars, dq_sums = lse.new_empty(num_pairs * 2 * queries), lse.new_empty(num_pairs * queries * dim)
-    if isinstance(delta, tuple):
-        dout = dout.contiguous()
-        rows = lse, None, delta[0], dout, delta[1]
-    else:
-        rows = lse, delta, None, None, None
+    scalars, dq_sums = (lse.new_empty(num_pairs * config.queries * n) for n in (2, config.dim))
+    rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
     launch(
         _prepare_kernel, num_pairs, (*[x if x is None else x.contiguous() for x in rows], scalars, dq_sums),
         (num_tiles, num_queries), CONFIG=config,
     )  # fmt: skip
+    return scalars, dq_sums
+
+
+def _add_block(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: tuple[Tensor, Tensor], intervals: Intervals, scale: float,
+    grads: tuple[Tensor, Tensor], config: Config,
+) -> None:  # fmt: skip
+    """Write or add dk and dv of a block of keys, `grads`, and add to the sums of dq."""
+    (batch, num_queries, _, _), (_, num_keys, num_key_heads, _) = q.shape, k.shape
+    dim, queries = config.dim, config.queries
+    num_tiles = -(-num_queries // queries)
     q, k, v, dout = [hopper.as_strided_rows(x) for x in (q, k, v, dout)]
     descriptors = (
         hopper.describe(q, queries, dim), hopper.describe(k, ROWS.value, dim), hopper.describe(v, ROWS.value, dim),
-        hopper.describe(dout, queries, dim), *map(hopper.with_base, _describe_scratch(num_pairs, config), (scalars, dq_sums)),
+        hopper.describe(dout, queries, dim),
+        *map(hopper.with_base, _describe_scratch(batch * config.num_heads * num_tiles, config), sums),
     )  # fmt: skip
     by_key = intervals.transposed
     table = by_key.tiles(KEYS.value, queries, aligned=True)
     num_key_tiles, key_heads = table.shape[1], batch * num_key_heads
     launch(
-        _main_kernel, num_key_tiles * key_heads, (*descriptors, dk, dv, by_key.lo, by_key.hi, table),
+        _main_kernel, num_key_tiles * key_heads, (*descriptors, *grads, by_key.lo, by_key.hi, table),
         (by_key.batch, num_key_tiles, num_tiles, num_keys, _section(num_queries), key_heads, scale), CONFIG=config,
     )  # fmt: skip
-    launch(_finish_kernel, 2 * num_pairs, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)
+
+
+def _finish(dq_sums: Tensor, dq: Tensor, scale: float, config: Config) -> None:
+    """Put the sums in order: write or add them to dq."""
+    batch, num_queries, num_heads, _ = dq.shape
+    num_tiles = -(-num_queries // config.queries)
+    launch(_finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

@@ -616,7 +616,9 @@ def _launch(
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     sections = -(-num_heads * batch // heads_in_cache)
     programs = UNLIMITED if crowded else hopper.num_processors(q.device)
-    items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs)
+    # rows that see nothing leave a state as it is
+    seeing = has_state and out is None
+    items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs, seeing)
     with torch.cuda.device_of(q):
         launch(
             _forward_kernel, items.shape[1], (*descriptors, intervals.lo, intervals.hi, items, m, l, o, lse, out),

@@ -120,7 +120,7 @@ class Intervals:
         walks = tables.walks(*self.host, first, end, step, step if aligned else 1)
         return tables.by_length(first, end, walks, *self.lo.shape)
 
-    def items(self, rows: int, step: int, batch: int, heads: int, sections: int, programs: int) -> Tensor:
+    def items(self, rows: int, step: int, batch: int, heads: int, sections: int, programs: int, seeing: bool = False) -> Tensor:
         """The tiles of all heads, dealt out to programs: see `kernels.tables.deal`.
 
         Args:
@@ -129,13 +129,16 @@ class Intervals:
             heads: of an entry.
             sections: in which the heads of the whole batch are worked off.
             programs: at most as many take items.
+            seeing: whether tiles whose rows see no key are left out.
 
         Returns:
             int32 (n, programs, 8) on the device.
         """
-        key = rows, step, batch, heads, sections, programs
+        key = rows, step, batch, heads, sections, programs, seeing
         if key not in self._tables:
             items = tables.in_sections(self._lay(rows, step).expand(batch, -1, -1), heads, sections)
+            if seeing:
+                items = items[items[:, 4] + items[:, 5] > 0]
             items = tables.deal(tables.split_last(items, programs, rows), programs, rows)
             self._tables[key] = _copy(items, self.device, self.wait)
         return self._tables[key]

@@ -96,8 +96,10 @@ def deal(items: Tensor, programs: int, rows: int) -> Tensor:
     Returns:
         int32 (n, programs, 8), item by item of each program: first, end, begin, num_head, num_full, num_edge as in
         `Intervals.tiles`; head, batch entry. What follows a program's last item, one at least, is all 0. Fewer programs if
-        there are fewer items.
+        there are fewer items, but one at least.
     """
+    if not len(items):
+        return items.new_zeros(1, 1, items.shape[1])
     shares = [(0.0, program) for program in range(min(programs, len(items)))]
     owners = []
     for time in _times(items, rows).tolist():

@@ -187,10 +187,8 @@ def _forward(q, k, v, *settings):
 
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     ring, schedule = _ring(q, *settings)
-    q, k, v, dout = (x.contiguous() for x in (q, k, v, dout))
-    delta = dispatch.row_delta(out, dout, dlse, ring.backend).contiguous()
-    grads = ring.backward(q, k, v, dout, lse, delta, schedule)
-    return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+    q, k, v, out, lse, dout = (x.contiguous() for x in (q, k, v, out, lse, dout))
+    return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule)
 
 
 _attention = operator.register("ring_attention", _SETTINGS, _forward, _backward)

@@ -11,6 +11,8 @@ import torch
 
 from ringattn.schedule import Schedule, Visit
 
+FLOPS_A_BYTE = 150  # that a GPU computes while its memory moves a byte
+
 
 class Fabric(NamedTuple):
     """What joins the ranks of a ring, and how fast they are; the same on every rank."""

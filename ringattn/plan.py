@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from kernels.intervals import Intervals, transpose
-from ringattn.cost import Fabric, hop_costs
+from ringattn.cost import FLOPS_A_BYTE, Fabric, hop_costs
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.schedule import Need, Schedule, Visit, circulate
 
 SCHEDULES = ("auto", "state", "kv")
+HEAD_ROWS = 2**18  # query heads x rows that keep a GPU busy: more of them are worked off in several passes
 FIRST_PART = 0.4  # of the own block's work, to hide the first hop where the rest is left to hide the last
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Work(NamedTuple):
     batch: int
     row_bytes: RowBytes  # a batch row
     pair_flops: int  # of one (query, key) pair of a batch row
+    query_bytes: int = 0  # of memory, that kernels move to prepare and finish a row of queries that come to visit
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
@@ -60,8 +62,24 @@ def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """The work of the backward: five products of every pair and head."""
-    return Work("backward", q.shape[0], backward_bytes(q, k, v), q.shape[2] * (6 * q.shape[3] + 4 * v.shape[3]))
+    """The work of the backward: five products of every pair and head.
+
+    Where keys travel a rank's own queries are prepared, and their dq is finished, once for all of them.
+    """
+    heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    query_bytes = 4 * max(q.element_size(), 4) * heads * dim  # sums of dq are cleared, read, and written or added
+    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim), query_bytes)
+
+
+def passes(layout: Layout, q: Tensor, k: Tensor) -> int:
+    """In how many passes, of as many heads each, a call is worked off: the memory of a pass is that of its heads.
+
+    Long sequences fill a GPU with few heads, so there a pass of some takes as little time a head as a pass of all. The same on
+    all ranks.
+    """
+    rows, (heads, key_heads) = q.shape[0] * (layout.seq_len // layout.ranks), (q.shape[2], k.shape[2])
+    most = max(1, rows * heads // HEAD_ROWS)
+    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,14 +135,15 @@ class Plan:
         return Block(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def flops(self, work: Work, name: str, visit: Visit) -> float:
-        """What a visit takes, of any rank; the parts of an own block are taken at their share of it."""
+        """What a visit takes, of any rank, memory included; the parts of an own block are taken at their share of it."""
         query_rank, key_rank = (visit.owner, visit.rank) if name == "state" else (visit.rank, visit.owner)
         meeting = self.meetings[query_rank][key_rank]
         whole = meeting.queries if name == "state" else meeting.keys
         part = 1.0
         if visit.rank == visit.owner and len(visit.rows) < len(whole):
             part = FIRST_PART if visit.rows.start == whole.start else 1 - FIRST_PART
-        return work.batch * work.pair_flops * meeting.pairs * part
+        queries = len(visit.rows) if name == "state" else 0
+        return work.batch * (work.pair_flops * meeting.pairs * part + FLOPS_A_BYTE * work.query_bytes * queries)
 
     def costs(self, name: str, work: Work, fabric: Fabric, rank: int | None = None) -> list:
         """`cost.hop_costs` of a pass of the schedule `name`."""

@@ -5,7 +5,7 @@ merged; partial results stay fp32 (fp64 for fp64 inputs) from the kernel to the 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,6 +96,12 @@ def _merge(a: Block, b: Block) -> Block:
     return a
 
 
+def _heads(x: Tensor, i: int, count: int) -> Tensor:
+    """Part i of `count` of the heads of x (B, N, H, ...)."""
+    size = x.shape[2] // count
+    return x[:, :, i * size : (i + 1) * size]
+
+
 def _zeros(*like: Tensor) -> Block:
     return tuple(torch.zeros_like(x, dtype=state_dtype(x.dtype)) for x in like)
 
@@ -105,7 +111,7 @@ class Ring:
     """Everything about a ring pass but its tensors.
 
     The tensors of every method are contiguous and hold this rank's rows: q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv),
-    out and dout (B, N, Hq, Dv), lse and delta (B, N, Hq).
+    out and dout (B, N, Hq, Dv), lse and dlse (B, N, Hq).
     """
 
     plan: Plan
@@ -119,15 +125,56 @@ class Ring:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str = "auto") -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse in fp32)."""
+        return self._by_heads(Ring._forward, (q, k, v), schedule)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None = None,
+        schedule: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv in the dtypes of q, k, v."""
+        return self._by_heads(Ring._backward, (q, k, v, out, lse, dout, dlse), schedule)
+
+    def _by_heads(self, run: Callable, inputs: tuple[Tensor | None, ...], schedule: str) -> tuple[Tensor, ...]:
+        """`run` on a part of the heads after the other, as many as `plan.passes` says."""
+        q, k, *_ = inputs
+        count = planning.passes(self.plan.layout, q, k)
+        if count == 1:
+            return run(self, *inputs, schedule)
+        results: tuple[Tensor, ...] = ()
+        for i in range(count):
+            ring = replace(self, first_head=self.first_head + i * (q.shape[2] // count))
+            part = run(ring, *(x if x is None else _heads(x, i, count).contiguous() for x in inputs), schedule)
+            results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in part)
+            for x, y in zip(results, part, strict=True):
+                _heads(x, i, count).copy_(y)
+            del part, x, y  # before the next pass asks for memory
+        return results
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str) -> tuple[Tensor, Tensor]:
         chosen = self.plan.choose(schedule, planning.forward_work(q, k, v), self.transport.fabric)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
-    def backward(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor, schedule: str = "auto"
+    def _backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        schedule: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in fp32."""
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
-        return (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, delta)
+        grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
+        return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[Intervals, dict[str, Any]]]]:
         """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""
@@ -168,54 +215,41 @@ class Ring:
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
 
     def _backward_state(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule, visits = self._visits("state", results=True)
         (home,) = _zeros(q)
         dk = dv = None
+        dtype = state_dtype(q.dtype)
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             nonlocal dk, dv
             q, dout, lse, delta = traveller
             intervals, options = visits[here]
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
-            partial, dk, dv = self._gradients(q, k, v, dout, lse, delta, intervals, (dq, dk, dv), options)
+            partial, dk, dv = dispatch.backward(
+                q, k, v, dout, lse, delta, intervals, self.scale, dq, dk, dv, grad_dtype=dtype, **options
+            )
             return (partial,) if into is None or dq is not None else _add(into, (partial,))
 
         label = "backward of the state ring"
-        circulate(schedule, self.transport, (q, dout, lse, delta), visit, (home,), _add, label)
+        traveller = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
+        circulate(schedule, self.transport, traveller, visit, (home,), _add, label)
         return home, *(_zeros(k, v) if dk is None else (dk, dv))
 
     def _backward_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=True)
         home = _zeros(k, v)
-        dq = None
+        options = {"backend": self.backend, "plain": not self.dropout_p, "precision": self.precision}
+        gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, **options)
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
-            nonlocal dq
-            k, v = traveller
             intervals, options = visits[here]
             given = (into or (None, None)) if q.shape[0] == 1 else (None, None)
-            dq, *partial = self._gradients(q, k, v, dout, lse, delta, intervals, (dq, *given), options)
-            return tuple(partial) if into is None or given[0] is not None else _add(into, partial)
+            partial = gathered.add(*traveller, intervals, *given, options["dropout"])
+            return partial if into is None or given[0] is not None else _add(into, partial)
 
         circulate(schedule, self.transport, (k, v), visit, home, _add, "backward of the KV ring")
-        return *(_zeros(q) if dq is None else (dq,)), *home
-
-    def _gradients(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        intervals: Intervals,
-        given: tuple[Tensor | None, Tensor | None, Tensor | None],
-        options: dict[str, Any],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of one block in fp32, added into those that are `given`."""
-        dtype = state_dtype(q.dtype)
-        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.scale, *given, grad_dtype=dtype, **options)
+        return gathered.finish(), *home

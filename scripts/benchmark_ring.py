@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 4 scripts/benchmark_ring.py
     torchrun --nproc-per-node 4 scripts/benchmark_ring.py --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
 
-bf16, B = 1, zigzag. Every ring is first held to float64 at a small case of the same mask and heads, all rows, output and
-gradients: no speed is reported of a wrong one. Variants are timed in turn, in rounds, because clocks drift with heat; a figure
-is the median over rounds of calls back to back, on the slowest rank. `local` runs the kernels of the automatic schedule on the
-rank's own rows: what the ring would take if communication cost nothing. With `-graph` calls are replayed from a CUDA graph, so
-that the host's time does not count: at 4,096 rows a rank it is the longer one. FLOPs count 4 H pairs D forward, of the pairs
+bf16, B = 1, zigzag; documents in the layout that balances them. Every ring is first held to float64 at a small case of the same
+mask and heads, all rows, output and gradients: no speed is reported of a wrong one. Variants are timed in turn, in rounds,
+because clocks drift with heat; a figure is the median over rounds of calls back to back, on the slowest rank. `local` is the
+automatic schedule where every message is there already, as rows of this rank: what the ring would take if communication cost
+nothing. With `-graph` calls are replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is
+the longer one. FLOPs count 4 H pairs D forward, of the pairs
 that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of torch's allocator over a
 forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`). Of every ring its hops,
 the bytes that its busiest rank sends, and the time that it takes longer than `local` are told too. Rank 0 writes README.md,
@@ -23,8 +24,9 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -38,12 +40,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import ring_report  # noqa: E402
 from cases import GROUP, TOLERANCE, Case  # noqa: E402
 
-from kernels import dispatch, reference  # noqa: E402
+from kernels import reference  # noqa: E402
 from kernels.intervals import Intervals  # noqa: E402
 from ringattn import Layout, Mask, ring_attention  # noqa: E402
 from ringattn import plan as planning  # noqa: E402
+from ringattn.balance import balanced_layout  # noqa: E402
 from ringattn.cost import Fabric  # noqa: E402
-from ringattn.transport import resolve  # noqa: E402
+from ringattn.ring import Ring  # noqa: E402
+from ringattn.schedule import Schedule  # noqa: E402
+from ringattn.transport import Block, Like, Messenger, Pass, Transport, resolve  # noqa: E402
 
 HEAD_DIM = 128
 CHECKED_LENGTH = 1536  # a rank's rows in the check
@@ -72,6 +77,12 @@ class RingCase:
     def mask(self) -> Mask:
         return Case(self.kind, self.length, self.heads, HEAD_DIM).mask
 
+    def layout(self, ranks: int) -> Layout:
+        """Zigzag; for documents what balances them, as training does with parallel.layout=auto."""
+        if self.kind == "documents":
+            return balanced_layout(self.mask, self.length, ranks)
+        return Layout.zigzag(self.length, ranks)
+
     def flops(self, backward: bool) -> float:
         pairs = Case(self.kind, self.length, self.heads, HEAD_DIM).pairs
         return 4.0 * self.heads * pairs * HEAD_DIM * (3.5 if backward else 1)
@@ -79,7 +90,8 @@ class RingCase:
     def shard(self, seed: int = 0) -> list[Tensor]:
         """This rank's q, k, v, dout: standard normal; all but dout require gradients."""
         generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
-        rows, heads = self.length // dist.get_world_size(), (self.heads, self.key_heads, self.key_heads, self.heads)
+        rows = self.layout(dist.get_world_size()).rows(dist.get_rank())
+        heads = self.heads, self.key_heads, self.key_heads, self.heads
         shards = [torch.randn(1, rows, h, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16) for h in heads]
         return [x.requires_grad_() for x in shards[:3]] + shards[3:]
 
@@ -113,7 +125,7 @@ VARIANTS = (
 def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
     """`ring_attention`."""
     transport, schedule = variant.split("-")
-    layout, (q, k, v, dout) = Layout.zigzag(case.length, dist.get_world_size()), shard
+    layout, (q, k, v, dout) = case.layout(dist.get_world_size()), shard
     options = {"layout": layout, "mask": case.mask, "group": dist.group.WORLD, "transport": transport, "schedule": schedule}
 
     def forward() -> Tensor:
@@ -127,35 +139,43 @@ def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
     return Steps(forward, both)
 
 
-def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
-    """The same visits with this rank's own rows in place of the visitors'."""
-    layout, (q, k, v, dout) = Layout.zigzag(case.length, dist.get_world_size()), [x.detach() for x in shard]
-    fabric = resolve(dist.group.WORLD.group_name, q.device).fabric
-    plan = planning.plan(case.mask, layout, dist.get_rank(), q.device)
-    name = plan.choose("auto", planning.backward_work(q, k, v), fabric)
-    forward_blocks = plan.blocks("kv", plan.schedule("kv", False, fabric.all_pairs))
-    backward_blocks = plan.blocks(name, plan.schedule(name, True, fabric.all_pairs))
-    scale = HEAD_DIM**-0.5
+class Standstill(Messenger):
+    """A ring that moves nothing: travellers that come are rows of this rank's own, results are zeros."""
 
-    def forward() -> tuple[Tensor, Tensor]:
-        state, left = None, len(forward_blocks)
-        for visit, block in forward_blocks.items():
-            rows, left = len(visit.rows), left - 1
-            state = dispatch.forward(q, k[:, :rows], v[:, :rows], block.intervals, scale, state, left == 0)
-        return state
+    def __init__(self, line: Transport) -> None:
+        self.rank, self.size, self.fabric = line.rank, line.size, line.fabric
+        self.rows: dict[tuple, Tensor] = {}
+
+    def begin(self, schedule: Schedule, like: Like) -> Pass:
+        steps = schedule.by_rank[self.rank]
+
+        def arrived(t: int) -> list[Block]:
+            return [tuple(self._rows(x, m.kind, len(m.rows)) for x in like[m.kind]) for m in steps[t].incoming]
+
+        return SimpleNamespace(exchange=lambda t, departing: partial(arrived, t), end=lambda: None)
+
+    def _rows(self, x: Tensor, kind: str, rows: int) -> Tensor:
+        if kind == "traveller" and rows <= x.shape[1]:
+            return x[:, :rows]
+        key = kind, rows, x.shape, x.dtype
+        if key not in self.rows:
+            shape = x.shape[0], rows, *x.shape[2:]
+            make = torch.zeros if kind == "result" else torch.randn
+            self.rows[key] = make(shape, dtype=x.dtype, device=x.device)
+        return self.rows[key]
+
+
+def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
+    """The same without communication."""
+    layout, (q, k, v, dout) = case.layout(dist.get_world_size()), [x.detach() for x in shard]
+    line = Standstill(resolve(dist.group.WORLD.group_name, q.device))
+    ring = Ring(planning.plan(case.mask, layout, line.rank, q.device), line, HEAD_DIM**-0.5)
 
     def both() -> tuple[Tensor, ...]:
-        out, lse = forward()
-        delta = dispatch.row_delta(out, dout)
-        grads = [torch.zeros(x.shape, device=x.device) for x in (q, k, v)]
-        for visit, block in backward_blocks.items():
-            queries, keys = (slice(x) for x in ((len(visit.rows), None) if name == "state" else (None, len(visit.rows))))
-            rows, columns = [x[:, queries] for x in (q, dout, lse, delta)], [x[:, keys] for x in (k, v)]
-            into = grads[0][:, queries], grads[1][:, keys], grads[2][:, keys]
-            dispatch.backward(rows[0], *columns, *rows[1:], block.intervals, scale, *into)
-        return out, *(x.bfloat16() for x in grads)
+        out, lse = ring.forward(q, k, v)
+        return out, *ring.backward(q, k, v, out, lse, dout)
 
-    return Steps(forward, both)
+    return Steps(lambda: ring.forward(q, k, v), both)
 
 
 def peer_step(case: RingCase, shard: list[Tensor]) -> Steps:
@@ -221,7 +241,7 @@ def check(case: RingCase, variant: str) -> dict[str, float]:
     """Largest error of GROUP rows of any head against float64, relative to them, by name; over all ranks."""
     ranks = dist.get_world_size()
     small = RingCase(case.kind, CHECKED_LENGTH * ranks, case.heads, case.key_heads)
-    layout, shard = Layout.zigzag(small.length, ranks), small.shard(seed=1)
+    layout, shard = small.layout(ranks), small.shard(seed=1)
     got = steps_of(small, variant, shard).both()
     whole = [layout.unshard(x.detach(), dist.group.WORLD) for x in shard]
     errors = []
@@ -286,15 +306,18 @@ def is_ring(variant: str) -> bool:
 
 def messages(case: RingCase, schedule: str, ranks: int, fabric: Fabric) -> dict[str, dict]:
     """Of the forward, and of forward and backward together: schedules, hops that have messages, bytes of the busiest rank."""
-    plan = planning.plan(case.mask, Layout.zigzag(case.length, ranks), 0, torch.device("cpu"))
+    layout = case.layout(ranks)
+    plan = planning.plan(case.mask, layout, 0, torch.device("cpu"))
     q, k = (torch.empty(1, 1, h, HEAD_DIM, dtype=torch.bfloat16, device="meta") for h in (case.heads, case.key_heads))
+    count = planning.passes(layout, q, k)
+    q, k = (x[:, :, : x.shape[2] // count] for x in (q, k))
     names, hops, sent, found = [], 0, [0] * ranks, {}
     for part, work in (("forward", planning.forward_work(q, k, k)), ("both", planning.backward_work(q, k, k))):
         names.append(plan.choose(schedule, work, fabric))
         traveller, result = getattr(work.row_bytes, names[-1])
         one_pass = plan.schedule(names[-1], result > 0, fabric.all_pairs)
-        hops += sum(bool(step.messages) for step in one_pass.steps)
-        sent = [a + b for a, b in zip(sent, one_pass.bytes_sent(traveller, result), strict=True)]
+        hops += count * sum(bool(step.messages) for step in one_pass.steps)
+        sent = [a + count * b for a, b in zip(sent, one_pass.bytes_sent(traveller, result), strict=True)]
         found[part] = {"schedule": " / ".join(names), "hops": hops, "bytes_sent": max(sent)}
     return found
 

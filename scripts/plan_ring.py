@@ -24,9 +24,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringattn import Layout, Mask  # noqa: E402
-from ringattn.cost import Fabric  # noqa: E402
+from ringattn.cost import FLOPS_A_BYTE, Fabric  # noqa: E402
 from ringattn.layout import KINDS  # noqa: E402
-from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, plan  # noqa: E402
+from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, passes, plan  # noqa: E402
 from ringattn.ulysses import fewest_bytes, key_copies  # noqa: E402
 
 SIZE = 2  # bytes of a bf16 number
@@ -85,13 +85,22 @@ class Layer:
         short = min(max(self.seq_len - window, 0), queries)  # queries that do not see the end
         return short * window + short * (short - 1) // 2 + (queries - short) * self.seq_len - hidden
 
-    def works(self) -> tuple[Work, Work]:
-        """Of the forward and of the backward, with the heads that a rank of the ring has."""
+    def _shapes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """q and k with the heads that a rank of the ring has."""
         copies = key_copies(self.heads, self.kv_heads, self.ulysses)
-        q, k = (
-            torch.empty(self.batch, 1, heads // self.ulysses, self.dim, dtype=torch.bfloat16, device="meta")
+        rows = self.seq_len // self.ring
+        return tuple(
+            torch.empty(self.batch, rows, heads // self.ulysses, self.dim, dtype=torch.bfloat16, device="meta")
             for heads in (self.heads, self.kv_heads * copies)
         )
+
+    @property
+    def passes(self) -> int:
+        return passes(Layout(self.layout, self.seq_len, self.ring), *self._shapes())
+
+    def works(self) -> tuple[Work, Work]:
+        """Of a pass of the forward and of one of the backward."""
+        q, k = (x[:, :, : x.shape[2] // self.passes] for x in self._shapes())
         return forward_work(q, k, k), backward_work(q, k, k)
 
 
@@ -113,6 +122,10 @@ class Cost:
         """With a host that takes `launch` seconds for a step."""
         return replace(self, seconds=max(self.seconds, self.steps * launch))
 
+    def times(self, count: int) -> "Cost":
+        """That of as many passes, one after the other."""
+        return Cost(count * self.compute, count * self.seconds, count * self.bytes, count * self.steps)
+
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
             self.compute + other.compute, self.seconds + other.seconds, self.bytes + other.bytes, self.steps + other.steps
@@ -124,7 +137,8 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     flops = cluster.forward_flops, cluster.backward_flops
     launches = cluster.forward_launch, cluster.backward_launch
     return tuple(
-        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).started_by(launch) + exchange(layer, cluster)
+        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes).started_by(launch)
+        + exchange(layer, cluster)
         for work, speed, launch in zip(layer.works(), flops, launches, strict=True)
     )
 
@@ -160,7 +174,8 @@ def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
     sizes = getattr(work.row_bytes, name)
     sent = layer.batch * moving * sum(sizes)
     communication = sent / fabric.bytes_per_second + sum(size > 0 for size in sizes) * fabric.latency
-    compute = layer.batch * pairs * work.pair_flops / fabric.flops / (hops + 1)
+    visiting = FLOPS_A_BYTE * work.query_bytes * (rows + hops * moving) if name == "state" else 0
+    compute = layer.batch * (pairs * work.pair_flops + visiting) / fabric.flops / (hops + 1)
     return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent, hops + 1)
 
 
@@ -200,7 +215,9 @@ HEADER = (
 
 def table_row(layer: Layer, forward: Cost, both: Cost) -> str:
     """One line of the table."""
-    flops = sum(work.pair_flops for work in layer.works()) * layer.ulysses * layer.batch * layer.pairs(layer.seq_len)
+    flops = (
+        sum(work.pair_flops for work in layer.works()) * layer.passes * layer.ulysses * layer.batch * layer.pairs(layer.seq_len)
+    )
     cells = (
         f"{layer.ranks:,}",
         f"{layer.ulysses} x {layer.ring:,}",

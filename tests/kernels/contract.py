@@ -5,6 +5,7 @@ from types import ModuleType
 import torch
 
 from kernels import reference
+from kernels.dispatch import BlockwiseBackward
 from kernels.intervals import Intervals, full
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
 from tests.kernels.problems import Problem, strided
@@ -53,6 +54,22 @@ def check_accumulators(problem: Problem, backward: ModuleType) -> None:
     assert all(x is y for x, y in zip(problem.gradients(backward, **given), total, strict=True))
     for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
         assert_rows_close("accumulator", x, y + z, TOLERANCE[problem.q.dtype])
+
+
+def check_blockwise(problem: Problem, bounds: list[int], backward: BlockwiseBackward) -> None:
+    """Over pieces of the keys between `bounds`, every other one with accumulators, a blockwise backward equals one call."""
+    rows, keys = slice(0, problem.q.shape[1]), []
+    for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        k, v = problem.k[:, first:last], problem.v[:, first:last]
+        given = [torch.full_like(x, i, dtype=torch.float32).contiguous() if i % 2 else None for x in (k, v)]
+        dk, dv = backward.add(k, v, problem.intervals.cut(rows, slice(first, last)), *given)
+        assert dk.dtype == dv.dtype == torch.float32 and all(x is None or x is y for x, y in zip(given, (dk, dv), strict=True))
+        keys.append([x - i % 2 * i for x in (dk, dv)])
+    dq = backward.finish()
+    assert dq.dtype == problem.q.dtype
+    gradients = dq, *(torch.cat(x, 1) for x in zip(*keys, strict=True))
+    for name, x, y in zip(GRADIENTS, gradients, problem.double().backward(reference), strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
 
 
 def check_fresh_gradients(problem: Problem, backward: ModuleType) -> None:

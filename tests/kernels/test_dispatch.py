@@ -5,6 +5,7 @@ import torch
 
 from kernels import dispatch
 from kernels.intervals import full
+from tests.kernels.contract import check_blockwise
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import make_problem
 
@@ -94,3 +95,17 @@ def test_delta_may_be_what_it_is_made_from(with_dlse, backend, device):
     problem.delta = out, dlse
     for x, y in zip(problem.gradients(dispatch, backend=backend), expected, strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("backend", ["tiled", "triton"])
+@pytest.mark.parametrize("of_output", [False, True], ids=["delta", "out"])
+def test_one_block_of_keys_after_the_other(of_output, backend, device):
+    problem = make_problem(*intervals_of("window", 41, 41), 41, torch.float32, 2, (4, 2), device=device)
+    delta = (problem.forward(dispatch, final=True, backend=backend)[0], None) if of_output else problem.delta
+    rows = problem.q, problem.v, problem.dout, problem.lse, delta
+    check_blockwise(problem, [0, 7, 8, 41], dispatch.blockwise_backward(*rows, problem.scale, backend))
+
+
+def test_no_block_of_keys_gives_no_gradient():
+    q, rows = torch.ones(1, 3, 1, 8), torch.ones(1, 3, 1)
+    assert torch.equal(dispatch.blockwise_backward(q, q, q, rows, rows, 1.0).finish(), torch.zeros_like(q))

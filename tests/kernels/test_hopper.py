@@ -13,6 +13,7 @@ from kernels.intervals import CUT, Intervals, full
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.contract import (
     check_accumulators,
+    check_blockwise,
     check_chain,
     check_faults_are_caught,
     check_fresh_gradients,
@@ -132,6 +133,24 @@ def test_chain_over_pieces_of_the_keys(mask, final, dim, device):
 def test_gradients_are_added_to_the_accumulators(device):
     problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(128, 128), device=device)
     check_accumulators(problem, hopper_backward)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_one_block_of_keys_after_the_other(mask, dim, device):
+    problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), (dim, dim), device=device)
+    rows = problem.q, problem.dout, problem.lse, problem.delta
+    check_blockwise(problem, [0, 17, 160, 161, 410], hopper_backward.BlockwiseBackward(*rows, problem.scale))
+
+
+def test_rows_that_see_nothing_keep_their_state(device):
+    """Tiles of such rows are left out where a state comes in and goes out, all of them here."""
+    nothing = Intervals.of(*torch.zeros(2, 1, 300, dtype=torch.int32), 200, device)
+    problem = make_problem(*intervals_of("causal", 300, 200), 200, torch.float16, dims=(64, 64), device=device)
+    state = problem.forward(hopper_forward)
+    before = [x.clone() for x in state]
+    after = hopper_forward.forward(problem.q, problem.k, problem.v, nothing, problem.scale, state=state)
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
 
 
 def test_fresh_gradients_have_the_dtype_asked_for(device):

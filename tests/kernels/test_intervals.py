@@ -204,6 +204,18 @@ def test_items_deal_out_every_tile_of_every_head_once(num_queries, num_keys, bat
     assert not there[-1].any() and (items[~there] == 0).all() and (there.int().diff(dim=0) <= 0).all()
 
 
+def test_items_of_rows_that_see_nothing_may_be_left_out():
+    lo = torch.zeros(1, 40, dtype=torch.int32)
+    hi = torch.where(torch.arange(40) < 20, 0, 10)[None].int()
+    intervals = Intervals.of(lo, hi, 10)
+    everything, seeing = (intervals.items(8, 4, 1, 2, 1, 3, seeing=choice) for choice in (False, True))
+    steps = everything[..., 4] + everything[..., 5]
+    assert sorted(everything[steps > 0].tolist()) == sorted(seeing[seeing[..., 1] > 0].tolist())
+    assert int(seeing[..., 0][seeing[..., 1] > 0].min()) == 16  # of rows 16 to 24 half see something
+    nothing = Intervals.of(lo, lo, 10).items(8, 4, 1, 2, 1, 3, seeing=True)
+    assert nothing.shape[1:] == (1, 8) and not nothing.any()
+
+
 def test_items_are_dealt_out_evenly():
     items = packed([8192]).items(192, 64, 1, 16, 2, 132)
     steps = items[..., 4:6].sum(2).sum(0).float()

@@ -5,7 +5,9 @@ import torch
 
 from kernels.intervals import Intervals
 from ringattn import Layout, Mask, ring_attention, simulate
+from ringattn import plan as planning
 from ringattn.layout import KINDS
+from ringattn.ring import Ring
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
 RANKS = (1, 2, 3, 4, 8, 64)
@@ -121,6 +123,20 @@ def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str,
     expected = case.on_rank(Layout.contiguous(60, 1), Mask.causal(), 0, None, backend="reference", **options)
     assert_close(got, expected, 1e-10)
     assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 0.1
+
+
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+@pytest.mark.parametrize("heads, key_heads, passes", [(4, 4, 4), (8, 2, 2), (3, 1, 1)], ids=str)
+def test_few_heads_at_a_time(heads, key_heads, passes, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long call in several passes gives what one pass gives, dropout included."""
+    case, layout, seen = Case.random(seq_len=22, heads=heads, key_heads=key_heads), Layout.zigzag(22, 2), []
+    options = {"schedule": schedule, "backend": "reference", "dropout_p": 0.4, "seed": 5}
+    whole = case.on_ring(layout, Mask.causal(), **options)
+    monkeypatch.setattr(planning, "HEAD_ROWS", 11)
+    forward = Ring._forward
+    monkeypatch.setattr(Ring, "_forward", lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
+    assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)
+    assert seen == [heads // passes] * passes * layout.ranks
 
 
 @links

@@ -27,7 +27,15 @@ def test_every_hop_says_what_moves_and_what_hides_it() -> None:
         "receives k, v rows 0:8192 of rank 1 from rank 1; 474 us of kernels beside 64.0 MiB in 215 us, hidden",
         "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels",
     ]
-    assert "backward: state schedule, q, dout, lse, delta travel, dq come home" in text
+    assert "backward: kv schedule, k, v travel, dk, dv come home" in text
+
+
+def test_few_heads_at_a_time() -> None:
+    """Of 2**18 rows a rank one head fills a GPU: 16 passes, and what is told is told of one."""
+    text = explain(*shapes(2**18), layout=Layout.zigzag(2**20, 4), mask=Mask.full())
+    assert "16 passes, of 1 query and 1 key heads each; this is one of them" in text
+    assert "sends k, v rows 0:262144 of rank 0 to rank 1, receives k, v rows 0:262144 of rank 1 from rank 1" in text
+    assert "beside 128.0 MiB" in text
 
 
 def test_what_is_not_hidden_is_said() -> None:

@@ -16,32 +16,45 @@ RANKS, VICTIM = 3, 1
 ROOT = Path(__file__).parents[2]
 
 
-def run_rings(rank: int, store: str, fault: str) -> None:
+def run_rings(rank: int, store: str, fault: str, transport: str) -> None:
     """What a rank of the job does: one ring after the other, until at the third the victim is out."""
     from ringattn import Layout, Mask, ring_attention
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    device, backend = ("cpu", "gloo") if transport == "gloo" else (f"cuda:{rank}", "nccl")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
     layout = Layout.zigzag(24, RANKS)
-    q, k, v = (torch.ones(1, layout.rows(rank), 2, 8) for _ in range(3))
+    q, k, v = (torch.ones(1, layout.rows(rank), 2, 16, device=device) for _ in range(3))
+    options = {"layout": layout, "mask": Mask.causal(), "group": dist.group.WORLD}
     for ring in range(1000):
         if rank == VICTIM and ring == 2:
             time.sleep(2)  # long enough to have been seen alive
             if fault == "dead":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
-        ring_attention(q, k, v, layout=layout, mask=Mask.causal(), group=dist.group.WORLD)
+        ring_attention(q, k, v, schedule="kv", transport="auto" if transport == "gloo" else transport, **options)
+        if backend == "nccl" and ring < 2:
+            torch.cuda.synchronize()  # the first ones compile kernels
 
 
+def _on_gpus(transport: str):
+    too_few = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
+    return pytest.param(transport, marks=[pytest.mark.gpu, too_few])
+
+
+@pytest.mark.parametrize("transport", ("gloo", _on_gpus("nvlink"), _on_gpus("p2p")))
 @pytest.mark.parametrize("fault", ("dead", "stuck"))
-def test_everybody_ends_and_says_why(fault: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), fault]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "RINGATTN_TIMEOUT": "5", "OMP_NUM_THREADS": "1"}
+def test_everybody_ends_and_says_why(fault: str, transport: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), fault, transport]
+    patience = 5 if transport == "gloo" else 25  # the first rings on GPUs compile kernels
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "RINGATTN_TIMEOUT": str(patience), "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
     ranks = [
         subprocess.Popen([*command, str(rank)], env=environment, stderr=subprocess.PIPE, text=True) for rank in range(RANKS)
     ]
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]
-    assert time.monotonic() - start < 5 + 60
+    assert time.monotonic() - start < patience + 60
     assert all(rank.returncode for rank in ranks)
     how = "gives no sign of life, last seen in" if fault == "dead" else "is stuck in"
     message = rf"ringattn: rank {VICTIM} {how} forward of the KV ring, hop \d of 3.*; rank \d waited \d+ s in forward of the KV"
@@ -61,4 +74,4 @@ def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 if __name__ == "__main__":
-    run_rings(int(sys.argv[3]), *sys.argv[1:3])
+    run_rings(int(sys.argv[4]), *sys.argv[1:4])
