@@ -5,10 +5,24 @@ Flags are 32-bit counters that wrap around.
 """
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 
 _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference, so a counter may wrap
 _WORD = 0xFFFFFFFF
+WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams, 48 bytes, of a wait or a write of 32 bits."""
+
+    _fields_ = [
+        ("kind", ctypes.c_uint32),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint32),
+        ("_rest", ctypes.c_uint64 * 2),
+    ]
 
 
 @cache
@@ -19,6 +33,7 @@ def _functions() -> tuple:
         "cuMemcpyAsync": (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p),
         "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
         "cuStreamWaitValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
+        "cuStreamBatchMemOp_v2": (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint),
     }
     functions = []
     for name, arguments in signatures.items():
@@ -46,3 +61,9 @@ def write_flag(address: int, value: int, stream: int) -> None:
 def wait_flag(address: int, value: int, stream: int) -> None:
     """Let later work of the stream wait until the flag has reached `value`."""
     _check("to wait for a flag", _functions()[2](stream, address, value & _WORD, _GREATER_OR_EQUAL))
+
+
+def in_order(operations: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """One flag after the other: (WAIT or WRITE, address, value). A graph holds them all as one node."""
+    array = (_Operation * len(operations))(*[(kind, flag, value & _WORD, 0) for kind, flag, value in operations])
+    _check("flags", _functions()[3](stream, len(operations), array, 0))

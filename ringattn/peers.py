@@ -309,20 +309,15 @@ class _CapturedPass(_Pass):
 
     def _meet(self, purpose: int) -> None:
         line = self.line
-        for peer in line.others:
-            driver.write_flag(line._flag(peer, purpose, line.rank), 1, self.handle)
-        for peer in line.others:
-            flag = line._flag(line.rank, purpose, peer)
-            driver.wait_flag(flag, 1, self.handle)
-            driver.write_flag(flag, 0, self.handle)
+        theirs = [line._flag(peer, purpose, line.rank) for peer in line.others]
+        mine = [line._flag(line.rank, purpose, peer) for peer in line.others]
+        driver.in_order([(driver.WRITE, flag, 1) for flag in theirs] + [x for flag in mine for x in _taken(flag)], self.handle)
 
     def _raise(self, flag: int, value: int, handle: int) -> None:
         driver.write_flag(flag + 4 * CAPTURED * self.line.size, 1, handle)
 
     def _await(self, flag: int, value: int, handle: int) -> None:
-        flag += 4 * CAPTURED * self.line.size
-        driver.wait_flag(flag, 1, handle)
-        driver.write_flag(flag, 0, handle)
+        driver.in_order(_taken(flag + 4 * CAPTURED * self.line.size), handle)
 
     def _pass_gate(self, push: Push, handle: int) -> None:
         if not push.fresh:
@@ -331,3 +326,8 @@ class _CapturedPass(_Pass):
     def end(self) -> None:
         self._join()
         self._meet(ENDED)
+
+
+def _taken(flag: int) -> list[tuple[int, int, int]]:
+    """Wait for a flag, and put it back."""
+    return [(driver.WAIT, flag, 1), (driver.WRITE, flag, 0)]

@@ -16,7 +16,7 @@ from ringattn.mask import Mask
 from ringattn.schedule import Need, Schedule, Visit, circulate
 
 SCHEDULES = ("auto", "state", "kv")
-HEAD_ROWS = 2**18  # query heads x rows that keep a GPU busy: more of them are worked off in several passes
+PASS_FLOPS = 5e13  # of a forward: a tenth of a second, beside which it does not count that a pass has a beginning and an end
 FIRST_PART = 0.4  # of the own block's work, to hide the first hop where the rest is left to hide the last
 log = logging.getLogger(__name__)
 
@@ -71,15 +71,13 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
     return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim), query_bytes)
 
 
-def passes(layout: Layout, q: Tensor, k: Tensor) -> int:
-    """In how many passes, of as many heads each, a call is worked off: the memory of a pass is that of its heads.
+def passes(flops: float, key_heads: int) -> int:
+    """In how many passes, of as many heads each, a call is worked off. The memory of a pass is that of its heads.
 
-    Long sequences fill a GPU with few heads, so there a pass of some takes as little time a head as a pass of all. The same on
-    all ranks.
+    Args:
+        flops: of the forward of all heads, on one rank.
     """
-    rows, (heads, key_heads) = q.shape[0] * (layout.seq_len // layout.ranks), (q.shape[2], k.shape[2])
-    most = max(1, rows * heads // HEAD_ROWS)
-    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= most)
+    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= max(1, flops / PASS_FLOPS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +131,16 @@ class Plan:
         lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
         return Block(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
+
+    def passes(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        """`passes` of this rank's tensors; the same on all ranks."""
+        work = forward_work(q, k, v)
+        return passes(work.batch * work.pair_flops * self.pairs / self.layout.ranks, k.shape[2])
+
+    @cached_property
+    def pairs(self) -> float:
+        """(query, key) pairs of the whole sequence, the mean over batch rows."""
+        return sum(meeting.pairs for row in self.meetings for meeting in row)
 
     def flops(self, work: Work, name: str, visit: Visit) -> float:
         """What a visit takes, of any rank, memory included; the parts of an own block are taken at their share of it."""

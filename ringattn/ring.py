@@ -87,7 +87,8 @@ def _arrived(arrive: Arrive, transport: Transport, hop: Any) -> list[Block]:
 
 
 def _add(a: Block, b: Block) -> Block:
-    return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
+    torch._foreach_add_(a, b)  # one launch for all
+    return a
 
 
 def _merge(a: Block, b: Block) -> Block:
@@ -103,7 +104,8 @@ def _heads(x: Tensor, i: int, count: int) -> Tensor:
 
 
 def _zeros(*like: Tensor) -> Block:
-    return tuple(torch.zeros_like(x, dtype=state_dtype(x.dtype)) for x in like)
+    flat = torch.zeros(sum(x.numel() for x in like), dtype=state_dtype(like[0].dtype), device=like[0].device)
+    return tuple(part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in like]), like, strict=True))
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,8 @@ class Ring:
 
     def _by_heads(self, run: Callable, inputs: tuple[Tensor | None, ...], schedule: str) -> tuple[Tensor, ...]:
         """`run` on a part of the heads after the other, as many as `plan.passes` says."""
-        q, k, *_ = inputs
-        count = planning.passes(self.plan.layout, q, k)
+        q, k, v, *_ = inputs
+        count = self.plan.passes(q, k, v)
         if count == 1:
             return run(self, *inputs, schedule)
         results: tuple[Tensor, ...] = ()
@@ -174,7 +176,11 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
-        return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
+        rounded = tuple(y if y.dtype == x.dtype else torch.empty_like(x) for x, y in zip((q, k, v), grads, strict=True))
+        pairs = [(x, y) for x, y in zip(rounded, grads, strict=True) if x is not y]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+        return rounded
 
     def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[Intervals, dict[str, Any]]]]:
         """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""

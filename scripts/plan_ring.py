@@ -96,7 +96,9 @@ class Layer:
 
     @property
     def passes(self) -> int:
-        return passes(Layout(self.layout, self.seq_len, self.ring), *self._shapes())
+        q, k = self._shapes()
+        flops = self.batch * forward_work(q, k, k).pair_flops * self.pairs(self.seq_len) / self.ring
+        return passes(flops, k.shape[2])
 
     def works(self) -> tuple[Work, Work]:
         """Of a pass of the forward and of one of the backward."""

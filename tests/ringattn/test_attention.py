@@ -132,7 +132,7 @@ def test_few_heads_at_a_time(heads, key_heads, passes, schedule: str, monkeypatc
     case, layout, seen = Case.random(seq_len=22, heads=heads, key_heads=key_heads), Layout.zigzag(22, 2), []
     options = {"schedule": schedule, "backend": "reference", "dropout_p": 0.4, "seed": 5}
     whole = case.on_ring(layout, Mask.causal(), **options)
-    monkeypatch.setattr(planning, "HEAD_ROWS", 11)
+    monkeypatch.setattr(planning, "PASS_FLOPS", 1.0)
     forward = Ring._forward
     monkeypatch.setattr(Ring, "_forward", lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
     assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)

@@ -85,6 +85,13 @@ class Driver:
 
         Stream.streams[stream].do(wait)
 
+    WAIT, WRITE = 1, 2
+
+    @classmethod
+    def in_order(cls, operations: list[tuple[int, int, int]], stream: int) -> None:
+        for kind, *flag in operations:
+            (cls.wait_flag if kind == cls.WAIT else cls.write_flag)(*flag, stream)
+
 
 class Node:
     """GPUs of one host: the memory they share, a barrier, and each rank's main stream."""
