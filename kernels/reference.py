@@ -15,6 +15,8 @@ Both functions take three options. `dropout` drops probabilities: o sums those k
 lets the Triton kernels round their operands to 11 bits; this module and `kernels.tiled` always compute exactly.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -186,3 +188,15 @@ def backward(
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     given, new = (dq, dk, dv), (new_dq, new_dk, new_dv)
     return tuple(x.to(grad_dtype or dtype) if into is None else into.add_(x) for into, x in zip(given, new, strict=True))
+
+
+def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    """`base` plus all `parts`, rounded once to `dtype`. `base` is used up.
+
+    Args:
+        base: (B, N, H, D) in the state dtype, contiguous.
+        parts: (first, x): x (B, n, H, D), contiguous, is added to the rows of `base` from `first` on.
+    """
+    for first, x in parts:
+        base[:, first : first + x.shape[1]] += x
+    return base.to(dtype)

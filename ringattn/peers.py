@@ -35,6 +35,7 @@ OPEN, CREDIT, ARRIVED = 0, 1, 3  # flags: one OPEN, and a CREDIT and an ARRIVED 
 CAPTURED = 8  # as many flags again for passes in CUDA graphs, with two that are their own
 STARTED, ENDED = CAPTURED, CAPTURED + 5
 ALIGNMENT = 256
+HELD = 1 << 30  # bytes of results that all have a slot of their own, so that they can be added up at the end, in one go
 SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages may come two steps early; else two
 
 
@@ -70,6 +71,14 @@ class RouteStep:
     results_follow: bool = False  # whether the next step sends results of this one's visits
 
 
+@dataclass
+class Route:
+    """One rank's way through a pass."""
+
+    steps: list[RouteStep]
+    holds_results: bool
+
+
 class Slots:
     """Where in every rank's inbox each message of a schedule lands, counted in bytes; the same on all ranks."""
 
@@ -78,6 +87,7 @@ class Slots:
         self.arrivals: dict[tuple[int, str], list[tuple[int, Message]]] = {}  # (rank, kind): (step, message), in order
         self.places: dict[Message, int] = {}
         self.counts: dict[str, int] = {}
+        self.holds_results = False
         for t, step in enumerate(schedule.steps):
             for message in step.messages:
                 self.arrivals.setdefault((message.dst, message.kind), []).append((t, message))
@@ -85,7 +95,11 @@ class Slots:
         for kind in KINDS:
             queues = [queue for (_, of_kind), queue in self.arrivals.items() if of_kind == kind]
             size = max((self.extents(message)[-1] for queue in queues for _, message in queue), default=0)
-            self.counts[kind] = min(max(map(len, queues), default=0), 3 if size <= SMALL_SLOT else 2)
+            most = max(map(len, queues), default=0)
+            if kind == "result" and most * size <= HELD:
+                self.counts[kind], self.holds_results = most, True
+            else:
+                self.counts[kind] = min(most, 3 if size <= SMALL_SLOT else 2)
             for queue in queues:
                 for i, (_, message) in enumerate(queue):
                     self.places[message] = self.total + i % self.counts[kind] * size
@@ -111,7 +125,7 @@ class PeerCopies:
         self._inbox: Tensor | None = None
         self._inboxes: list[int] = []
         self._kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
-        self._routes: dict[tuple, list[RouteStep]] = {}
+        self._routes: dict[tuple, Route] = {}
         self._clock = 0  # flags of a pass count from here
         self._flags, self._flag_addresses = self._share(torch.int32, 2 * CAPTURED * self.size)
 
@@ -172,7 +186,7 @@ class PeerCopies:
         log.info("rank %d: an inbox of %d MiB for the hops over NVLink", self.rank, count >> 20)
         self._inbox, self._inboxes = self._share(torch.uint8, count)
 
-    def _plan(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
+    def _plan(self, schedule: Schedule, slots: Slots) -> Route:
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         for t, step in enumerate(schedule.by_rank[self.rank]):
             steps[t].pushes = [self._push(t, message, slots) for message in step.outgoing]
@@ -184,7 +198,7 @@ class PeerCopies:
                 # a traveller is computed with in the step after it came, a result merged at the end of its own
                 done = t + (2 if kind == "traveller" else 1)
                 steps[done].credits.append((self._flag(message.src, CREDIT + KINDS.index(kind), self.rank), next_t + 1))
-        return steps
+        return Route(steps, slots.holds_results)
 
     def _push(self, t: int, message: Message, slots: Slots) -> Push:
         kind = KINDS.index(message.kind)
@@ -215,8 +229,9 @@ class PeerCopies:
 class _Pass:
     """One ring pass under way."""
 
-    def __init__(self, line: PeerCopies, route: list[RouteStep]) -> None:
+    def __init__(self, line: PeerCopies, route: Route) -> None:
         self.line, self.route, self.base = line, route, line._clock
+        self.holds_results = route.holds_results
         self.main = torch.cuda.current_stream(line.device)
         self.handle = self.main.cuda_stream
         self.ready = line._ready  # after it, what is sent next is computed
@@ -226,7 +241,7 @@ class _Pass:
         self.sending: deque[tuple[torch.cuda.Event, Block]] = deque()
 
     def exchange(self, t: int, departing: list[Block]) -> Arrive:
-        step = self.route[t]
+        step = self.route.steps[t]
         for flag, value in step.credits:
             self._raise(flag, value, self.handle)
         while len(self.sending) > 1:
@@ -261,7 +276,7 @@ class _Pass:
             self.sending.append((sent, block))
 
     def _arrive(self, t: int) -> list[Block]:
-        step = self.route[t]
+        step = self.route.steps[t]
         if step.results_follow:
             self.ready.record(self.main)
         for landing in step.landings:
@@ -280,7 +295,7 @@ class _Pass:
     def end(self) -> None:
         self._join()
         line, stream = self.line, self.line.streams["traveller"]
-        line._clock = self.base + len(self.route)
+        line._clock = self.base + len(self.route.steps)
         self.ready.record(self.main)
         stream.wait_event(self.ready)
         for peer in line.others:
@@ -302,7 +317,7 @@ class _CapturedPass(_Pass):
     passes outside keep clear of each other.
     """
 
-    def __init__(self, line: PeerCopies, route: list[RouteStep]) -> None:
+    def __init__(self, line: PeerCopies, route: Route) -> None:
         self.line, self.handle = line, torch.cuda.current_stream(line.device).cuda_stream
         self._meet(STARTED)
         super().__init__(line, route)

@@ -29,6 +29,7 @@ def circulate(
     visit: Callable[[Visit, Block, Block | None], Block | None],
     home: Block = (),
     merge: Callable[[Block, Block], Block] | None = None,
+    settle: Callable[[list[tuple[range, Block]]], None] | None = None,
     label: str = "ring pass",
 ) -> None:
     """Carry every rank's `traveller` along the schedule, and gather what it earns in `home`.
@@ -39,12 +40,15 @@ def circulate(
             visitor's partial result (None: none); given `into`, rows of `home`, it merges the result into them instead.
         home: this rank's own result, to be updated in place: at first that of seeing nothing.
         merge: merge(a, b) updates the result `a` by the result `b` of the same rows, and returns it.
+        settle: settle(arrived) is called at the end, with the results that have come home, (rows, block), but have not been
+            merged: all of them if the transport can hold as many, or else none.
         label: what the pass is called in messages to people.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     journey = transport.begin(schedule, {"traveller": traveller, "result": home})
     held: dict[int, Block] = {}
     results: dict[int, Block] = {}
+    arrived: list[tuple[range, Block]] = []
     for t, step in enumerate(steps):
         departing = [
             results.pop(message.owner)
@@ -67,10 +71,14 @@ def circulate(
             owner = message.owner
             if message.kind == "traveller":
                 held[owner] = block
+            elif owner == rank and settle is not None and journey.holds_results:
+                arrived.append((message.rows, block))
             elif owner == rank:
                 merge(cut(home, message.rows), block)
             else:
                 results[owner] = merge(block, results[owner]) if owner in results else block
+    if settle is not None:
+        settle(arrived)
     journey.end()
 
 
@@ -87,14 +95,25 @@ def _arrived(arrive: Arrive, transport: Transport, hop: Any) -> list[Block]:
 
 
 def _add(a: Block, b: Block) -> Block:
-    torch._foreach_add_(a, b)  # one launch for all
-    return a
+    return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
 
 
 def _merge(a: Block, b: Block) -> Block:
     for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
         x.copy_(y)
     return a
+
+
+class _Total:
+    """Gradients at home with all that came for them, in the dtypes of `like`."""
+
+    def __init__(self, home: Block, like: Block) -> None:
+        self.home, self.like = home, like
+        self.rounded: Block = ()
+
+    def settle(self, arrived: list[tuple[range, Block]]) -> None:
+        parts = [[(rows.start, block[i]) for rows, block in arrived] for i in range(len(self.home))]
+        self.rounded = tuple(dispatch.total(*x, y.dtype) for *x, y in zip(self.home, parts, self.like, strict=True))
 
 
 def _heads(x: Tensor, i: int, count: int) -> Tensor:
@@ -176,11 +195,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
-        rounded = tuple(y if y.dtype == x.dtype else torch.empty_like(x) for x, y in zip((q, k, v), grads, strict=True))
-        pairs = [(x, y) for x, y in zip(rounded, grads, strict=True) if x is not y]
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
-        return rounded
+        return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[Intervals, dict[str, Any]]]]:
         """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""
@@ -202,7 +217,7 @@ class Ring:
             partial = dispatch.forward(*traveller, k, v, intervals, self.scale, crowded=crowded, **options)
             return partial if into is None else _merge(into, partial)
 
-        circulate(schedule, self.transport, (q,), visit, home, _merge, "forward of the state ring")
+        circulate(schedule, self.transport, (q,), visit, home, _merge, label="forward of the state ring")
         return home.finalize(q.dtype)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,8 +255,9 @@ class Ring:
 
         label = "backward of the state ring"
         traveller = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
-        circulate(schedule, self.transport, traveller, visit, (home,), _add, label)
-        return home, *(_zeros(k, v) if dk is None else (dk, dv))
+        grads = _Total((home,), (q,))
+        circulate(schedule, self.transport, traveller, visit, (home,), _add, grads.settle, label)
+        return *grads.rounded, *(_zeros(k, v) if dk is None else (dk, dv))
 
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
@@ -257,5 +273,6 @@ class Ring:
             partial = gathered.add(*traveller, intervals, *given, options["dropout"])
             return partial if into is None or given[0] is not None else _add(into, partial)
 
-        circulate(schedule, self.transport, (k, v), visit, home, _add, "backward of the KV ring")
-        return gathered.finish(), *home
+        grads = _Total(home, (k, v))
+        circulate(schedule, self.transport, (k, v), visit, home, _add, grads.settle, "backward of the KV ring")
+        return gathered.finish(), *grads.rounded

@@ -30,6 +30,7 @@ Arrive = Callable[[], list[Block]]  # wait for what was exchanged; the blocks re
 Addressed = list[tuple[Tensor, int]]  # a contiguous tensor and the rank of the ring it goes to or comes from
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
+HELD = 3  # results that have come home, each in memory of its own
 CHOICE = "RINGATTN_TRANSPORT"  # environment: what "auto" means
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class Pending(Protocol):
 
 class Pass(Protocol):
     """One ring pass on one rank."""
+
+    holds_results: bool  # whether results that have come home stay as they are until `end`, however many follow
 
     def exchange(self, t: int, departing: list[Block]) -> Arrive:
         """Start step t: send the blocks of its outgoing messages, receive those of its incoming ones, in their order.
@@ -93,6 +96,8 @@ class _Exchanges:
 
     def __init__(self, line: Messenger, steps: tuple[RankStep, ...], like: Like) -> None:
         self.line, self.steps, self.like = line, steps, like
+        incoming = [message for step in steps for message in step.incoming]
+        self.holds_results = sum(message.kind == "result" and message.owner == line.rank for message in incoming) <= HELD
 
     def exchange(self, t: int, departing: list[Block]) -> Arrive:
         step = self.steps[t]

@@ -24,7 +24,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -42,10 +43,11 @@ from cases import GROUP, TOLERANCE, Case  # noqa: E402
 
 from kernels import reference  # noqa: E402
 from kernels.intervals import Intervals  # noqa: E402
-from ringattn import Layout, Mask, ring_attention  # noqa: E402
+from ringattn import Layout, Mask, ring_attention, ulysses_attention  # noqa: E402
 from ringattn import plan as planning  # noqa: E402
 from ringattn.balance import balanced_layout  # noqa: E402
 from ringattn.cost import Fabric  # noqa: E402
+from ringattn.peers import Slots  # noqa: E402
 from ringattn.ring import Ring  # noqa: E402
 from ringattn.schedule import Schedule  # noqa: E402
 from ringattn.transport import Block, Like, Messenger, Pass, Transport, resolve  # noqa: E402
@@ -77,20 +79,22 @@ class RingCase:
     def mask(self) -> Mask:
         return Case(self.kind, self.length, self.heads, HEAD_DIM).mask
 
-    def layout(self, ranks: int) -> Layout:
+    def layout(self, ranks: int, ulysses: int = 1) -> Layout:
         """Zigzag; for documents what balances them, as training does with parallel.layout=auto."""
         if self.kind == "documents":
-            return balanced_layout(self.mask, self.length, ranks)
-        return Layout.zigzag(self.length, ranks)
+            layout = balanced_layout(self.mask, self.length, ranks // ulysses)
+        else:
+            layout = Layout.zigzag(self.length, ranks // ulysses)
+        return layout.split(ulysses) if ulysses > 1 else layout
 
     def flops(self, backward: bool) -> float:
         pairs = Case(self.kind, self.length, self.heads, HEAD_DIM).pairs
         return 4.0 * self.heads * pairs * HEAD_DIM * (3.5 if backward else 1)
 
-    def shard(self, seed: int = 0) -> list[Tensor]:
+    def shard(self, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
         """This rank's q, k, v, dout: standard normal; all but dout require gradients."""
         generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
-        rows = self.layout(dist.get_world_size()).rows(dist.get_rank())
+        rows = self.layout(dist.get_world_size(), ulysses).rows(dist.get_rank())
         heads = self.heads, self.key_heads, self.key_heads, self.heads
         shards = [torch.randn(1, rows, h, HEAD_DIM, generator=generator, device="cuda", dtype=torch.bfloat16) for h in heads]
         return [x.requires_grad_() for x in shards[:3]] + shards[3:]
@@ -118,6 +122,8 @@ VARIANTS = (
     "p2p-auto",
     "p2p-kv",
     "p2p-state",
+    "ulysses-2",
+    "ulysses-4",
     "context_parallel",
 )
 
@@ -139,12 +145,43 @@ def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
     return Steps(forward, both)
 
 
+def ulysses_of(variant: str) -> int:
+    """How many ranks exchange heads."""
+    name, size = variant.split("-")[:2] if "-" in variant else (variant, "1")
+    return int(size) if name == "ulysses" else 1
+
+
+@cache
+def _mesh(ulysses: int) -> DeviceMesh:
+    return init_device_mesh("cuda", (dist.get_world_size() // ulysses, ulysses), mesh_dim_names=("ring", "ulysses"))
+
+
+def ulysses_step(case: RingCase, ulysses: int, shard: list[Tensor]) -> Steps:
+    """`ulysses_attention`: heads exchanged among `ulysses` ranks, a ring over the others."""
+    layout, mesh, (q, k, v, dout) = case.layout(dist.get_world_size(), ulysses), _mesh(ulysses), shard
+    groups = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group()}
+
+    def attend() -> Tensor:
+        return ulysses_attention(q, k, v, layout=layout, mask=case.mask, **groups)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    def both() -> tuple[Tensor, ...]:
+        out = attend()
+        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+
+    return Steps(forward, both)
+
+
 class Standstill(Messenger):
     """A ring that moves nothing: travellers that come are rows of this rank's own, results are zeros."""
 
     def __init__(self, line: Transport) -> None:
         self.rank, self.size, self.fabric = line.rank, line.size, line.fabric
         self.rows: dict[tuple, Tensor] = {}
+        self.holds: dict[Schedule, bool] = {}
 
     def begin(self, schedule: Schedule, like: Like) -> Pass:
         steps = schedule.by_rank[self.rank]
@@ -152,7 +189,9 @@ class Standstill(Messenger):
         def arrived(t: int) -> list[Block]:
             return [tuple(self._rows(x, m.kind, len(m.rows)) for x in like[m.kind]) for m in steps[t].incoming]
 
-        return SimpleNamespace(exchange=lambda t, departing: partial(arrived, t), end=lambda: None)
+        if schedule not in self.holds:
+            self.holds[schedule] = Slots(schedule, like).holds_results
+        return SimpleNamespace(exchange=lambda t, _: partial(arrived, t), end=lambda: None, holds_results=self.holds[schedule])
 
     def _rows(self, x: Tensor, kind: str, rows: int) -> Tensor:
         if kind == "traveller" and rows <= x.shape[1]:
@@ -180,7 +219,6 @@ def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
 
 def peer_step(case: RingCase, shard: list[Tensor]) -> Steps:
     """PyTorch's context_parallel with cuDNN."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 
     set_rotate_method("allgather")
@@ -234,6 +272,8 @@ def steps_of(case: RingCase, variant: str, shard: list[Tensor]) -> Steps | None:
         return local_step(case, shard)
     if variant == "context_parallel":
         return peer_step(case, shard) if case.kind == "causal" and case.heads == case.key_heads else None
+    if variant.startswith("ulysses"):
+        return ulysses_step(case, ulysses_of(variant), shard)
     return ring_step(case, variant, shard)
 
 
@@ -241,7 +281,7 @@ def check(case: RingCase, variant: str) -> dict[str, float]:
     """Largest error of GROUP rows of any head against float64, relative to them, by name; over all ranks."""
     ranks = dist.get_world_size()
     small = RingCase(case.kind, CHECKED_LENGTH * ranks, case.heads, case.key_heads)
-    layout, shard = small.layout(ranks), small.shard(seed=1)
+    layout, shard = small.layout(ranks, ulysses_of(variant)), small.shard(ulysses_of(variant), seed=1)
     got = steps_of(small, variant, shard).both()
     whole = [layout.unshard(x.detach(), dist.group.WORLD) for x in shard]
     errors = []
@@ -340,10 +380,11 @@ def add_communication(case: RingCase, found: dict[str, dict], ranks: int, fabric
 
 def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]:
     """By variant: errors, milliseconds and TFLOP/s a GPU forward and in all, peak bytes, and what a ring sends."""
-    shard, found, steps = case.shard(), {}, {}
+    found, steps = {}, {}
     for variant in variants:
+        shard = case.shard(ulysses_of(variant))
         found[variant] = row = {}
-        if is_ring(variant):
+        if is_ring(variant) or variant.startswith("ulysses"):
             row["errors"] = check(case, variant)
             if not max(row["errors"].values()) <= TOLERANCE:
                 continue
