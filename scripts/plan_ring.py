@@ -5,10 +5,11 @@ r"""Predict the time, bytes and exposed communication of one attention layer, fo
     python scripts/plan_ring.py --measured rows.json
 
 The model: a ring pass is a list of steps. In each the busiest rank computes while the busiest link carries the next blocks, and
-the longer of the two counts; what communication takes longer is exposed. Hosts start steps ahead of the GPUs, but no pass is
-shorter than its hosts take to start all of it (a CUDA graph takes next to nothing). Steps, bytes and pairs come from the
-schedules that `ringattn` would run, where planning them takes seconds, and from closed forms beyond. An exchange of heads
-(Ulysses) is never hidden. A ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
+the longer of the two counts; what communication takes longer is exposed. A step costs a GPU some time besides its FLOPs, for
+rounds of tiles that do not fill it and for adding up what arrives. Hosts start steps ahead of the GPUs, but no pass is shorter
+than its hosts take to start all of it (a CUDA graph takes next to nothing). Steps, bytes and pairs come from the schedules
+that `ringattn` would run, where planning them takes seconds, and from closed forms beyond. An exchange of heads (Ulysses) is
+never hidden. A ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
 
 --measured compares with a JSON list of objects that have ranks, seq_len, heads, kv_heads, dim, forward_ms and
 forward_backward_ms: mask, layout, schedule and cluster are those of the other arguments.
@@ -38,15 +39,17 @@ MASKS = ("causal", "full")
 class Cluster:
     """GPUs in nodes, each with its own way to the network. Seconds, bytes and FLOPs a second."""
 
-    forward_flops: float = 500e12
-    backward_flops: float = 350e12
+    forward_flops: float = 640e12
+    backward_flops: float = 570e12
     nvlink: float = 330e9
     nvlink_latency: float = 12e-6
     node: int = 8  # GPUs of a node
     network: float = 40e9  # of one GPU
     network_latency: float = 60e-6
-    forward_launch: float = 480e-6  # of a host, to start a step
-    backward_launch: float = 950e-6
+    forward_launch: float = 250e-6  # of a host, to start a step
+    backward_launch: float = 460e-6
+    forward_ends: float = 20e-6  # of a GPU, for the beginning and the end of a step, and what it has to add up
+    backward_ends: float = 80e-6
 
     def fabric(self, span: int, flops: float) -> Fabric:
         """What joins a ring over `span` neighbouring GPUs."""
@@ -124,6 +127,10 @@ class Cost:
         """With a host that takes `launch` seconds for a step."""
         return replace(self, seconds=max(self.seconds, self.steps * launch))
 
+    def ended(self, ends: float) -> "Cost":
+        """With a GPU that takes `ends` seconds for a step besides its work."""
+        return replace(self, compute=self.compute + self.steps * ends, seconds=self.seconds + self.steps * ends)
+
     def times(self, count: int) -> "Cost":
         """That of as many passes, one after the other."""
         return Cost(count * self.compute, count * self.seconds, count * self.bytes, count * self.steps)
@@ -138,10 +145,11 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     """The forward and the backward of a layer."""
     flops = cluster.forward_flops, cluster.backward_flops
     launches = cluster.forward_launch, cluster.backward_launch
+    ends = cluster.forward_ends, cluster.backward_ends
     return tuple(
-        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes).started_by(launch)
+        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes).ended(end).started_by(launch)
         + exchange(layer, cluster)
-        for work, speed, launch in zip(layer.works(), flops, launches, strict=True)
+        for work, speed, launch, end in zip(layer.works(), flops, launches, ends, strict=True)
     )
 
 
@@ -299,6 +307,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--network-us", type=float, default=default.network_latency * 1e6, help="of a message (default: %(default)g)")
     add("--forward-launch-us", type=float, default=default.forward_launch * 1e6, help="of a step (default: %(default)g)")
     add("--backward-launch-us", type=float, default=default.backward_launch * 1e6, help="of a step (default: %(default)g)")
+    add("--forward-ends-us", type=float, default=default.forward_ends * 1e6, help="of a step (default: %(default)g)")
+    add("--backward-ends-us", type=float, default=default.backward_ends * 1e6, help="of a step (default: %(default)g)")
     add("--plot", type=Path, help="a picture of the table to write")
     add("--measured", type=Path, help="JSON rows to compare with, in place of the table")
     parsed = parser.parse_args(arguments)
@@ -319,6 +329,8 @@ def main(arguments: list[str] | None = None) -> None:
         given.network_us / 1e6,
         given.forward_launch_us / 1e6,
         given.backward_launch_us / 1e6,
+        given.forward_ends_us / 1e6,
+        given.backward_ends_us / 1e6,
     )
     how = dict(batch=given.batch, mask=given.mask, window=given.window, layout=given.layout, schedule=given.schedule)
 

@@ -7,9 +7,21 @@ from hypothesis import strategies as st
 
 from kernels import intervals
 from ringattn import Layout, Mask
+from ringattn import plan as planning
 from ringattn.cost import fabric
 from ringattn.layout import KINDS
-from ringattn.plan import FIRST_PART, Block, backward_bytes, backward_work, cuts, forward_bytes, forward_work, plan
+from ringattn.plan import (
+    FIRST_PART,
+    PASS_FLOPS,
+    Block,
+    backward_bytes,
+    backward_work,
+    cuts,
+    forward_bytes,
+    forward_work,
+    passes,
+    plan,
+)
 
 CPU = torch.device("cpu")
 
@@ -88,3 +100,15 @@ def test_rows_of_a_block_keep_their_intervals() -> None:
             assert torch.equal(got, allowed[queries.start : queries.stop, keys.start : keys.stop])
             assert torch.equal(block.positions[0], layout.positions(query_rank)[queries.start : queries.stop].int())
             assert torch.equal(block.positions[1], layout.positions(key_rank)[keys.start : keys.stop].int())
+
+
+def test_passes_take_a_tenth_of_a_second_at_least() -> None:
+    assert [passes(n * PASS_FLOPS, 16) for n in (0.0, 1.9, 2.0, 3.9, 7.0, 1000.0)] == [1, 1, 2, 2, 4, 16]
+    assert passes(5 * PASS_FLOPS, 6) == 3
+    q, k = (torch.empty(2, 32, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
+    planned = plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
+    flops = 2 * 4 * 8 * 128 * 32 * 64  # of two batch rows on one of two ranks
+    with pytest.MonkeyPatch.context() as patch:
+        for limit, count in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
+            patch.setattr(planning, "PASS_FLOPS", limit)
+            assert planned.passes(q, k, k) == count

@@ -1,10 +1,15 @@
 """What the ring benchmark says of messages: by hand at a small case, and beside the times of the same run."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from ringattn import plan
 from ringattn.cost import fabric
+from ringattn.ring import Ring
 from scripts import benchmark_ring
-from scripts.benchmark_ring import RingCase, add_communication, messages
+from scripts.benchmark_ring import RingCase, Standstill, add_communication, messages
 
 NVLINK = fabric("nvlink")
 SMALL = RingCase("causal", 16, heads=2, key_heads=1)
@@ -61,3 +66,23 @@ def test_exposed_is_measured_against_the_same_without_communication() -> None:
     assert exposed == {"nvlink-kv": [500.0, -250.0], "nvlink-auto-graph": [None, None], "p2p-kv": [None]}
     assert found["nvlink-auto-graph"]["both"]["hops"] > 0  # there is no local-graph to compare with
     assert found["local"] == row(1.0, 4.0) and found["p2p-kv"] == {"errors": {"out": 1.0}}
+
+
+@pytest.mark.parametrize("schedule", ("kv", "state"))
+@pytest.mark.parametrize("kind, ranks", (("causal", 4), ("documents", 3)), ids=str)
+def test_a_ring_without_communication(kind: str, ranks: int, schedule: str) -> None:
+    """Every rank computes by itself, with visitors of as many rows as would come."""
+    case = RingCase(kind, 4096, heads=2, key_heads=2)
+    layout = case.layout(ranks)
+    for rank in range(ranks):
+        q, k, v, dout = (torch.randn(1, layout.rows(rank), 2, 128) for _ in range(4))
+        line = Standstill(SimpleNamespace(rank=rank, size=ranks, fabric=NVLINK))
+        ring = Ring(plan.plan(case.mask, layout, rank, q.device), line, 128**-0.5)
+        out, lse = ring.forward(q, k, v, schedule)
+        grads = ring.backward(q, k, v, out, lse, dout, None, schedule)
+        assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("variant, ulysses", (("ulysses-4", 4), ("nvlink-auto", 1), ("local", 1), ("context_parallel", 1)))
+def test_how_many_ranks_exchange_heads(variant: str, ulysses: int) -> None:
+    assert benchmark_ring.ulysses_of(variant) == ulysses

@@ -16,7 +16,8 @@ from ringattn.ulysses import bytes_per_row
 from scripts import plan_ring
 from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict
 
-SLOW = Cluster(*(1e12, 1e12), nvlink=1e9, nvlink_latency=1e-4, node=4, network=1e8, forward_launch=1e-4, backward_launch=1e-4)
+SLOW = Cluster(*(1e12, 1e12, 1e9, 1e-4), node=4, network=1e8, forward_launch=1e-4, backward_launch=1e-4, forward_ends=0)
+SLOW = replace(SLOW, backward_ends=0)
 MASKS = (("causal", None), ("full", None), ("causal", 100), ("full", 100))
 
 
@@ -84,6 +85,8 @@ def test_a_late_host(steps, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt, late = (predict(layer, replace(SLOW, forward_launch=launch))[0] for launch in (0.6e-3, 2e-3))
     assert prompt == predict(layer, SLOW)[0]
     assert late.seconds == pytest.approx(8e-3) and late.compute == prompt.compute
+    ended = predict(layer, replace(SLOW, forward_ends=1e-4))[0]
+    assert ended.compute == pytest.approx(prompt.compute + 4e-4) and ended.exposed == pytest.approx(prompt.exposed)
 
 
 def test_exchange_by_hand() -> None:
