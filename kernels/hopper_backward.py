@@ -530,10 +530,12 @@ class BlockwiseBackward:
         return dk, dv
 
     def finish(self) -> Tensor:
-        dq = torch.zeros_like(self.rows[0]) if self._sums is None else torch.empty_like(self.rows[0])
-        if self._sums is not None:
-            with torch.cuda.device_of(dq):
-                _finish(self._sums[1], dq, self.scale, self._config)
+        q = self.rows[0]
+        if self._sums is None:
+            return torch.zeros_like(q)
+        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+        with torch.cuda.device_of(q):
+            _finish(self._sums[1], dq, self.scale, self._config)
         return dq
 
 

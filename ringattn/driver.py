@@ -65,5 +65,6 @@ def wait_flag(address: int, value: int, stream: int) -> None:
 
 def in_order(operations: Sequence[tuple[int, int, int]], stream: int) -> None:
     """One flag after the other: (WAIT or WRITE, address, value). A graph holds them all as one node."""
-    array = (_Operation * len(operations))(*[(kind, flag, value & _WORD, 0) for kind, flag, value in operations])
+    how = {WAIT: _GREATER_OR_EQUAL, WRITE: 0}
+    array = (_Operation * len(operations))(*[(kind, flag, value & _WORD, how[kind]) for kind, flag, value in operations])
     _check("flags", _functions()[3](stream, len(operations), array, 0))

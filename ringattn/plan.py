@@ -134,8 +134,8 @@ class Plan:
 
     def passes(self, q: Tensor, k: Tensor, v: Tensor) -> int:
         """`passes` of this rank's tensors; the same on all ranks."""
-        work = forward_work(q, k, v)
-        return passes(work.batch * work.pair_flops * self.pairs / self.layout.ranks, k.shape[2])
+        pair_flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3])
+        return passes(pair_flops * self.pairs / self.layout.ranks, k.shape[2])
 
     @cached_property
     def pairs(self) -> float:
