@@ -85,6 +85,7 @@ class Watchdog:
         self.issued = 0
         self.latest: Hop | str = "its start"
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
+        self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu)
         self._over = ctypes.c_uint32.from_address(self._word.data_ptr())  # number of the last hop that is over
         self._seen = (0, time.monotonic())
@@ -105,7 +106,9 @@ class Watchdog:
         if hop is None:
             return
         if self.on_gpu:
-            driver.write_flag(self._word.data_ptr(), hop.number, torch.cuda.current_stream().cuda_stream)
+            # at every hop, so by the handle alone: torch.cuda.current_stream would make an object of it
+            stream = torch._C._cuda_getCurrentRawStream(self.device)
+            driver.write_flag(ctypes.addressof(self._over), hop.number, stream)
         else:
             self._over.value = hop.number % _WORD
 
