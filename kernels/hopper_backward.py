@@ -1,8 +1,8 @@
 """Hopper backward: the contract of `kernels.reference.backward` for sm_90, in Gluon.
 
 Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unless it is given, and clears the sums of dq;
-`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order. Over several blocks of keys, as a ring brings
-them, the first and the last launch surround all of them (`BlockwiseBackward`).
+`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order. Over several blocks of keys, as a ring
+brings them, the first and the last launch surround all of them (`BlockwiseBackward`).
 
 A program of the main kernel owns up to 128 keys of one key head and walks over the query tiles that see them, for every query
 head of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups
