@@ -90,7 +90,7 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 _MODULES = {
     "hopper": {"forward": "kernels.hopper_forward", "backward": "kernels.hopper_backward"},
-    "triton": {"forward": "kernels.forward", "backward": "kernels.backward"},
+    "triton": {"forward": "kernels.forward", "backward": "kernels.backward", "total": "kernels.total"},
 }
 
 
@@ -170,7 +170,7 @@ def backward(
 def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
     """`kernels.reference.total`, fused on GPUs."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
-        return importlib.import_module("kernels.total").total(base, parts, dtype)
+        return _module("triton", "total").total(base, parts, dtype)
     return reference.total(base, parts, dtype)
 
 
@@ -225,8 +225,7 @@ def blockwise_backward(
     precision: str = "ieee",
 ) -> BlockwiseBackward:
     """The `BlockwiseBackward` of the chosen kernels, for values like `v`. `delta` may be (out, dlse); `plain`: no dropout."""
-    chosen = _choose_backward(q, v, backend, None, None) if plain else backend
-    if chosen == "hopper" and plain:
+    if plain and _choose_backward(q, v, backend, None, None) == "hopper":
         return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision)
     if isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], backend)

@@ -492,7 +492,7 @@ def backward(
     checks.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
     grads = tiles.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() > 0 and k.numel() > 0:
-        config = _configure(q, k, v, *[x is not None for x in given])
+        config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], tuple(x is not None for x in given))
         with torch.cuda.device_of(q):
             sums = _prepare(q, dout, lse, delta, config)
             _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config)
@@ -522,7 +522,8 @@ class BlockwiseBackward:
         hopper.check(q, v, dropout, None)
         checks.check_options(q, k, None, None, self.precision)
         checks.check_gradients(q, k, v, dout, lse, delta, (None, dk, dv), torch.float32)
-        config = _configure(q, k, v, False, dk is not None, dv is not None)
+        add = False, dk is not None, dv is not None
+        config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], add)
         _, dk, dv = tiles.allocate_gradients(q, k, v, (q, dk, dv), torch.float32)
         with torch.cuda.device_of(q):
             if self._sums is None:
@@ -551,13 +552,9 @@ def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor,
 
 
 @lru_cache(maxsize=256)
-def _config(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, *add: bool) -> Config:
+def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
     dim = hopper.padded_dim(head_dim, value_dim)
     return Config(dim, head_dim, value_dim, num_heads, num_heads // num_key_heads, *add)
-
-
-def _configure(q: Tensor, k: Tensor, v: Tensor, add_dq: bool, add_dk: bool, add_dv: bool) -> Config:
-    return _config(q.shape[3], v.shape[3], q.shape[2], k.shape[2], add_dq, add_dk, add_dv)
 
 
 def _section(num_queries: int) -> int:

@@ -182,13 +182,13 @@ def _plan(
 
 def _forward(q, k, v, *settings):
     ring, schedule = _ring(q, *settings)
-    return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule)
+    return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule=schedule)
 
 
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
     ring, schedule = _ring(q, *settings)
     q, k, v, out, lse, dout = (x.contiguous() for x in (q, k, v, out, lse, dout))
-    return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule)
+    return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule=schedule)
 
 
 _attention = operator.register("ring_attention", _SETTINGS, _forward, _backward)

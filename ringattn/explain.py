@@ -9,7 +9,7 @@ from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group
-from ringattn.plan import SCHEDULES, Plan, Work, backward_work, forward_work, plan
+from ringattn.plan import SCHEDULES, Plan, Work, backward_work, forward_work, part_of_heads, plan
 from ringattn.schedule import Message, RankStep
 from ringattn.transport import TRANSPORTS, resolve
 
@@ -64,7 +64,7 @@ def explain(
     planned = plan(mask, layout, here, torch.device("cpu"))
     lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]
     if (count := planned.passes(q, k, v)) > 1:
-        q, k, v = (x[:, :, : x.shape[2] // count] for x in (q, k, v))
+        q, k, v = (part_of_heads(x, count) for x in (q, k, v))
         lines.append(f"{count} passes, of {q.shape[2]} query and {k.shape[2]} key heads each; this is one of them")
     for work in (forward_work(q, k, v), backward_work(q, k, v)):
         lines += ["", *_direction(planned, work, joined, schedule)]

@@ -56,9 +56,14 @@ class Work(NamedTuple):
     query_bytes: int = 0  # of memory, that kernels move to prepare and finish a row of queries that come to visit
 
 
+def _forward_flops(q: Tensor, v: Tensor) -> int:
+    """Of one (query, key) pair of a batch row: two products of every head."""
+    return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
+
+
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
     """The work of the forward: two products of every pair and head."""
-    return Work("forward", q.shape[0], forward_bytes(q, k, v), 2 * q.shape[2] * (q.shape[3] + v.shape[3]))
+    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v))
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
@@ -71,13 +76,20 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
     return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim), query_bytes)
 
 
-def passes(flops: float, key_heads: int) -> int:
+def passes(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
     """In how many passes, of as many heads each, a call is worked off. The memory of a pass is that of its heads.
 
     Args:
-        flops: of the forward of all heads, on one rank.
+        pairs: (query, key) pairs of a batch row and head, the mean over ranks.
     """
-    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= max(1, flops / PASS_FLOPS))
+    key_heads, most = k.shape[2], max(1, q.shape[0] * _forward_flops(q, v) * pairs / PASS_FLOPS)
+    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= most)
+
+
+def part_of_heads(x: Tensor, count: int, i: int = 0) -> Tensor:
+    """Part i of `count` of the heads of x (B, N, H, ...), without a copy."""
+    size = x.shape[2] // count
+    return x[:, :, i * size : (i + 1) * size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,8 +146,7 @@ class Plan:
 
     def passes(self, q: Tensor, k: Tensor, v: Tensor) -> int:
         """`passes` of this rank's tensors; the same on all ranks."""
-        pair_flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3])
-        return passes(pair_flops * self.pairs / self.layout.ranks, k.shape[2])
+        return passes(q, k, v, self.pairs / self.layout.ranks)
 
     @cached_property
     def pairs(self) -> float:

@@ -6,6 +6,7 @@ merged; partial results stay fp32 (fp64 for fp64 inputs) from the kernel to the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from kernels.reference import state_dtype
 from ringattn import plan as planning
-from ringattn.plan import Plan
+from ringattn.plan import Plan, part_of_heads
 from ringattn.schedule import Schedule, Visit
 from ringattn.state import PartialState
 from ringattn.transport import Arrive, Block, Transport, cut
@@ -116,15 +117,31 @@ class _Total:
         self.rounded = tuple(dispatch.total(*x, y.dtype) for *x, y in zip(self.home, parts, self.like, strict=True))
 
 
-def _heads(x: Tensor, i: int, count: int) -> Tensor:
-    """Part i of `count` of the heads of x (B, N, H, ...)."""
-    size = x.shape[2] // count
-    return x[:, :, i * size : (i + 1) * size]
-
-
 def _zeros(*like: Tensor) -> Block:
     flat = torch.zeros(sum(x.numel() for x in like), dtype=state_dtype(like[0].dtype), device=like[0].device)
     return tuple(part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in like]), like, strict=True))
+
+
+def _by_heads(run: Callable[..., Block]) -> Callable[..., Block]:
+    """A method of `Ring` that works off a part of the heads after the other, as many as `Plan.passes` says."""
+
+    @wraps(run)
+    def in_passes(ring: "Ring", *inputs: Tensor | None, schedule: str = "auto") -> Block:
+        q, k, v, *_ = inputs
+        count = ring.plan.passes(q, k, v)
+        if count == 1:
+            return run(ring, *inputs, schedule=schedule)
+        results: Block = ()
+        for i in range(count):
+            one = replace(ring, first_head=ring.first_head + i * (q.shape[2] // count))
+            part = run(one, *(x if x is None else part_of_heads(x, count, i).contiguous() for x in inputs), schedule=schedule)
+            results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in part)
+            for x, y in zip(results, part, strict=True):
+                part_of_heads(x, count, i).copy_(y)
+            del part, x, y  # before the next pass asks for memory
+        return results
+
+    return in_passes
 
 
 @dataclass(frozen=True)
@@ -144,10 +161,13 @@ class Ring:
     backend: str = "auto"
     precision: str = "ieee"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str = "auto") -> tuple[Tensor, Tensor]:
+    @_by_heads
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, schedule: str = "auto") -> tuple[Tensor, Tensor]:
         """(out in q's dtype, lse in fp32)."""
-        return self._by_heads(Ring._forward, (q, k, v), schedule)
+        chosen = self.plan.choose(schedule, planning.forward_work(q, k, v), self.transport.fabric)
+        return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
+    @_by_heads
     def backward(
         self,
         q: Tensor,
@@ -157,42 +177,10 @@ class Ring:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None = None,
+        *,
         schedule: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtypes of q, k, v."""
-        return self._by_heads(Ring._backward, (q, k, v, out, lse, dout, dlse), schedule)
-
-    def _by_heads(self, run: Callable, inputs: tuple[Tensor | None, ...], schedule: str) -> tuple[Tensor, ...]:
-        """`run` on a part of the heads after the other, as many as `plan.passes` says."""
-        q, k, v, *_ = inputs
-        count = self.plan.passes(q, k, v)
-        if count == 1:
-            return run(self, *inputs, schedule)
-        results: tuple[Tensor, ...] = ()
-        for i in range(count):
-            ring = replace(self, first_head=self.first_head + i * (q.shape[2] // count))
-            part = run(ring, *(x if x is None else _heads(x, i, count).contiguous() for x in inputs), schedule)
-            results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in part)
-            for x, y in zip(results, part, strict=True):
-                _heads(x, i, count).copy_(y)
-            del part, x, y  # before the next pass asks for memory
-        return results
-
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, schedule: str) -> tuple[Tensor, Tensor]:
-        chosen = self.plan.choose(schedule, planning.forward_work(q, k, v), self.transport.fabric)
-        return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
-
-    def _backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None,
-        schedule: str,
-    ) -> tuple[Tensor, Tensor, Tensor]:
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))

@@ -8,11 +8,10 @@ mask and heads, all rows, output and gradients: no speed is reported of a wrong 
 because clocks drift with heat; a figure is the median over rounds of calls back to back, on the slowest rank. `local` is the
 automatic schedule where every message is there already, as rows of this rank: what the ring would take if communication cost
 nothing. With `-graph` calls are replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is
-the longer one. FLOPs count 4 H pairs D forward, of the pairs
-that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of torch's allocator over a
-forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`). Of every ring its hops,
-the bytes that its busiest rank sends, and the time that it takes longer than `local` are told too. Rank 0 writes README.md,
-ring.json and a picture to --output, see `ring_report.py`.
+the longer one. FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over
+the GPUs. Memory is the peak of torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink
+transport comes on top (`inbox_bytes`). Of every ring its hops, the bytes that its busiest rank sends, and the time that it
+takes longer than `local` are told too. Rank 0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
 """
 
 import argparse
@@ -128,27 +127,32 @@ VARIANTS = (
 )
 
 
-def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
-    """`ring_attention`."""
-    transport, schedule = variant.split("-")
-    layout, (q, k, v, dout) = case.layout(dist.get_world_size()), shard
-    options = {"layout": layout, "mask": case.mask, "group": dist.group.WORLD, "transport": transport, "schedule": schedule}
+def differentiated(attend: Callable[[], Tensor], shard: list[Tensor], around: Callable = contextlib.nullcontext) -> Steps:
+    """Attention alone, and with its gradients by autograd: (out, dq, dk, dv)."""
+    *inputs, dout = shard
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return ring_attention(q, k, v, **options)
+            return attend()
 
     def both() -> tuple[Tensor, ...]:
-        out = ring_attention(q, k, v, **options)
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
+        out = attend()
+        return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
-    return Steps(forward, both)
+    return Steps(forward, both, around)
+
+
+def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
+    """`ring_attention`."""
+    transport, schedule = variant.split("-")
+    layout, group = case.layout(dist.get_world_size()), dist.group.WORLD
+    options = {"layout": layout, "mask": case.mask, "group": group, "transport": transport, "schedule": schedule}
+    return differentiated(lambda: ring_attention(*shard[:3], **options), shard)
 
 
 def ulysses_of(variant: str) -> int:
     """How many ranks exchange heads."""
-    name, size = variant.split("-")[:2] if "-" in variant else (variant, "1")
-    return int(size) if name == "ulysses" else 1
+    return int(variant.removeprefix("ulysses-")) if variant.startswith("ulysses-") else 1
 
 
 @cache
@@ -158,21 +162,9 @@ def _mesh(ulysses: int) -> DeviceMesh:
 
 def ulysses_step(case: RingCase, ulysses: int, shard: list[Tensor]) -> Steps:
     """`ulysses_attention`: heads exchanged among `ulysses` ranks, a ring over the others."""
-    layout, mesh, (q, k, v, dout) = case.layout(dist.get_world_size(), ulysses), _mesh(ulysses), shard
-    groups = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group()}
-
-    def attend() -> Tensor:
-        return ulysses_attention(q, k, v, layout=layout, mask=case.mask, **groups)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend()
-
-    def both() -> tuple[Tensor, ...]:
-        out = attend()
-        return out.detach(), *torch.autograd.grad(out, (q, k, v), dout)
-
-    return Steps(forward, both)
+    layout, mesh = case.layout(dist.get_world_size(), ulysses), _mesh(ulysses)
+    options = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group(), "mask": case.mask}
+    return differentiated(lambda: ulysses_attention(*shard[:3], layout=layout, **options), shard)
 
 
 class Standstill(Messenger):
@@ -235,11 +227,7 @@ def peer_step(case: RingCase, shard: list[Tensor]) -> Steps:
     def attend() -> Tensor:
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # context_parallel replaces this attribute
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attend()
-
-    return Steps(forward, lambda: torch.autograd.grad(attend(), (q, k, v), dout), spread)
+    return differentiated(attend, [q, k, v, dout], spread)
 
 
 def captured(step: Step) -> Step:
@@ -349,7 +337,7 @@ def messages(case: RingCase, schedule: str, ranks: int, fabric: Fabric) -> dict[
     plan = planning.plan(case.mask, case.layout(ranks), 0, torch.device("cpu"))
     q, k = (torch.empty(1, 1, h, HEAD_DIM, dtype=torch.bfloat16, device="meta") for h in (case.heads, case.key_heads))
     count = plan.passes(q, k, k)
-    q, k = (x[:, :, : x.shape[2] // count] for x in (q, k))
+    q, k = (planning.part_of_heads(x, count) for x in (q, k))
     names, hops, sent, found = [], 0, [0] * ranks, {}
     for part, work in (("forward", planning.forward_work(q, k, k)), ("both", planning.backward_work(q, k, k))):
         names.append(plan.choose(schedule, work, fabric))
@@ -403,7 +391,7 @@ def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]
         name, ms = ("forward", "both")[i], statistics.median(samples)
         tflops = case.flops(bool(i)) / dist.get_world_size() / ms * 1e-9
         found[variant][name] = {"ms": ms, "tflops": tflops, "samples": samples}
-    group, device = dist.group.WORLD.group_name, shard[0].device
+    group, device = dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
     fabrics = {variant: resolve(group, device, variant.split("-")[0]).fabric for variant in found if is_ring(variant)}
     add_communication(case, found, dist.get_world_size(), fabrics)
     return found

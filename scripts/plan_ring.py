@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringattn import Layout, Mask  # noqa: E402
 from ringattn.cost import FLOPS_A_BYTE, Fabric  # noqa: E402
 from ringattn.layout import KINDS  # noqa: E402
-from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, passes, plan  # noqa: E402
+from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, part_of_heads, passes, plan  # noqa: E402
 from ringattn.ulysses import fewest_bytes, key_copies  # noqa: E402
 
 SIZE = 2  # bytes of a bf16 number
@@ -100,12 +100,12 @@ class Layer:
     @property
     def passes(self) -> int:
         q, k = self._shapes()
-        flops = self.batch * forward_work(q, k, k).pair_flops * self.pairs(self.seq_len) / self.ring
-        return passes(flops, k.shape[2])
+        return passes(q, k, k, self.pairs(self.seq_len) / self.ring)
 
     def works(self) -> tuple[Work, Work]:
         """Of a pass of the forward and of one of the backward."""
-        q, k = (x[:, :, : x.shape[2] // self.passes] for x in self._shapes())
+        count = self.passes
+        q, k = (part_of_heads(x, count) for x in self._shapes())
         return forward_work(q, k, k), backward_work(q, k, k)
 
 

@@ -25,7 +25,7 @@ def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -
 @pytest.mark.parametrize("dims", ((128, 120), (64, 64)), ids=str)
 def test_prepare(dims, given, device):
     num_queries = 150
-    config = hopper_backward._config(*dims, HEADS, HEADS, False, False, False)
+    config = hopper_backward._configure(*dims, HEADS, HEADS, (False, False, False))
     generator = torch.Generator().manual_seed(0)
     shape = BATCH, num_queries, HEADS
     out, dout = (torch.randn(*shape, dims[1], generator=generator, dtype=torch.float16).to(device) for _ in range(2))

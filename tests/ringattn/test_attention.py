@@ -133,8 +133,8 @@ def test_few_heads_at_a_time(heads, key_heads, passes, schedule: str, monkeypatc
     options = {"schedule": schedule, "backend": "reference", "dropout_p": 0.4, "seed": 5}
     whole = case.on_ring(layout, Mask.causal(), **options)
     monkeypatch.setattr(planning, "PASS_FLOPS", 1.0)
-    forward = Ring._forward
-    monkeypatch.setattr(Ring, "_forward", lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
+    forward = getattr(Ring, f"_forward_{schedule}")
+    monkeypatch.setattr(Ring, forward.__name__, lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
     assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)
     assert seen == [heads // passes] * passes * layout.ranks
 

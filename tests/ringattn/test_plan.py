@@ -103,12 +103,16 @@ def test_rows_of_a_block_keep_their_intervals() -> None:
 
 
 def test_passes_take_a_tenth_of_a_second_at_least() -> None:
-    assert [passes(n * PASS_FLOPS, 16) for n in (0.0, 1.9, 2.0, 3.9, 7.0, 1000.0)] == [1, 1, 2, 2, 4, 16]
-    assert passes(5 * PASS_FLOPS, 6) == 3
+    def count(tenths: float, heads: int) -> int:
+        q = torch.empty(1, 1, heads, 128, device="meta")
+        return passes(q, q, q, tenths * PASS_FLOPS / (2 * heads * 256))
+
+    assert [count(n, 16) for n in (0.0, 1.9, 2.0, 3.9, 7.0, 1000.0)] == [1, 1, 2, 2, 4, 16]
+    assert count(5.0, 6) == 3
     q, k = (torch.empty(2, 32, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
     planned = plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
     flops = 2 * 4 * 8 * 128 * 32 * 64  # of two batch rows on one of two ranks
     with pytest.MonkeyPatch.context() as patch:
-        for limit, count in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
+        for limit, wanted in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
             patch.setattr(planning, "PASS_FLOPS", limit)
-            assert planned.passes(q, k, k) == count
+            assert planned.passes(q, k, k) == wanted

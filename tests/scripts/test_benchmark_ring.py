@@ -78,8 +78,8 @@ def test_a_ring_without_communication(kind: str, ranks: int, schedule: str) -> N
         q, k, v, dout = (torch.randn(1, layout.rows(rank), 2, 128) for _ in range(4))
         line = Standstill(SimpleNamespace(rank=rank, size=ranks, fabric=NVLINK))
         ring = Ring(plan.plan(case.mask, layout, rank, q.device), line, 128**-0.5)
-        out, lse = ring.forward(q, k, v, schedule)
-        grads = ring.backward(q, k, v, out, lse, dout, None, schedule)
+        out, lse = ring.forward(q, k, v, schedule=schedule)
+        grads = ring.backward(q, k, v, out, lse, dout, schedule=schedule)
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
 
 
