@@ -150,9 +150,9 @@ def test_activation_checkpointing_never_runs_attention_twice(results, monkeypatc
     calls = []
     forward = ringattn.attention.Ring.forward
 
-    def count(*arguments):
+    def count(*arguments, **options):
         calls.append(arguments)
-        return forward(*arguments)
+        return forward(*arguments, **options)
 
     monkeypatch.setattr(ringattn.attention.Ring, "forward", count)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
