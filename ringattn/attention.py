@@ -135,13 +135,13 @@ def check_inputs(
 
 
 # The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
-_SETTINGS = (
+SETTINGS = (
     "Tensor documents, bool is_causal, SymInt window, str layout, SymInt seq_len, SymInt ranks, str group, str schedule, "
     "str transport, float scale, float dropout_p, SymInt seed, SymInt first_head, str backend, str precision"
 )
 
 
-def _ring(
+def ring_of(
     q: Tensor,
     documents: Tensor,
     is_causal: bool,
@@ -181,14 +181,14 @@ def _plan(
 
 
 def _forward(q, k, v, *settings):
-    ring, schedule = _ring(q, *settings)
+    ring, schedule = ring_of(q, *settings)
     return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule=schedule)
 
 
 def _backward(q, k, v, out, lse, dout, dlse, *settings):
-    ring, schedule = _ring(q, *settings)
+    ring, schedule = ring_of(q, *settings)
     q, k, v, out, lse, dout = (x.contiguous() for x in (q, k, v, out, lse, dout))
     return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule=schedule)
 
 
-_attention = operator.register("ring_attention", _SETTINGS, _forward, _backward)
+_attention = operator.register("ring_attention", SETTINGS, _forward, _backward)

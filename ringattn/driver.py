@@ -6,9 +6,10 @@ Flags are 32-bit counters that wrap around.
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 _GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference, so a counter may wrap
+_DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD = 0xFFFFFFFF
 WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 
@@ -25,6 +26,24 @@ class _Operation(ctypes.Structure):
     ]
 
 
+class _Rows(ctypes.Structure):
+    """CUDA_MEMCPY2D, of device memory on both sides."""
+
+    _fields_ = [
+        (f"{side}{name}", kind)
+        for side in ("source", "target")
+        for name, kind in (
+            ("_x", ctypes.c_size_t),
+            ("_y", ctypes.c_size_t),
+            ("_kind", ctypes.c_uint),
+            ("_host", ctypes.c_void_p),
+            ("", ctypes.c_uint64),
+            ("_array", ctypes.c_void_p),
+            ("_pitch", ctypes.c_size_t),
+        )
+    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t)]
+
+
 @cache
 def _functions() -> tuple:
     library = ctypes.CDLL("libcuda.so.1")
@@ -34,6 +53,7 @@ def _functions() -> tuple:
         "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
         "cuStreamWaitValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
         "cuStreamBatchMemOp_v2": (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint),
+        "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Rows), ctypes.c_void_p),
     }
     functions = []
     for name, arguments in signatures.items():
@@ -51,6 +71,22 @@ def _check(what: str, code: int) -> None:
 def copy(target: int, source: int, count: int, stream: int) -> None:
     """Copy `count` bytes, by a copy engine."""
     _check("a copy", _functions()[0](target, source, count, stream))
+
+
+def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
+    """Copy `rows` pieces of `width` bytes that stand `pitch` bytes apart, by a copy engine."""
+    if target_pitch == source_pitch == width or rows == 1:
+        return copy(target, source, rows * width, stream)
+    move = _Rows.from_buffer_copy(_rows(target_pitch, source_pitch, width, rows))
+    move.target, move.source = target, source
+    _check("a copy of rows", _functions()[4](move, stream))
+
+
+@lru_cache(maxsize=1024)
+def _rows(target_pitch: int, source_pitch: int, width: int, rows: int) -> _Rows:
+    """The description of a copy from nowhere to nowhere; to fill one in anew takes as long as the call itself."""
+    pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
+    return _Rows(source_kind=_DEVICE, target_kind=_DEVICE, width=width, rows=rows, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:

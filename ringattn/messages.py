@@ -1,7 +1,6 @@
-"""Messages between ranks outside a ring pass: how decoding and the exchange of heads talk."""
+"""Messages between ranks outside a ring pass: how decoding talks."""
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ringattn import transport
 from ringattn.transport import Addressed
@@ -14,11 +13,6 @@ def rank_and_size(group: Group | None) -> tuple[int, int]:
     if group is None:
         return 0, 1
     return (group.rank, group.size) if isinstance(group, transport.SimulatedRank) else (group.rank(), group.size())
-
-
-def find(name: str) -> Group:
-    """The group of that `group_name`."""
-    return transport._simulated.get(name) or _resolve_process_group(name)
 
 
 def exchange(group: Group, sends: Addressed, receives: Addressed) -> None:

@@ -5,6 +5,7 @@ as the kernels of a short sequence take.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,17 @@ from kernels.reference import state_dtype
 _library = torch.library.Library("ringattn", "FRAGMENT")
 
 
+class Keeping(NamedTuple):
+    """An operator that keeps tensors of its own for the backward, in the place of its results."""
+
+    fake_results: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]  # as forward, in shapes alone
+    fake_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]  # as backward
+    inputs_too: Callable[[tuple], bool]  # whether q, k and v are kept before them, by the settings
+
+
 def register(
-    name: str,
-    settings: str,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
-) -> Callable[..., tuple[Tensor, Tensor]]:
+    name: str, settings: str, forward: Callable[..., tuple], backward: Callable[..., tuple], keeping: Keeping | None = None
+) -> Callable[..., tuple]:
     """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return the call of it.
 
     q is (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv); out (B, Nq, Hq, Dv) in q's dtype, lse (B, Nq, Hq) in fp32 (fp64
@@ -31,43 +37,53 @@ def register(
         forward: forward(q, k, v, *settings).
         backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v; dlse is None
             where lse has no gradient.
+        keeping: then forward returns (out, lse, kept), as the operator does, and backward is backward(kept, dout, dlse,
+            *settings).
     """
     tags = (torch.Tag.pt2_compliant_tag,)
     inputs = "Tensor q, Tensor k, Tensor v"
-    _library.define(f"{name}({inputs}, {settings}) -> (Tensor, Tensor)", tags=tags)
-    saved = f"{inputs}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse"
-    _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
+    results, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
+    if keeping:
+        results, saved = "Tensor, Tensor, Tensor[]", "Tensor[] kept"
+    _library.define(f"{name}({inputs}, {settings}) -> ({results})", tags=tags)
+    gradients = "Tensor, Tensor, Tensor"
+    _library.define(f"{name}_backward({saved}, Tensor dout, Tensor? dlse, {settings}) -> ({gradients})", tags=tags)
     operator = getattr(torch.ops.ringattn, name).default
     differential = getattr(torch.ops.ringattn, f"{name}_backward").default
 
-    def gradients(ctx, dout, dlse):
-        q, k, v, out, lse, *_ = ctx.saved_tensors
-        dout = torch.zeros_like(out) if dout is None else dout
-        run = backward if _is_plain(q, k, v, dout) else differential
-        return *run(q, k, v, out, lse, dout, dlse, *ctx.settings), None
+    def gradients_of(ctx, dout, dlse, *_):
+        kept = ctx.saved_tensors[: ctx.count]
+        dout = kept[0].new_zeros(ctx.shape) if dout is None else dout
+        run = backward if _is_plain(*kept, dout) else differential
+        return *run(*([list(kept)] if keeping else kept), dout, dlse, *ctx.settings), None
 
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, settings):
             run = forward if _is_plain(q, k, v) else operator
             with torch._C._AutoDispatchBelowAutograd():
-                out, lse = run(q, k, v, *settings)
+                out, lse, *own = run(q, k, v, *settings)
+            own = own[0] if keeping else []
+            kept = own if keeping else (out, lse)
+            kept = (q, k, v, *kept) if not keeping or keeping.inputs_too(settings) else kept
             # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
             ctx.set_materialize_grads(False)
+            ctx.mark_non_differentiable(*own)
             # those of the settings too: autograd refuses what was changed in the meantime
-            ctx.save_for_backward(q, k, v, out, lse, *[x for x in settings if isinstance(x, Tensor)])
-            ctx.settings = settings
-            return out, lse
+            ctx.save_for_backward(*kept, *[x for x in settings if isinstance(x, Tensor)])
+            ctx.settings, ctx.count, ctx.shape = settings, len(kept), out.shape
+            return out, lse, *own
 
         @staticmethod
-        def backward(ctx, dout, dlse):
+        def backward(ctx, dout, dlse, *_):
             # what refuses second derivatives takes time, which is only well spent when someone asks for them
-            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
+            run = once_differentiable(gradients_of) if torch.is_grad_enabled() else gradients_of
             return run(ctx, dout, dlse)
 
     def differentiable(q, k, v, *settings):
         # as one argument the settings cost autograd nothing
-        return Differentiable.apply(q, k, v, settings)
+        out, lse, *own = Differentiable.apply(q, k, v, settings)
+        return (out, lse, own) if keeping else (out, lse)
 
     def call(*arguments):
         # a compiler needs the node; otherwise the dispatcher would only lead to autograd
@@ -76,8 +92,9 @@ def register(
     _library.impl(name, forward, "CompositeExplicitAutograd")
     _library.impl(name, differentiable, "Autograd")
     _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"ringattn::{name}", _fake_results, lib=_library)
-    torch.library.register_fake(f"ringattn::{name}_backward", _fake_gradients, lib=_library)
+    fakes = (keeping.fake_results, keeping.fake_gradients) if keeping else (_fake_results, _fake_gradients)
+    torch.library.register_fake(f"ringattn::{name}", fakes[0], lib=_library)
+    torch.library.register_fake(f"ringattn::{name}_backward", fakes[1], lib=_library)
     return call
 
 

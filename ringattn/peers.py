@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ringattn import driver
 from ringattn.cost import Fabric
+from ringattn.peer_swap import PeerMailbox, PeerSwap
 from ringattn.schedule import Message, Schedule
 from ringattn.transport import Arrive, Block, Like
 from ringattn.watchdog import Watchdog
@@ -127,17 +128,18 @@ class PeerCopies:
         self._kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
         self._routes: dict[tuple, Route] = {}
         self._clock = 0  # flags of a pass count from here
-        self._flags, self._flag_addresses = self._share(torch.int32, 2 * CAPTURED * self.size)
+        self._mailbox: PeerMailbox | None = None
+        self._flags, self._flag_addresses = self.share(torch.int32, 2 * CAPTURED * self.size)
 
-    def _share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
+    def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
         """Zeros that all ranks have mapped, and their address of each rank. Waits for all ranks."""
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
         addresses = [handle.get_buffer(rank, (count,), dtype).data_ptr() for rank in range(self.size)]
-        self._synchronise()
+        self.synchronise()
         return shared, addresses
 
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
         """Wait for all that the GPUs of all ranks have been given to do."""
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
@@ -145,8 +147,9 @@ class PeerCopies:
 
     @property
     def inbox_bytes(self) -> int:
-        """Memory of the inbox, which torch's allocator does not count."""
-        return 0 if self._inbox is None else self._inbox.numel()
+        """Memory of the inboxes, which torch's allocator does not count."""
+        inboxes = self._inbox, self._mailbox and self._mailbox.inbox
+        return sum(x.numel() for x in inboxes if x is not None)
 
     @property
     def others(self) -> list[int]:
@@ -175,16 +178,22 @@ class PeerCopies:
         self._kept.setdefault(self._inbox.data_ptr(), self._inbox)
         return _CapturedPass(self, route)
 
+    def swap(self) -> PeerSwap:
+        """An exchange of heads, see `ringattn.swap.Swap`. The first one waits for all ranks."""
+        if self._mailbox is None:
+            self._mailbox = PeerMailbox(self)
+        return PeerSwap(self._mailbox)
+
     def _reserve(self, count: int) -> None:
         """Make the inbox `count` bytes long if it is shorter; all ranks ask for the same at the same time."""
         if self._inbox is not None and self._inbox.numel() >= count:
             return
-        self._synchronise()  # nobody writes to the old one any more
+        self.synchronise()  # nobody writes to the old one any more
         self._routes.clear()
         self._inbox = None
         count = max(1, -(-count >> 21)) << 21
         log.info("rank %d: an inbox of %d MiB for the hops over NVLink", self.rank, count >> 20)
-        self._inbox, self._inboxes = self._share(torch.uint8, count)
+        self._inbox, self._inboxes = self.share(torch.uint8, count)
 
     def _plan(self, schedule: Schedule, slots: Slots) -> Route:
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]

@@ -20,7 +20,7 @@ from ringattn import plan as planning
 from ringattn.plan import Plan, part_of_heads
 from ringattn.schedule import Schedule, Visit
 from ringattn.state import PartialState
-from ringattn.transport import Arrive, Block, Transport, cut
+from ringattn.transport import Block, Transport, completed, cut
 
 
 def circulate(
@@ -68,7 +68,7 @@ def circulate(
                 partial = tuple(x.contiguous() for x in partial)
                 results[here.owner] = merge(results[here.owner], partial) if here.owner in results else partial
         held = {}
-        for message, block in zip(step.incoming, _arrived(arrive, transport, hop), strict=True):
+        for message, block in zip(step.incoming, completed(arrive, transport, hop), strict=True):
             owner = message.owner
             if message.kind == "traveller":
                 held[owner] = block
@@ -81,18 +81,6 @@ def circulate(
     if settle is not None:
         settle(arrived)
     journey.end()
-
-
-def _arrived(arrive: Arrive, transport: Transport, hop: Any) -> list[Block]:
-    try:
-        blocks = arrive()
-    except RuntimeError as error:
-        fault = transport.watchdog.fault(hop, error)
-        if fault is error:
-            raise
-        raise fault from error
-    transport.watchdog.passed(hop)
-    return blocks
 
 
 def _add(a: Block, b: Block) -> Block:
@@ -181,6 +169,8 @@ class Ring:
         schedule: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv in the dtypes of q, k, v."""
+        if self.transport.size == 1:
+            return self._backward_alone(q, k, v, dout, lse, (out, dlse))
         chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
@@ -222,6 +212,16 @@ class Ring:
 
         circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
+
+    def _backward_alone(
+        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """On a ring of one there is nothing to add up."""
+        _, visits = self._visits("kv", results=False)
+        if not visits:
+            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        ((intervals, options),) = visits.values()
+        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.scale, **options)
 
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]

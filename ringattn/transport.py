@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 
 from ringattn.cost import Fabric, attention_flops, fabric
 from ringattn.schedule import Message, RankStep, Schedule
-from ringattn.watchdog import Unwatched, Watchdog
+from ringattn.watchdog import Hop, Unwatched, Watchdog
 
 T = TypeVar("T")
 Block = tuple[Tensor, ...]  # tensors of one rank's rows, which stand in dimension 1
@@ -73,6 +73,19 @@ class Transport(Protocol):
 
     def begin(self, schedule: Schedule, like: Like) -> Pass:
         """Start a pass of `schedule`, on every rank of the ring."""
+
+
+def completed(arrive: Callable[[], T], line: Transport, hop: Hop | None) -> T:
+    """What a watched hop brings; an error of the network is told as what is known of the ranks."""
+    try:
+        result = arrive()
+    except RuntimeError as error:
+        fault = line.watchdog.fault(hop, error)
+        if fault is error:
+            raise
+        raise fault from error
+    line.watchdog.passed(hop)
+    return result
 
 
 class Messenger:

@@ -5,19 +5,29 @@ ring's layout, for Hq / U heads. Those attend on a ring of R ranks, and the outp
 
     (B, N, Hq, D)  --exchange-->  (B, about U N, Hq / U, D)  --ring-->  the same  --exchange-->  (B, N, Hq, D)
 
-The exchange moves less than a ring as long as heads are many, and the ring goes on where heads run out.
+The exchange moves less than a ring as long as heads are many, and the ring goes on where heads run out. Heads are exchanged in
+parts: attention works on one while the next comes and the last goes home.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_inputs, ring_attention
+from kernels.reference import state_dtype
+from ringattn import operator
+from ringattn.attention import SETTINGS, check_inputs, ring_attention, ring_of
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.messages import Group, exchange, find, rank_and_size
+from ringattn.messages import Group, rank_and_size
 from ringattn.plan import backward_bytes, forward_bytes
+from ringattn.ring import Ring
+from ringattn.swap import Heads, Landing, Rows, begin
+from ringattn.transport import Transport, resolve
+
+FULL_ROWS = 2**15  # rows in all heads of a part: with fewer, its kernels leave processors idle
 
 
 def ulysses_attention(
@@ -37,6 +47,7 @@ def ulysses_attention(
     backend: str = "auto",
     precision: str = "ieee",
     return_lse: bool = False,
+    exchange_again: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * q k^T + mask) v over the whole sequence, as `ring_attention`, on U x R ranks; with autograd.
 
@@ -52,9 +63,11 @@ def ulysses_attention(
         mask: which keys a position may see, the same on all ranks.
         ulysses_group: the U ranks that exchange heads. None: this rank alone, U = 1.
         ring_group: the R ranks of the ring. None: this rank alone, R = 1.
-        scale, dropout_p, seed, schedule, transport, backend, precision: as for `ring_attention`; the exchange of heads is point
-            to point.
+        scale, dropout_p, seed, schedule, transport, backend, precision: as for `ring_attention`; `transport` is that of the
+            exchange, too.
         return_lse: also return the log of the softmax's denominator.
+        exchange_again: keep q, k, v as they are and exchange them once more in the backward. That takes longer, and where
+            something else keeps or recomputes q, k, v anyway it takes less memory: by default what was exchanged is kept.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, N, Hq) in fp32 (fp64 for fp64 inputs).
@@ -66,23 +79,20 @@ def ulysses_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
-    options = dict(mask=mask, group=ring_group, scale=scale, schedule=schedule, transport=transport)
-    options |= dict(dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     if size == 1:
-        return ring_attention(q, k, v, layout=layout, return_lse=return_lse, **options)
-    heads = q.shape[2] // size
+        options = dict(mask=mask, group=ring_group, scale=scale, dropout_p=dropout_p, seed=seed, return_lse=return_lse)
+        options |= dict(schedule=schedule, transport=transport, backend=backend, precision=precision)
+        return ring_attention(q, k, v, layout=layout, **options)
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
-    widths = [heads * q.shape[3], *(k.shape[2] // size * x.shape[3] for x in (k, v))]
-    # one message to each rank: its heads of q, k and v, side by side
-    outgoing = torch.cat([x.unflatten(2, (size, -1)).flatten(3) for x in (q, k, v)], -1)
+    whole = layout.whole
     rows = [layout.rows(ring_rank * size + peer) for peer in range(size)]
-    name = ulysses_group.group_name
-    gathered = torch.ops.ringattn.gather_rows(outgoing, rows, name)
-    q, k, v = (part.unflatten(2, (-1, x.shape[3])) for part, x in zip(gathered.split(widths, -1), (q, k, v), strict=True))
-    out, lse = ring_attention(q, k, v, layout=layout.whole, first_head=rank * heads, return_lse=True, **options)
-    out = torch.ops.ringattn.scatter_rows(out.flatten(2), rows, name).unflatten(3, (heads, -1)).flatten(2, 3)
-    return (out, torch.ops.ringattn.scatter_rows(lse, rows, name).flatten(2)) if return_lse else out
+    settings = rows, ulysses_group.group_name, transport, return_lse, exchange_again
+    settings += mask.lengths, mask.is_causal, mask.window or 0, whole.kind, whole.seq_len, whole.ranks
+    settings += "" if ring_group is None else ring_group.group_name, schedule, transport, scale, float(dropout_p), seed
+    settings += rank * (q.shape[2] // size), backend, precision
+    out, lse, _ = _attention(q, k, v, *settings)
+    return (out, lse) if return_lse else out
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
@@ -137,57 +147,143 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
         )
 
 
-# Operators, as the ring is one: a compiler sees a node, and no tensor of a message is ever saved or recomputed by itself.
+def parts_of(rows: int, heads: int, key_heads: int) -> int:
+    """In how many parts a rank's heads are exchanged and worked off, so that all but the first and last exchange are hidden.
 
-
-@torch.library.custom_op("ringattn::gather_rows", mutates_args=())
-def gather_rows(x: Tensor, rows: list[int], group: str) -> Tensor:
-    """(B, N, U, F) -> (B, sum of rows, F): part u of the rows goes to rank u, where those of all ranks stand in order of rank.
-
-    `rows`: how many rows each rank has.
+    Args:
+        rows, heads, key_heads: those that a rank attends with; rows of all batch rows.
     """
-    batch, _, _, width = x.shape
-    sent = [part.contiguous() for part in x.unbind(2)]
-    return torch.cat(_all_to_all(sent, [x.new_empty(batch, n, width) for n in rows], find(group)), 1)
+    counts = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and rows * heads >= n * FULL_ROWS]
+    return max(counts, default=1)
 
 
-@torch.library.custom_op("ringattn::scatter_rows", mutates_args=())
-def scatter_rows(x: Tensor, rows: list[int], group: str) -> Tensor:
-    """(B, sum of rows, F) -> (B, N, U, F): the inverse of `gather_rows`, and its derivative."""
-    ends = find(group)
-    own, size = rank_and_size(ends)
-    sent = [part.contiguous() for part in x.split(rows, 1)]
-    return torch.stack(_all_to_all(sent, [x.new_empty(x.shape[0], rows[own], x.shape[2]) for _ in range(size)], ends), 2)
+class _Exchange:
+    """What one call exchanges among the ranks of `line`, which have `rows` rows each; heads go in `parts` parts."""
+
+    def __init__(self, rows: Sequence[int], line: Transport, parts: int) -> None:
+        self.rows, self.ranks, self.rank, self.parts = Rows(tuple(rows)), line.size, line.rank, parts
+        self.swap = begin(line)
+
+    def to_heads(self, *tensors: Tensor) -> list[Landing]:
+        """For each part a landing of all rows of its heads, for tensors like these."""
+        total, shares = sum(self.rows.counts), self.ranks * self.parts
+        blocks = [tuple(_sized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.parts)]
+        return [self.swap.land(block, (total,) * self.ranks) for block in blocks]
+
+    def send_heads(self, landings: list[Landing], *tensors: Tensor) -> None:
+        for part, landing in enumerate(landings):
+            landing.send(tensors, Heads(self.ranks, self.parts, part), self.rows)
+
+    def to_rows(self, *tensors: Tensor) -> Landing:
+        """A landing of this rank's rows of all heads, for tensors like these."""
+        counts = self.rows.counts
+        return self.swap.land(tuple(_sized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.parts)
+
+    def send_rows(self, landing: Landing, part: int, *tensors: Tensor) -> None:
+        landing.send(tensors, self.rows, Heads(self.ranks, self.parts, part))
 
 
-def _all_to_all(sent: list[Tensor], received: list[Tensor], group: Group) -> list[Tensor]:
-    """received[u] becomes what rank u sends here. Point to point: any backend can, NCCL as one kernel."""
-    own, size = rank_and_size(group)
-    peers = [peer for peer in range(size) if peer != own]
-    received[own] = sent[own]
-    sends, receives = ([(x[peer], peer) for peer in peers if x[peer].numel()] for x in (sent, received))
-    exchange(group, sends, receives)
-    return received
+def _sized(x: Tensor, rows: int, heads: int) -> Tensor:
+    return x.new_empty(x.shape[0], rows, heads, *x.shape[3:])
 
 
-@gather_rows.register_fake
-def _(x, rows, group):
-    return x.new_empty(x.shape[0], sum(rows), x.shape[3])
+# A call is one operator, as the ring is one: what a compiler sees as a node. It keeps what each part attended with, or, where
+# that is exchanged again, the inputs and the parts' results.
+_SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, bool exchange_again, {SETTINGS}"
 
 
-@scatter_rows.register_fake
-def _(x, rows, group):
-    own, size = rank_and_size(find(group))
-    return x.new_empty(x.shape[0], rows[own], size, x.shape[2])
+def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
+    ring, schedule = ring_of(q, *settings)
+    parts = parts_of(q.shape[0] * sum(rows), q.shape[2] // len(rows), k.shape[2] // len(rows))
+    exchange = _Exchange(rows, resolve(group, q.device, transport), parts)
+    inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
+    exchange.send_heads(inputs, q, k, v)
+    kept, lses = [], []
+    for part, arriving in enumerate(inputs):
+        block = arriving.wait()
+        out, lse = _of_part(ring, part, block[0]).forward(*block, schedule=schedule)
+        exchange.send_rows(outputs, part, out)
+        kept += [out, lse] if again else [*block, out, lse]
+        lses.append(lse)
+    (out,) = outputs.wait()
+    exchange.swap.end()
+    lse = _swap_rows(torch.cat(lses, 2), rows, group) if with_lse else lses[0].new_empty(0)
+    return out, lse, kept
 
 
-def _keep_settings(ctx, inputs, output):
-    _, ctx.rows, ctx.group = inputs
+def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settings):
+    inputs, kept = (tuple(kept[:3]), kept[3:]) if again else ((), kept)
+    size = 2 if again else 5
+    saved = [kept[i : i + size] for i in range(0, len(kept), size)]
+    ring, schedule = ring_of(dout, *settings)
+    dlses = [None] * len(saved) if dlse is None or not with_lse else _swap_heads(dlse, rows, group).chunk(len(saved), 2)
+    exchange = _Exchange(rows, resolve(group, dout.device, transport), len(saved))
+    arriving = exchange.to_heads(*inputs, dout)
+    grads = exchange.to_rows(*(inputs or _like_inputs(saved[0], dout)))
+    exchange.send_heads(arriving, *inputs, dout)
+    for part, (landing, dlse) in enumerate(zip(arriving, dlses, strict=True)):
+        *block, dout = landing.wait()
+        *own, out, lse = saved[part]
+        block = block or own
+        dlse = dlse if dlse is None else dlse.contiguous()
+        ours = _of_part(ring, part, block[0]).backward(*block, out, lse, dout, dlse, schedule=schedule)
+        exchange.send_rows(grads, part, *ours)
+    results = grads.wait()
+    exchange.swap.end()
+    return results
 
 
-gather_rows.register_autograd(
-    lambda ctx, grad: (torch.ops.ringattn.scatter_rows(grad, ctx.rows, ctx.group), None, None), setup_context=_keep_settings
-)
-scatter_rows.register_autograd(
-    lambda ctx, grad: (torch.ops.ringattn.gather_rows(grad, ctx.rows, ctx.group), None, None), setup_context=_keep_settings
+def _of_part(ring: Ring, part: int, q: Tensor) -> Ring:
+    return replace(ring, first_head=ring.first_head + part * q.shape[2])
+
+
+def _like_output(q: Tensor, v: Tensor) -> Tensor:
+    """A tensor with the shape of the output, of no memory."""
+    return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
+
+
+def _like_inputs(kept: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    """Tensors with the shapes of q, k, v, of no memory."""
+    shares = dout.shape[2] // kept[0].shape[2]
+    return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in kept[:3])
+
+
+def _swap_rows(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
+    """(B, sum of rows, Hq / U) to (B, N, Hq): pieces of a few bytes are packed, and go point to point."""
+    exchange = _Exchange(rows, resolve(group), 1)
+    landing = exchange.to_rows(x.new_empty(()).expand(*x.shape[:2], x.shape[2] * len(rows)))
+    exchange.send_rows(landing, 0, x)
+    return landing.wait()[0]
+
+
+def _swap_heads(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
+    """The inverse of `_swap_rows`."""
+    exchange = _Exchange(rows, resolve(group), 1)
+    landings = exchange.to_heads(x)
+    exchange.send_heads(landings, x)
+    return landings[0].wait()[0]
+
+
+def _fake_results(q, k, v, rows, group, transport, with_lse, again, *settings):
+    ranks, total = len(rows), sum(rows)
+    parts = parts_of(q.shape[0] * total, q.shape[2] // ranks, k.shape[2] // ranks)
+    block = [_sized(x, total, x.shape[2] // (ranks * parts)) for x in (q, k, v)]
+    lse_dtype = state_dtype(q.dtype)
+    results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
+    one = results if again else [*block, *results]
+    lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=lse_dtype)
+    return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(parts) for x in one]
+
+
+def _fake_gradients(kept, dout, dlse, rows, group, transport, with_lse, again, *settings):
+    inputs = kept[:3] if again else _like_inputs(kept, dout)
+    return tuple(dout.new_empty(x.shape) for x in inputs)
+
+
+_attention = operator.register(
+    "ulysses_attention",
+    _SETTINGS,
+    _forward,
+    _backward,
+    operator.Keeping(_fake_results, _fake_gradients, inputs_too=lambda settings: settings[4]),
 )

@@ -7,11 +7,12 @@ bf16, B = 1, zigzag; documents in the layout that balances them. Every ring is f
 mask and heads, all rows, output and gradients: no speed is reported of a wrong one. Variants are timed in turn, in rounds,
 because clocks drift with heat; a figure is the median over rounds of calls back to back, on the slowest rank. `local` is the
 automatic schedule where every message is there already, as rows of this rank: what the ring would take if communication cost
-nothing. With `-graph` calls are replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is
-the longer one. FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over
-the GPUs. Memory is the peak of torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink
-transport comes on top (`inbox_bytes`). Of every ring its hops, the bytes that its busiest rank sends, and the time that it
-takes longer than `local` are told too. Rank 0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
+nothing; `ulysses-4-local` is what `ulysses-4` would take, its heads exchanged among four ranks. With `-graph` calls are
+replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is the longer one. FLOPs count 4 H
+pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of
+torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`).
+Of every ring its hops, the bytes that its busiest rank sends, and the time that it takes longer than `local` are told too. Rank
+0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
 """
 
 import argparse
@@ -50,6 +51,7 @@ from ringattn.peers import Slots  # noqa: E402
 from ringattn.ring import Ring  # noqa: E402
 from ringattn.schedule import Schedule  # noqa: E402
 from ringattn.transport import Block, Like, Messenger, Pass, Transport, resolve  # noqa: E402
+from ringattn.ulysses import parts_of  # noqa: E402
 
 HEAD_DIM = 128
 CHECKED_LENGTH = 1536  # a rank's rows in the check
@@ -122,7 +124,10 @@ VARIANTS = (
     "p2p-kv",
     "p2p-state",
     "ulysses-2",
+    "ulysses-4-local",
+    "ulysses-4-local-graph",
     "ulysses-4",
+    "ulysses-4-graph",
     "context_parallel",
 )
 
@@ -152,7 +157,7 @@ def ring_step(case: RingCase, variant: str, shard: list[Tensor]) -> Steps:
 
 def ulysses_of(variant: str) -> int:
     """How many ranks exchange heads."""
-    return int(variant.removeprefix("ulysses-")) if variant.startswith("ulysses-") else 1
+    return int(variant.split("-")[1]) if variant.startswith("ulysses-") else 1
 
 
 @cache
@@ -165,6 +170,24 @@ def ulysses_step(case: RingCase, ulysses: int, shard: list[Tensor]) -> Steps:
     layout, mesh = case.layout(dist.get_world_size(), ulysses), _mesh(ulysses)
     options = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group(), "mask": case.mask}
     return differentiated(lambda: ulysses_attention(*shard[:3], layout=layout, **options), shard)
+
+
+def local_ulysses_step(case: RingCase, ulysses: int) -> Steps:
+    """The same without communication: what a rank computes with its share of the heads, part by part."""
+    ring_group = _mesh(ulysses)["ring"].get_group()
+    layout, device = case.layout(dist.get_world_size(), ulysses).whole, torch.device("cuda", torch.cuda.current_device())
+    line = Standstill(resolve(ring_group.group_name, device))
+    rows, heads = layout.rows(line.rank), (case.heads // ulysses, case.key_heads // ulysses)
+    parts = parts_of(rows, *heads)
+    shapes = [(1, rows, n // parts, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    ring = Ring(planning.plan(case.mask, layout, line.rank, device), line, HEAD_DIM**-0.5)
+
+    def both() -> list[tuple[Tensor, ...]]:
+        results = [ring.forward(q, k, v) for _ in range(parts)]
+        return [ring.backward(q, k, v, out, lse, dout) for out, lse in results]
+
+    return Steps(lambda: [ring.forward(q, k, v) for _ in range(parts)], both)
 
 
 class Standstill(Messenger):
@@ -260,6 +283,8 @@ def steps_of(case: RingCase, variant: str, shard: list[Tensor]) -> Steps | None:
         return local_step(case, shard)
     if variant == "context_parallel":
         return peer_step(case, shard) if case.kind == "causal" and case.heads == case.key_heads else None
+    if variant.startswith("ulysses") and variant.endswith("-local"):
+        return local_ulysses_step(case, ulysses_of(variant))
     if variant.startswith("ulysses"):
         return ulysses_step(case, ulysses_of(variant), shard)
     return ring_step(case, variant, shard)
@@ -372,7 +397,7 @@ def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]
     for variant in variants:
         shard = case.shard(ulysses_of(variant))
         found[variant] = row = {}
-        if is_ring(variant) or variant.startswith("ulysses"):
+        if "local" not in variant and variant != "context_parallel":
             row["errors"] = check(case, variant)
             if not max(row["errors"].values()) <= TOLERANCE:
                 continue

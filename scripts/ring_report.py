@@ -20,14 +20,17 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-CURVES = ("local", "nvlink-auto", "nvlink-state", "context_parallel")
+CURVES = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
 PARTS = ("forward", "both")  # what is timed; both: forward and backward
 Rows = dict[str, dict[str, dict]]  # of a case's name: the case itself as "case", and a row a variant
 
 
 def base_of(variant: str) -> str:
     """The variant that does the same without communication."""
-    return "local-graph" if variant.endswith("-graph") else "local"
+    graph = "-graph" if variant.endswith("-graph") else ""
+    if variant.startswith("ulysses-"):
+        return f"ulysses-{variant.split('-')[1]}-local{graph}"
+    return f"local{graph}"
 
 
 def _variants(found: dict[str, dict]) -> dict[str, dict]:

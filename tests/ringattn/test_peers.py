@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ringattn import Layout, Mask, ring_attention, simulate, transport
+from ringattn import Layout, Mask, peer_swap, ring_attention, simulate, transport, ulysses
 from ringattn import peers as peers_module
 from ringattn.cost import fabric
 from ringattn.peers import PeerCopies, Slots
@@ -69,6 +69,14 @@ class Driver:
         Stream.streams[stream].do(lambda: ctypes.memmove(target, source, count))
 
     @staticmethod
+    def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
+        def copy() -> None:
+            for i in range(rows):
+                ctypes.memmove(target + i * target_pitch, source + i * source_pitch, width)
+
+        Stream.streams[stream].do(copy)
+
+    @staticmethod
     def write_flag(address: int, value: int, stream: int) -> None:
         def write() -> None:
             ctypes.c_uint32.from_address(address).value = value % 2**32
@@ -118,16 +126,16 @@ class Linked(PeerCopies):
         self.fabric, self.watchdog = fabric("nvlink"), Unwatched()
         self.streams = {kind: Stream() for kind in peers_module.KINDS}
         self._ready, self._sent, self._kept = Event(), Event(), {}
-        self._inbox, self._inboxes, self._routes, self._clock = None, [], {}, clock
-        self._flags, self._flag_addresses = self._share(torch.int32, 2 * peers_module.CAPTURED * self.size)
+        self._inbox, self._inboxes, self._routes, self._clock, self._mailbox = None, [], {}, clock, None
+        self._flags, self._flag_addresses = self.share(torch.int32, 2 * peers_module.CAPTURED * self.size)
         # those that count; those of graphs stay 0
         self._flags[: peers_module.CAPTURED * self.size] = clock - 2**32 if clock >= 2**31 else clock
         node.barrier.wait()
 
-    def _share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
+    def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
         return self.node.share(self.rank, dtype, count)
 
-    def _synchronise(self) -> None:
+    def synchronise(self) -> None:
         for stream in self.streams.values():
             Stream(main=True).wait_stream(stream)
         self.node.barrier.wait()
@@ -146,7 +154,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("current_stream", current_stream), ("Event", Event), ("Stream", Stream)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(peers_module, "driver", Driver)
+    for module in (peers_module, peer_swap):
+        monkeypatch.setattr(module, "driver", Driver)
 
 
 @pytest.fixture
@@ -154,7 +163,12 @@ def resolve(monkeypatch: pytest.MonkeyPatch) -> dict[str, Linked]:
     """By the name of a simulated rank, the transport that it gets."""
     linked: dict[str, Linked] = {}
     honest = transport.resolve
-    monkeypatch.setattr(transport, "resolve", lambda name, *options: linked.get(name) or honest(name, *options))
+
+    def resolved(name: str, device: torch.device | None = None, *options: str) -> object:
+        return linked[name] if device is not None and name in linked else honest(name, device, *options)
+
+    for module in (transport, ulysses):
+        monkeypatch.setattr(module, "resolve", resolved)
     return linked
 
 
@@ -250,6 +264,58 @@ def test_a_graph_of_a_ring_that_never_ran_is_refused(no_gpu: None, resolve: dict
     def on_rank(rank: int, group: object) -> None:
         q = torch.zeros(1, 4, 1, 8)
         ring_attention(q, q, q, layout=layout, mask=Mask.causal(), group=group)
+
+    with pytest.raises(RuntimeError, match="call it once before it is captured in a CUDA graph"):
+        run_node(2, on_rank, resolve)
+
+
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
+@pytest.mark.parametrize("parts", (1, 2), ids=("at-once", "in-parts"))
+@pytest.mark.parametrize("ranks", (2, 3, 4), ids=lambda n: f"P{n}")
+def test_exchanges_of_heads_in_graphs_and_outside(
+    ranks: int, parts: int, again: bool, no_gpu: None, resolve: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers back to back with other data, masks and sizes, larger and smaller, uneven rows, and rings between them."""
+    monkeypatch.setattr(ulysses, "parts_of", lambda *_: parts)
+    capturing = threading.local()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
+    calls = []
+    for i, (name, seq_len, in_graph) in enumerate(
+        [("causal", 70, False), ("full", 33, True), ("window", 41, True), ("documents", 33, False), ("causal", 70, True)] * 2
+    ):
+        case = Case.random(seq_len, 1 + i % 2, heads=4 * ranks, key_heads=2 * ranks, value_dim=5, seed=i, dtype=torch.float32)
+        calls.append((case, masks(seq_len)[name], Layout.contiguous(seq_len, 1).split(ranks), in_graph))
+
+    def on_rank(rank: int, group: object) -> list:
+        shards = []
+        for i, (case, mask, layout, capturing.now) in enumerate(calls):
+            q, k, v = (layout.shard(x, rank) for x in (case.q, case.k, case.v))
+            if i % 3 == 0:  # parts of a wider tensor, as of one product
+                k, v = torch.cat([k.flatten(2), v.flatten(2)], 2).split([k[0, 0].numel(), v[0, 0].numel()], 2)
+                k, v = k.unflatten(2, (2 * ranks, -1)), v.unflatten(2, (2 * ranks, -1))
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            options = dict(layout=layout, mask=mask, ulysses_group=group, return_lse=True, exchange_again=again)
+            out, lse = ulysses.ulysses_attention(q, k, v, **options)
+            upstream = layout.shard(case.dout, rank), layout.shard(case.dlse, rank).to(lse.dtype)
+            shards.append([out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)])
+            if i % 4 == 1:
+                capturing.now = False
+                ring = Case.random(40, dtype=torch.float32)
+                ring.on_rank(Layout.zigzag(40, ranks), Mask.causal(), rank, group)
+        return shards
+
+    shards = run_node(ranks, on_rank, resolve)
+    for i, (case, mask, layout, _) in enumerate(calls):
+        got = [layout.unshard([shard[i][j] for shard in shards]) for j in range(5)]
+        assert_close(got, case.to(torch.float64).unsharded(mask), 1e-5)
+
+
+def test_a_graph_of_an_exchange_that_never_ran_is_refused(no_gpu: None, resolve: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def on_rank(rank: int, group: object) -> None:
+        q = torch.zeros(1, 4, 2, 8)
+        ulysses.ulysses_attention(q, q, q, layout=Layout.contiguous(8, 1).split(2), mask=Mask.causal(), ulysses_group=group)
 
     with pytest.raises(RuntimeError, match="call it once before it is captured in a CUDA graph"):
         run_node(2, on_rank, resolve)

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import Layout, Mask, ring_attention
+from ringattn import Layout, Mask, ring_attention, ulysses
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case, assert_close, masks
+from tests.ringattn.test_ulysses import on_rank
 
 GPUS = torch.cuda.device_count()
 
@@ -88,6 +89,77 @@ def check_gpus(transport: str) -> None:
 @on_gpus
 def test_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
     run_ranks(check_gpus, ranks, tmp_path / "ranks", transport, backend="nccl")
+
+
+def check_heads(transport: str) -> None:
+    """On every rank: heads exchanged among all ranks, or among half of them, in one and in several parts."""
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), f"cuda:{dist.get_rank()}"
+    honest = ulysses.parts_of
+    for size, most in product({ranks, 2}, (1, 2)):
+        ulysses.parts_of = lambda rows, heads, key_heads, most=most: min(most, key_heads)
+        mesh = dist.init_device_mesh("cuda", (ranks // size, size), mesh_dim_names=("ring", "ulysses"))
+        groups = dict(ulysses_group=mesh.get_group("ulysses"), ring_group=mesh.get_group("ring"))
+        layout = Layout.zigzag(1031, ranks // size).split(size)
+        case = Case.random(1031, batch=2, heads=16, key_heads=8, dim=64, value_dim=64, dtype=torch.bfloat16)
+        for again, mask in product((False, True), masks(1031).values()):
+            options = groups | dict(transport=transport, exchange_again=again)
+            got = on_rank(case.to(device), layout, mask, rank, **options)
+            exact = case.to(torch.float64).to(device).unsharded(mask)
+            assert_close([layout.unshard(x) for x in got], exact, 2e-2)
+    ulysses.parts_of = honest
+
+
+@pytest.mark.parametrize("transport", ("nvlink", "p2p"))
+@on_gpus
+def test_exchange_of_heads(ranks: int, transport: str, tmp_path: Path) -> None:
+    run_ranks(check_heads, ranks, tmp_path / "ranks", transport, backend="nccl")
+
+
+def check_heads_in_a_hurry() -> None:
+    """Exchanges back to back while ranks dawdle, outside of a CUDA graph and in one: the same bits as one at a time."""
+    rank, ranks, delays = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
+    layout, mask = Layout.contiguous(16384, 1).split(ranks), Mask.causal()
+    cases = [Case.random(16384, heads=16, key_heads=16, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
+    cases = [case.to(f"cuda:{rank}") for case in cases]
+    options = dict(layout=layout, mask=mask, ulysses_group=dist.group.WORLD, transport="nvlink", backend="triton")
+    shards = [[layout.shard(x, rank) for x in (case.q, case.k, case.v, case.dout)] for case in cases]
+    q, k, v, dout = (x.clone().requires_grad_(i < 3) for i, x in enumerate(shards[0]))
+
+    def attend() -> list[torch.Tensor]:
+        out = ulysses.ulysses_attention(q, k, v, **options)
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    def take(i: int) -> None:
+        with torch.no_grad():
+            for x, y in zip((q, k, v, dout), shards[i], strict=True):
+                x.copy_(y)
+
+    alone = []
+    for i in range(3):
+        take(i)
+        torch.cuda.synchronize()
+        dist.barrier()
+        alone.append(attend())
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    differ = []
+    for i in range(24):
+        torch.cuda._sleep(delays.choice([0, 0, 20_000, 200_000, 2_000_000]))
+        take(i % 3)
+        if i % 4 < 2:
+            got = attend()
+        else:
+            graph.replay()
+            got = captured
+        differ += [(x != y).any() for x, y in zip(got, alone[i % 3], strict=True)]
+    assert not torch.stack(differ).any()
+
+
+@on_gpus
+def test_exchange_of_heads_in_a_hurry(ranks: int, tmp_path: Path) -> None:
+    run_ranks(check_heads_in_a_hurry, ranks, tmp_path / "ranks", backend="nccl")
 
 
 def check_hurry() -> None:

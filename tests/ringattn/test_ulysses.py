@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from ringattn import Layout, Mask, simulate, ulysses_attention
+from ringattn import ulysses as ulysses_module
 from ringattn.layout import KINDS
-from ringattn.ulysses import bytes_per_row, fewest_bytes, key_copies
+from ringattn.ulysses import bytes_per_row, fewest_bytes, key_copies, parts_of
 from tests.distributed import run_ranks
 from tests.ringattn.rings import MASK_NAMES, Case, masks
 
@@ -133,16 +134,68 @@ def test_every_query_head_finds_its_key_head(heads: int, key_heads: int, ulysses
         assert torch.equal(sent[rank][local], queries // (heads // key_heads))
 
 
-def test_operators_are_well_formed() -> None:
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
+@pytest.mark.parametrize("heads", HEADS)
+def test_heads_in_parts(heads: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many parts as a rank has key heads, with dropout, which counts the heads."""
+    monkeypatch.setattr(ulysses_module, "FULL_ROWS", 1)
+    case, layout, mask = random_case(31, heads), Layout.contiguous(31, 1).split(2), Mask.causal(documents=[1, 20, 10])
+    options = dict(dropout_p=0.3, seed=7)
+
+    def attend(rank: int, group) -> list[torch.Tensor]:
+        return on_rank(case, layout, mask, rank, ulysses_group=group, exchange_again=again, **options)
+
+    expected = on_rank(case, Layout.contiguous(31, 1), mask, 0, backend="reference", **options)
+    ranks = simulate(2, attend)
+    assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], expected, 1e-10)
+
+
+def test_parts_keep_processors_busy() -> None:
+    assert parts_of(2**14, 4, 4) == 2
+    assert parts_of(2**16, 4, 4) == 4
+    assert parts_of(2**16, 8, 2) == 2  # no part without a key head
+    assert parts_of(2**16, 6, 3) == 3
+    assert parts_of(2**10, 4, 4) == 1
+
+
+@pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
+@pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out-lse"))
+def test_the_operator_is_well_formed(with_lse: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schema, fake tensors and autograd as PyTorch checks them, on a group of one."""
+    monkeypatch.setattr(ulysses_module, "FULL_ROWS", 4)
 
     def check(rank: int, group) -> None:
-        x = torch.randn(2, 3, 1, 4, dtype=torch.float64, requires_grad=True)
-        torch.library.opcheck(torch.ops.ringattn.gather_rows.default, (x, [3], group.group_name))
-        y = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
-        torch.library.opcheck(torch.ops.ringattn.scatter_rows.default, (y, [3], group.group_name))
+        shapes = (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 5)
+        inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+        settings = [6], group.group_name, "auto", with_lse, again
+        settings += Mask.causal().lengths, True, 0, "contiguous", 6, 1, "", "auto", "auto", 0.5, 0.0, 0, 0, "tiled", "ieee"
+        torch.library.opcheck(torch.ops.ringattn.ulysses_attention.default, (*inputs, *settings))
 
     simulate(1, check)
+
+
+def test_the_output_without_gradient_of_lse_and_the_reverse() -> None:
+    case, layout, mask = random_case(12, "grouped"), Layout.contiguous(12, 1), Mask.causal()
+
+    def gradients(rank: int, group, which: int) -> tuple[torch.Tensor, ...]:
+        inputs = [layout.split(2).shard(x, rank).requires_grad_() for x in (case.q, case.k, case.v)]
+        options = dict(layout=layout.split(2), mask=mask, ulysses_group=group, return_lse=True)
+        return torch.autograd.grad(ulysses_attention(*inputs, **options)[which].square().sum(), inputs, allow_unused=True)
+
+    for which in (0, 1):
+        ranks = simulate(2, partial(gradients, which=which))
+        alone = exact_square(case, mask, which)
+        got = [layout.split(2).unshard([grads[i] for grads in ranks]) for i in range(3)]
+        for x, y in zip(got, alone, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def exact_square(case: Case, mask: Mask, which: int) -> tuple[torch.Tensor, ...]:
+    """Gradients of the sum of squares of the output, or of lse, by one rank."""
+    inputs = [x.clone().requires_grad_() for x in (case.q, case.k, case.v)]
+    layout = Layout.contiguous(case.q.shape[1], 1)
+    results = ulysses_attention(*inputs, layout=layout, mask=mask, return_lse=True, backend="reference")
+    return torch.autograd.grad(results[which].square().sum(), inputs)
 
 
 def test_bytes_by_hand() -> None:

@@ -83,6 +83,6 @@ def test_a_ring_without_communication(kind: str, ranks: int, schedule: str) -> N
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("variant, ulysses", (("ulysses-4", 4), ("nvlink-auto", 1), ("local", 1), ("context_parallel", 1)))
+@pytest.mark.parametrize("variant, ulysses", (("ulysses-4", 4), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)))
 def test_how_many_ranks_exchange_heads(variant: str, ulysses: int) -> None:
     assert benchmark_ring.ulysses_of(variant) == ulysses

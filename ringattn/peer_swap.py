@@ -1,0 +1,217 @@
+"""The exchange of heads over NVLink: copy engines write parts of tensors straight to their places in the memory of peers.
+
+Every rank has one inbox for it, which all layers and calls share. A landing is the image of its tensors there: a sender copies
+rows of some heads from where they stand in its own tensors to where they belong in the image, without packing them, and raises
+a flag. Once all flags are up the image is copied out whole, and the kernels read and autograd saves ordinary memory.
+
+Flags are 0 or 1, and who waits for one puts it back, so they say the same whether a call is issued or replayed from a CUDA
+graph. A rank begins to write into an inbox when its owner has raised *open*, at the end of the call before.
+
+Nothing can wait in a circle: whatever waits for a peer waits for work that the peer has issued at or before the same send.
+"""
+
+import logging
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn import driver
+from ringattn.swap import Place, incoming
+from ringattn.transport import Block
+
+if TYPE_CHECKING:
+    from ringattn.peers import PeerCopies
+
+log = logging.getLogger(__name__)
+
+MOST_SENDS = 64  # of a call
+OPEN = MOST_SENDS  # the flag after those of the sends
+ALIGNMENT = 256
+
+
+class Move(NamedTuple):
+    """`rows` pieces of `width` bytes: where the first stands in the receiver's image and the sender's tensor, how far apart."""
+
+    target: int
+    target_pitch: int
+    source: int
+    source_pitch: int
+    width: int
+    rows: int
+
+
+@lru_cache(maxsize=1024)
+def _moves(
+    take: Place,
+    put: Place,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    heads: torch.Size,
+    lengths: tuple[int, ...],
+    size: int,
+    rank: int,
+) -> tuple[tuple[Move, ...], ...]:
+    """For each peer what it gets of `rank`'s tensor, a move a batch row.
+
+    Args:
+        shape, strides: of the tensor, (B, N, H, D); a row's heads stand side by side.
+        heads: of the image, (H, D); it is contiguous, (B, n, H, D) with n = lengths[peer].
+        size: bytes of an element.
+    """
+    whole = torch.empty_strided(shape, strides, device="meta")
+    moves = []
+    for peer, length in enumerate(lengths):
+        ends = put(torch.empty(shape[0], length, *heads, device="meta"), rank), take(whole, peer)
+        rows, width = ends[1].shape[1], ends[1].shape[2:].numel() * size
+        batch = range(shape[0]) if rows and width else ()
+        sides = [[((x.storage_offset() + i * x.stride(0)) * size, x.stride(1) * size) for x in ends] for i in batch]
+        moves.append(tuple(Move(*target, *source, width, rows) for target, source in sides))
+    return tuple(moves)
+
+
+class PeerMailbox:
+    """What the swaps of one group share on one rank: inbox and flags."""
+
+    def __init__(self, line: "PeerCopies") -> None:
+        self.line = line
+        self.inbox: Tensor | None = None
+        self.inboxes: list[int] = []
+        self.kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
+        self.flags, self.addresses = line.share(torch.int32, (MOST_SENDS + 1) * line.size)
+        self.flags[OPEN * line.size :] = 1
+        line.synchronise()
+
+    def flag(self, rank: int, purpose: int, writer: int) -> int:
+        """Address of a flag of `rank`."""
+        return self.addresses[rank] + 4 * (purpose * self.line.size + writer)
+
+    def reserve(self, count: int, capturing: bool) -> None:
+        """Make the inbox `count` bytes long if it is shorter; all ranks ask for the same at the same time.
+
+        Raises:
+            RuntimeError: if it is too short in a CUDA graph.
+        """
+        if self.inbox is None or self.inbox.numel() < count:
+            if capturing:
+                raise RuntimeError(
+                    "heads have not been exchanged with these shapes: call it once before it is captured in a CUDA graph"
+                )
+            self.line.synchronise()  # nobody writes to the old one any more
+            self.inbox = None
+            count = max(1, -(-count >> 21)) << 21
+            log.info("rank %d: an inbox of %d MiB for the exchange of heads over NVLink", self.line.rank, count >> 20)
+            self.inbox, self.inboxes = self.line.share(torch.uint8, count)
+        if capturing:
+            self.kept.setdefault(self.inbox.data_ptr(), self.inbox)
+
+
+class PeerSwap:
+    """See `ringattn.swap.Swap`."""
+
+    def __init__(self, box: PeerMailbox) -> None:
+        self.box, self.line = box, box.line
+        self.main = torch.cuda.current_stream(self.line.device)
+        self.outward, self.inward = (self.line.streams[kind] for kind in ("traveller", "result"))
+        self.ready = torch.cuda.Event()  # after it, what is sent next is computed
+        self.sends = self.total = 0
+        self.sent: list[Block] = []
+
+    def land(self, into: Block, lengths: tuple[int, ...], sends: int = 1) -> "_Image":
+        starts = []
+        for x in into:
+            starts.append(self.total)
+            size = x.shape[0] * max(lengths) * x.shape[2:].numel() * x.element_size()
+            self.total += -(-size // ALIGNMENT) * ALIGNMENT
+        return _Image(self, into, lengths, starts, sends)
+
+    def begin_send(self) -> int:
+        """The number of a new send; the side streams wait for what is computed so far."""
+        number, self.sends = self.sends, self.sends + 1
+        if number == 0:
+            self.box.reserve(self.total, torch.cuda.is_current_stream_capturing())
+        assert number < MOST_SENDS, "one call sends few blocks"
+        self.ready.record(self.main)
+        self.outward.wait_event(self.ready)
+        self.inward.wait_event(self.ready)
+        return number
+
+    def end(self) -> None:
+        for peer in self.line.others:
+            driver.write_flag(self.box.flag(peer, OPEN, self.line.rank), 1, self.inward.cuda_stream)
+        for stream in (self.outward, self.inward):
+            done = torch.cuda.Event()
+            done.record(stream)
+            self.main.wait_event(done)
+        self.sent.clear()
+
+
+class _Image:
+    """A landing: tensors, and their image in the inbox."""
+
+    def __init__(self, swap: PeerSwap, into: Block, lengths: tuple[int, ...], starts: list[int], sends: int) -> None:
+        self.swap, self.into, self.lengths, self.starts, self.left = swap, into, lengths, starts, sends
+        self.awaited: list[int] = []
+        self.complete = torch.cuda.Event()
+        self.hop = None
+
+    def send(self, block: Block, take: Place, put: Place) -> None:
+        swap, box, line = self.swap, self.swap.box, self.swap.line
+        block = tuple(x if _in_rows(x) else x.contiguous() for x in block)
+        number, out = swap.begin_send(), swap.outward.cuda_stream
+        if not self.awaited:
+            self.hop = line.watchdog.start("exchange of heads", number, number + 1, incoming(line.rank, self.lengths))
+        if number == 0:
+            driver.in_order([step for peer in line.others for step in _taken(box.flag(line.rank, OPEN, peer))], out)
+        places = [
+            (
+                _moves(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), line.rank),
+                x.data_ptr(),
+                start,
+            )
+            for x, y, start in zip(block, self.into, self.starts, strict=True)
+        ]
+        # every rank begins with the one after it, so that no two write to the same at the same time
+        for peer in (*line.others[line.rank :], *line.others[: line.rank]):
+            _start(places, peer, box.inboxes[peer], out)
+        driver.in_order([(driver.WRITE, box.flag(peer, number, line.rank), 1) for peer in line.others], out)
+        _start(places, line.rank, box.inboxes[line.rank], swap.inward.cuda_stream)
+        self.awaited.append(number)
+        swap.sent.append(block)
+        self.left -= 1
+        if not self.left:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Copy the image out when all of it is there."""
+        box, rank, stream = self.swap.box, self.swap.line.rank, self.swap.inward
+        flags = [box.flag(rank, number, peer) for number in self.awaited for peer in self.swap.line.others]
+        driver.in_order([step for flag in flags for step in _taken(flag)], stream.cuda_stream)
+        for y, start in zip(self.into, self.starts, strict=True):
+            if y.numel():
+                driver.copy(y.data_ptr(), box.inboxes[rank] + start, y.nbytes, stream.cuda_stream)
+        self.complete.record(stream)
+
+    def wait(self) -> Block:
+        assert not self.left, "a block is still to be sent"
+        self.swap.main.wait_event(self.complete)
+        self.swap.line.watchdog.passed(self.hop)
+        return self.into
+
+
+def _start(places: list[tuple[tuple[tuple[Move, ...], ...], int, int]], peer: int, inbox: int, stream: int) -> None:
+    """Copy what `peer` gets of each tensor, (moves by peer, address, start of the image), into its inbox."""
+    for moves, address, start in places:
+        for target, target_pitch, source, source_pitch, width, rows in moves[peer]:
+            driver.copy_rows(inbox + start + target, target_pitch, address + source, source_pitch, width, rows, stream)
+
+
+def _taken(flag: int) -> list[tuple[int, int, int]]:
+    """Wait for a flag, and put it back."""
+    return [(driver.WAIT, flag, 1), (driver.WRITE, flag, 0)]
+
+
+def _in_rows(x: Tensor) -> bool:
+    """Whether all heads of a row of x (B, N, H, D) stand side by side."""
+    return x.stride(3) == 1 and x.stride(2) == x.shape[3]
