@@ -1,17 +1,17 @@
 """The few calls of the CUDA driver that a ring needs beyond torch: copies and flags in the order of a stream, without any SM.
 
 Addresses are those of device memory, a peer's mapped here included; streams are raw handles, `torch.cuda.Stream.cuda_stream`.
-Flags are 32-bit counters that wrap around.
+Flags are words of 32 bits.
 """
 
 import ctypes
 from collections.abc import Sequence
 from functools import cache, lru_cache
 
-_GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ: by the sign of the difference, so a counter may wrap
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD = 0xFFFFFFFF
-WAIT, WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_HOW = {_WAIT: 1, _WRITE: 0}  # CU_STREAM_WAIT_VALUE_EQ; a write that all devices see
 
 
 class _Operation(ctypes.Structure):
@@ -51,7 +51,6 @@ def _functions() -> tuple:
     signatures = {
         "cuMemcpyAsync": (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p),
         "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
-        "cuStreamWaitValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
         "cuStreamBatchMemOp_v2": (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint),
         "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Rows), ctypes.c_void_p),
     }
@@ -79,7 +78,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
         return copy(target, source, rows * width, stream)
     move = _Rows.from_buffer_copy(_rows(target_pitch, source_pitch, width, rows))
     move.target, move.source = target, source
-    _check("a copy of rows", _functions()[4](move, stream))
+    _check("a copy of rows", _functions()[3](move, stream))
 
 
 @lru_cache(maxsize=1024)
@@ -94,13 +93,17 @@ def write_flag(address: int, value: int, stream: int) -> None:
     _check("to write a flag", _functions()[1](stream, address, value & _WORD, 0))
 
 
-def wait_flag(address: int, value: int, stream: int) -> None:
-    """Let later work of the stream wait until the flag has reached `value`."""
-    _check("to wait for a flag", _functions()[2](stream, address, value & _WORD, _GREATER_OR_EQUAL))
+def raise_flags(addresses: Sequence[int], stream: int) -> None:
+    """Set flags to 1, one after the other, once all earlier work of the stream is done and seen by every device."""
+    _in_order([(_WRITE, address, 1) for address in addresses], stream)
 
 
-def in_order(operations: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """One flag after the other: (WAIT or WRITE, address, value). A graph holds them all as one node."""
-    how = {WAIT: _GREATER_OR_EQUAL, WRITE: 0}
-    array = (_Operation * len(operations))(*[(kind, flag, value & _WORD, how[kind]) for kind, flag, value in operations])
-    _check("flags", _functions()[3](stream, len(operations), array, 0))
+def take_flags(addresses: Sequence[int], stream: int) -> None:
+    """Let later work of the stream wait until each flag is 1, and put each back to 0."""
+    _in_order([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))], stream)
+
+
+def _in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """(_WAIT or _WRITE, address, value), as one call, and one node of a graph."""
+    array = (_Operation * len(steps))(*[(kind, address, value, _HOW[kind]) for kind, address, value in steps])
+    _check("flags", _functions()[2](stream, len(steps), array, 0))

@@ -138,13 +138,13 @@ class PeerSwap:
         return number
 
     def end(self) -> None:
-        for peer in self.line.others:
-            driver.write_flag(self.box.flag(peer, OPEN, self.line.rank), 1, self.inward.cuda_stream)
         for stream in (self.outward, self.inward):
             done = torch.cuda.Event()
             done.record(stream)
             self.main.wait_event(done)
         self.sent.clear()
+        flags = [self.box.flag(peer, OPEN, self.line.rank) for peer in self.line.others]
+        driver.raise_flags(flags, self.main.cuda_stream)
 
 
 class _Image:
@@ -163,7 +163,7 @@ class _Image:
         if not self.awaited:
             self.hop = line.watchdog.start("exchange of heads", number, number + 1, incoming(line.rank, self.lengths))
         if number == 0:
-            driver.in_order([step for peer in line.others for step in _taken(box.flag(line.rank, OPEN, peer))], out)
+            driver.take_flags([box.flag(line.rank, OPEN, peer) for peer in line.others], out)
         places = [
             (
                 _moves(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), line.rank),
@@ -175,7 +175,7 @@ class _Image:
         # every rank begins with the one after it, so that no two write to the same at the same time
         for peer in (*line.others[line.rank :], *line.others[: line.rank]):
             _start(places, peer, box.inboxes[peer], out)
-        driver.in_order([(driver.WRITE, box.flag(peer, number, line.rank), 1) for peer in line.others], out)
+        driver.raise_flags([box.flag(peer, number, line.rank) for peer in line.others], out)
         _start(places, line.rank, box.inboxes[line.rank], swap.inward.cuda_stream)
         self.awaited.append(number)
         swap.sent.append(block)
@@ -187,7 +187,7 @@ class _Image:
         """Copy the image out when all of it is there."""
         box, rank, stream = self.swap.box, self.swap.line.rank, self.swap.inward
         flags = [box.flag(rank, number, peer) for number in self.awaited for peer in self.swap.line.others]
-        driver.in_order([step for flag in flags for step in _taken(flag)], stream.cuda_stream)
+        driver.take_flags(flags, stream.cuda_stream)
         for y, start in zip(self.into, self.starts, strict=True):
             if y.numel():
                 driver.copy(y.data_ptr(), box.inboxes[rank] + start, y.nbytes, stream.cuda_stream)
@@ -205,11 +205,6 @@ def _start(places: list[tuple[tuple[tuple[Move, ...], ...], int, int]], peer: in
     for moves, address, start in places:
         for target, target_pitch, source, source_pitch, width, rows in moves[peer]:
             driver.copy_rows(inbox + start + target, target_pitch, address + source, source_pitch, width, rows, stream)
-
-
-def _taken(flag: int) -> list[tuple[int, int, int]]:
-    """Wait for a flag, and put it back."""
-    return [(driver.WAIT, flag, 1), (driver.WRITE, flag, 0)]
 
 
 def _in_rows(x: Tensor) -> bool:

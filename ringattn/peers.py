@@ -5,8 +5,9 @@ sender copies rows into a slot of the receiver's inbox and then raises the recei
 flag and the kernels read the slot. No kernel communicates, nothing takes an SM, and the host waits for nothing.
 
 What keeps a slot from being overwritten while it is read: the slots of a kind of message are used in turn, and before a sender
-uses one again the reader has raised the sender's *credit*. Between passes the same is said to all: at the end of a pass every
-rank tells its peers that its inbox is *open*. Flags count up for ever and each has one writer, so none is ever reset.
+uses one again the reader has raised the sender's *credit*. At the beginning of a pass every rank tells those that will send to
+it that its inbox is *open*: it reads no more of the last one. Flags are 0 or 1, one for each message, and whoever waits for one
+puts it back: they say the same in a pass that is issued and in one that a CUDA graph replays.
 
 Nothing can wait in a circle: a rank issues its work step by step, and everything it waits for at a step was issued by its peers
 at or before that step. That holds even if a device runs all its streams one after the other.
@@ -32,9 +33,7 @@ from ringattn.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 KINDS = ("traveller", "result")
-OPEN, CREDIT, ARRIVED = 0, 1, 3  # flags: one OPEN, and a CREDIT and an ARRIVED of each kind, all of them by writer
-CAPTURED = 8  # as many flags again for passes in CUDA graphs, with two that are their own
-STARTED, ENDED = CAPTURED, CAPTURED + 5
+ARRIVED, CREDIT = range(2)  # flags, for each kind and step
 ALIGNMENT = 256
 HELD = 1 << 30  # bytes of results that all have a slot of their own, so that they can be added up at the end, in one go
 SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages may come two steps early; else two
@@ -42,15 +41,12 @@ SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages ma
 
 @dataclass(frozen=True)
 class Push:
-    """One message out: where its tensors go and which flags go with it. Values of flags count from the pass's first."""
+    """One message out: where its tensors go, and the addresses of the flags that go with it."""
 
     message: Message
-    fresh: bool  # whether it is the first of the pass in its slot, so that the inbox need only be open
-    gate: int  # address of the flag to wait for
-    gate_value: int
+    gates: list[int]  # to wait for: the inbox is open, for the first message to a rank; the slot is free, if it was in use
     targets: tuple[int, ...]
     arrived: int
-    arrived_value: int
 
 
 @dataclass(frozen=True)
@@ -59,14 +55,13 @@ class Landing:
 
     block: Block
     arrived: int
-    arrived_value: int
 
 
 @dataclass
 class RouteStep:
     """One step of a pass on this rank."""
 
-    credits: list[tuple[int, int]] = field(default_factory=list)  # flags to raise when the visits before it are done
+    credits: list[int] = field(default_factory=list)  # flags to raise when the visits before it are done
     pushes: list[Push] = field(default_factory=list)
     landings: list[Landing] = field(default_factory=list)
     results_follow: bool = False  # whether the next step sends results of this one's visits
@@ -77,6 +72,7 @@ class Route:
     """One rank's way through a pass."""
 
     steps: list[RouteStep]
+    opens: list[int]  # flags to raise at the beginning
     holds_results: bool
 
 
@@ -127,9 +123,16 @@ class PeerCopies:
         self._inboxes: list[int] = []
         self._kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
         self._routes: dict[tuple, Route] = {}
-        self._clock = 0  # flags of a pass count from here
         self._mailbox: PeerMailbox | None = None
-        self._flags, self._flag_addresses = self.share(torch.int32, 2 * CAPTURED * self.size)
+        self._set_flags()
+
+    def _set_flags(self) -> None:
+        self._flags, self._flag_addresses = self.share(torch.int32, (1 + 4 * self._most_steps) * self.size)
+
+    @property
+    def _most_steps(self) -> int:
+        """Of a direct schedule."""
+        return self.size + 2
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
         """Zeros that all ranks have mapped, and their address of each rank. Waits for all ranks."""
@@ -155,12 +158,19 @@ class PeerCopies:
     def others(self) -> list[int]:
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _flag(self, rank: int, purpose: int, writer: int) -> int:
-        return self._flag_addresses[rank] + 4 * (purpose * self.size + writer)
+    def _open(self, rank: int, writer: int) -> int:
+        """Address of the flag of `rank` that says whether the inbox of `writer` is open."""
+        return self._flag_addresses[rank] + 4 * writer
+
+    def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
+        """Address of the flag of `rank` for the message of a kind that `writer` sends, or reads, at step `t`."""
+        row = 1 + (2 * KINDS.index(kind) + purpose) * self._most_steps + t
+        return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def begin(self, schedule: Schedule, like: Like) -> "_Pass":
         """Start a pass of a direct schedule, see `Transport`."""
         capturing = torch.cuda.is_current_stream_capturing()
+        assert len(schedule.steps) <= self._most_steps, "a direct schedule has a step for each rank, and two"
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in like[kind])
         route = self._routes.get((schedule, shapes))
         if route is None:
@@ -173,10 +183,9 @@ class PeerCopies:
             if len(self._routes) >= 64:  # packed documents bring new schedules all the time
                 self._routes.clear()
             route = self._routes[schedule, shapes] = self._plan(schedule, slots)
-        if not capturing:
-            return _Pass(self, route)
-        self._kept.setdefault(self._inbox.data_ptr(), self._inbox)
-        return _CapturedPass(self, route)
+        if capturing:
+            self._kept.setdefault(self._inbox.data_ptr(), self._inbox)
+        return _Pass(self, route)
 
     def swap(self) -> PeerSwap:
         """An exchange of heads, see `ringattn.swap.Swap`. The first one waits for all ranks."""
@@ -197,8 +206,11 @@ class PeerCopies:
 
     def _plan(self, schedule: Schedule, slots: Slots) -> Route:
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
+        told: set[int] = set()
         for t, step in enumerate(schedule.by_rank[self.rank]):
-            steps[t].pushes = [self._push(t, message, slots) for message in step.outgoing]
+            for message in step.outgoing:
+                steps[t].pushes.append(self._push(t, message, slots, first=message.dst not in told))
+                told.add(message.dst)
             steps[t].landings = [self._landing(t, message, slots) for message in step.incoming]
             steps[t - 1].results_follow = any(message.kind == "result" for message in step.outgoing)
         for kind in KINDS:
@@ -206,24 +218,19 @@ class PeerCopies:
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
                 # a traveller is computed with in the step after it came, a result merged at the end of its own
                 done = t + (2 if kind == "traveller" else 1)
-                steps[done].credits.append((self._flag(message.src, CREDIT + KINDS.index(kind), self.rank), next_t + 1))
-        return Route(steps, slots.holds_results)
+                steps[done].credits.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
+        sources = {message.src for kind in KINDS for _, message in slots.arrivals.get((self.rank, kind), [])}
+        return Route(steps, [self._open(src, self.rank) for src in sorted(sources)], slots.holds_results)
 
-    def _push(self, t: int, message: Message, slots: Slots) -> Push:
-        kind = KINDS.index(message.kind)
-        queue = [other for _, other in slots.arrivals[message.dst, message.kind]]
-        fresh = queue.index(message) < slots.counts[message.kind]
-        gate = self._flag(self.rank, OPEN if fresh else CREDIT + kind, message.dst)
-        place = self._inboxes[message.dst] + slots.places[message]
-        return Push(
-            message,
-            fresh,
-            gate,
-            0 if fresh else t + 1,
-            tuple(place + start for start in slots.extents(message)[:-1]),
-            self._flag(message.dst, ARRIVED + kind, self.rank),
-            t + 1,
-        )
+    def _push(self, t: int, message: Message, slots: Slots, first: bool) -> Push:
+        kind, dst = message.kind, message.dst
+        queue = [other for _, other in slots.arrivals[dst, kind]]
+        gates = [self._open(self.rank, dst)] if first else []
+        if queue.index(message) >= slots.counts[kind]:
+            gates.append(self._flag(self.rank, CREDIT, kind, t, dst))
+        place = self._inboxes[dst] + slots.places[message]
+        targets = tuple(place + start for start in slots.extents(message)[:-1])
+        return Push(message, gates, targets, self._flag(dst, ARRIVED, kind, t, self.rank))
 
     def _landing(self, t: int, message: Message, slots: Slots) -> Landing:
         block = []
@@ -232,27 +239,29 @@ class PeerCopies:
             start += slots.places[message]
             end = start + torch.Size(shape).numel() * x.element_size()
             block.append(self._inbox[start:end].view(x.dtype).view(shape))
-        return Landing(tuple(block), self._flag(self.rank, ARRIVED + KINDS.index(message.kind), message.src), t + 1)
+        return Landing(tuple(block), self._flag(self.rank, ARRIVED, message.kind, t, message.src))
 
 
 class _Pass:
     """One ring pass under way."""
 
     def __init__(self, line: PeerCopies, route: Route) -> None:
-        self.line, self.route, self.base = line, route, line._clock
+        self.line, self.route = line, route
         self.holds_results = route.holds_results
         self.main = torch.cuda.current_stream(line.device)
         self.handle = self.main.cuda_stream
         self.ready = line._ready  # after it, what is sent next is computed
         self.ready.record(self.main)
         line.streams["traveller"].wait_event(self.ready)
+        if route.opens:
+            driver.raise_flags(route.opens, self.handle)
         # results being sent, each with the event after which its memory may be used again
         self.sending: deque[tuple[torch.cuda.Event, Block]] = deque()
 
     def exchange(self, t: int, departing: list[Block]) -> Arrive:
         step = self.route.steps[t]
-        for flag, value in step.credits:
-            self._raise(flag, value, self.handle)
+        if step.credits:
+            driver.raise_flags(step.credits, self.handle)
         while len(self.sending) > 1:
             self.main.wait_event(self.sending[0][0])
             self.sending.popleft()
@@ -266,7 +275,8 @@ class _Pass:
         handle = stream.cuda_stream
         if is_result:
             stream.wait_event(self.ready)
-        self._pass_gate(push, handle)
+        if push.gates:
+            driver.take_flags(push.gates, handle)
         rows = push.message.rows
         for x, target in zip(block, push.targets, strict=True):
             assert x.is_contiguous(), "copy engines take whole rows"
@@ -278,7 +288,7 @@ class _Pass:
                 for i in range(x.shape[0]):
                     source = x.data_ptr() + i * pitch + rows.start * row
                     driver.copy(target + i * len(rows) * row, source, len(rows) * row, handle)
-        self._raise(push.arrived, push.arrived_value, handle)
+        driver.raise_flags([push.arrived], handle)
         if is_result:
             sent = torch.cuda.Event()
             sent.record(stream)
@@ -288,70 +298,14 @@ class _Pass:
         step = self.route.steps[t]
         if step.results_follow:
             self.ready.record(self.main)
-        for landing in step.landings:
-            self._await(landing.arrived, landing.arrived_value, self.handle)
+        if step.landings:
+            driver.take_flags([landing.arrived for landing in step.landings], self.handle)
         return [landing.block for landing in step.landings]
 
-    def _raise(self, flag: int, value: int, handle: int) -> None:
-        driver.write_flag(flag, self.base + value, handle)
-
-    def _await(self, flag: int, value: int, handle: int) -> None:
-        driver.wait_flag(flag, self.base + value, handle)
-
-    def _pass_gate(self, push: Push, handle: int) -> None:
-        self._await(push.gate, push.gate_value, handle)
-
     def end(self) -> None:
-        self._join()
-        line, stream = self.line, self.line.streams["traveller"]
-        line._clock = self.base + len(self.route.steps)
-        self.ready.record(self.main)
-        stream.wait_event(self.ready)
-        for peer in line.others:
-            driver.write_flag(line._flag(peer, OPEN, line.rank), line._clock, stream.cuda_stream)
-
-    def _join(self) -> None:
-        """Let the main stream wait until all is sent."""
+        line = self.line
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()
-        self.line._sent.record(self.line.streams["traveller"])
-        self.main.wait_event(self.line._sent)
-
-
-class _CapturedPass(_Pass):
-    """A pass in a CUDA graph, which is replayed with the same values: flags are 0 or 1, and who waits for one puts it back.
-
-    All ranks meet before and after it, so that no flag is raised twice before it is put back, and so that passes in graphs and
-    passes outside keep clear of each other.
-    """
-
-    def __init__(self, line: PeerCopies, route: Route) -> None:
-        self.line, self.handle = line, torch.cuda.current_stream(line.device).cuda_stream
-        self._meet(STARTED)
-        super().__init__(line, route)
-
-    def _meet(self, purpose: int) -> None:
-        line = self.line
-        theirs = [line._flag(peer, purpose, line.rank) for peer in line.others]
-        mine = [line._flag(line.rank, purpose, peer) for peer in line.others]
-        driver.in_order([(driver.WRITE, flag, 1) for flag in theirs] + [x for flag in mine for x in _taken(flag)], self.handle)
-
-    def _raise(self, flag: int, value: int, handle: int) -> None:
-        driver.write_flag(flag + 4 * CAPTURED * self.line.size, 1, handle)
-
-    def _await(self, flag: int, value: int, handle: int) -> None:
-        driver.in_order(_taken(flag + 4 * CAPTURED * self.line.size), handle)
-
-    def _pass_gate(self, push: Push, handle: int) -> None:
-        if not push.fresh:
-            self._await(push.gate, push.gate_value, handle)
-
-    def end(self) -> None:
-        self._join()
-        self._meet(ENDED)
-
-
-def _taken(flag: int) -> list[tuple[int, int, int]]:
-    """Wait for a flag, and put it back."""
-    return [(driver.WAIT, flag, 1), (driver.WRITE, flag, 0)]
+        line._sent.record(line.streams["traveller"])
+        self.main.wait_event(line._sent)

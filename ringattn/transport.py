@@ -209,20 +209,30 @@ class SimulatedRank(Messenger):
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.fabric = fabric("simulated")._replace(all_pairs=ring.all_pairs)
+        self.expected = [itertools.count() for _ in range(ring.size)]  # numbers of the messages from each rank
+        self.arrived = [itertools.count() for _ in range(ring.size)]
+        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         for tensor, dst in sends:
             self.ring.mail[self.rank, dst].put(tensor.clone())
         return _Mail(self, receives)
 
+    def receive(self, src: int, number: int) -> Tensor:
+        """A message from `src`, by its number; those before it are kept."""
+        while (src, number) not in self.early:
+            message = self.ring.receive(src, self.rank)
+            self.early[src, next(self.arrived[src])] = message
+        return self.early.pop((src, number))
+
 
 class _Mail:
     def __init__(self, end: SimulatedRank, expected: Addressed) -> None:
-        self.end, self.expected = end, expected
+        self.end, self.expected = end, [(tensor, src, next(end.expected[src])) for tensor, src in expected]
 
     def wait(self) -> None:
-        for tensor, src in self.expected:
-            tensor.copy_(self.end.ring.receive(src, self.end.rank))
+        for tensor, src, number in self.expected:
+            tensor.copy_(self.end.receive(src, number))
 
 
 _simulated: dict[str, SimulatedRank] = {}

@@ -10,7 +10,7 @@ parts: attention works on one while the next comes and the last goes home.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from ringattn.messages import Group, rank_and_size
 from ringattn.plan import backward_bytes, forward_bytes
 from ringattn.ring import Ring
 from ringattn.swap import Heads, Landing, Rows, begin
-from ringattn.transport import Transport, resolve
+from ringattn.transport import Block, Transport, resolve
 
 FULL_ROWS = 2**15  # rows in all heads of a part: with fewer, its kernels leave processors idle
 
@@ -170,9 +170,13 @@ class _Exchange:
         blocks = [tuple(_sized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.parts)]
         return [self.swap.land(block, (total,) * self.ranks) for block in blocks]
 
-    def send_heads(self, landings: list[Landing], *tensors: Tensor) -> None:
-        for part, landing in enumerate(landings):
-            landing.send(tensors, Heads(self.ranks, self.parts, part), self.rows)
+    def arrive(self, landings: list[Landing], *tensors: Tensor) -> Iterator[Block]:
+        """Send the parts of the tensors, one ahead of the one that is waited for."""
+        for part in range(self.parts + 1):
+            if part < self.parts:
+                landings[part].send(tensors, Heads(self.ranks, self.parts, part), self.rows)
+            if part > 0:
+                yield landings[part - 1].wait()
 
     def to_rows(self, *tensors: Tensor) -> Landing:
         """A landing of this rank's rows of all heads, for tensors like these."""
@@ -197,10 +201,8 @@ def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
     parts = parts_of(q.shape[0] * sum(rows), q.shape[2] // len(rows), k.shape[2] // len(rows))
     exchange = _Exchange(rows, resolve(group, q.device, transport), parts)
     inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
-    exchange.send_heads(inputs, q, k, v)
     kept, lses = [], []
-    for part, arriving in enumerate(inputs):
-        block = arriving.wait()
+    for part, block in enumerate(exchange.arrive(inputs, q, k, v)):
         out, lse = _of_part(ring, part, block[0]).forward(*block, schedule=schedule)
         exchange.send_rows(outputs, part, out)
         kept += [out, lse] if again else [*block, out, lse]
@@ -218,15 +220,13 @@ def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settin
     ring, schedule = ring_of(dout, *settings)
     dlses = [None] * len(saved) if dlse is None or not with_lse else _swap_heads(dlse, rows, group).chunk(len(saved), 2)
     exchange = _Exchange(rows, resolve(group, dout.device, transport), len(saved))
-    arriving = exchange.to_heads(*inputs, dout)
+    outputs = exchange.to_heads(*inputs, dout)
     grads = exchange.to_rows(*(inputs or _like_inputs(saved[0], dout)))
-    exchange.send_heads(arriving, *inputs, dout)
-    for part, (landing, dlse) in enumerate(zip(arriving, dlses, strict=True)):
-        *block, dout = landing.wait()
+    for part, (*block, upstream) in enumerate(exchange.arrive(outputs, *inputs, dout)):
         *own, out, lse = saved[part]
         block = block or own
-        dlse = dlse if dlse is None else dlse.contiguous()
-        ours = _of_part(ring, part, block[0]).backward(*block, out, lse, dout, dlse, schedule=schedule)
+        dlse = dlses[part] if dlses[part] is None else dlses[part].contiguous()
+        ours = _of_part(ring, part, block[0]).backward(*block, out, lse, upstream, dlse, schedule=schedule)
         exchange.send_rows(grads, part, *ours)
     results = grads.wait()
     exchange.swap.end()
@@ -260,8 +260,8 @@ def _swap_heads(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
     """The inverse of `_swap_rows`."""
     exchange = _Exchange(rows, resolve(group), 1)
     landings = exchange.to_heads(x)
-    exchange.send_heads(landings, x)
-    return landings[0].wait()[0]
+    ((heads,),) = exchange.arrive(landings, x)
+    return heads
 
 
 def _fake_results(q, k, v, rows, group, transport, with_lse, again, *settings):

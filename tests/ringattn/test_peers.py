@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ class Stream:
     """A queue of work, carried out in order by its own thread; the main stream has none and works at once."""
 
     streams: dict[int, "Stream"] = {}
+    faults: list[str] = []
 
     def __init__(self, device: object = None, priority: int = 0, main: bool = False) -> None:
         self.cuda_stream = id(self)
@@ -77,28 +79,24 @@ class Driver:
         Stream.streams[stream].do(copy)
 
     @staticmethod
-    def write_flag(address: int, value: int, stream: int) -> None:
-        def write() -> None:
-            ctypes.c_uint32.from_address(address).value = value % 2**32
+    def raise_flags(addresses: list[int], stream: int) -> None:
+        def write(flag: ctypes.c_uint32) -> None:
+            if flag.value:
+                Stream.faults.append("a flag was raised twice before it was put back")
+            flag.value = 1
 
-        Stream.streams[stream].do(write)
+        for address in addresses:
+            Stream.streams[stream].do(partial(write, ctypes.c_uint32.from_address(address)))
 
     @staticmethod
-    def wait_flag(address: int, value: int, stream: int) -> None:
-        flag = ctypes.c_uint32.from_address(address)
-
-        def wait() -> None:
-            while (flag.value - value) % 2**32 >= 2**31:
+    def take_flags(addresses: list[int], stream: int) -> None:
+        def take(flag: ctypes.c_uint32) -> None:
+            while flag.value != 1:
                 time.sleep(1e-5)
+            flag.value = 0
 
-        Stream.streams[stream].do(wait)
-
-    WAIT, WRITE = 1, 2
-
-    @classmethod
-    def in_order(cls, operations: list[tuple[int, int, int]], stream: int) -> None:
-        for kind, *flag in operations:
-            (cls.wait_flag if kind == cls.WAIT else cls.write_flag)(*flag, stream)
+        for address in addresses:
+            Stream.streams[stream].do(partial(take, ctypes.c_uint32.from_address(address)))
 
 
 class Node:
@@ -121,16 +119,13 @@ class Node:
 class Linked(PeerCopies):
     """The transport with `Node` in the place of symmetric memory."""
 
-    def __init__(self, node: Node, rank: int, clock: int = 0) -> None:
+    def __init__(self, node: Node, rank: int) -> None:
         self.node, self.rank, self.size, self.device = node, rank, node.ranks, CPU
         self.fabric, self.watchdog = fabric("nvlink"), Unwatched()
         self.streams = {kind: Stream() for kind in peers_module.KINDS}
         self._ready, self._sent, self._kept = Event(), Event(), {}
-        self._inbox, self._inboxes, self._routes, self._clock, self._mailbox = None, [], {}, clock, None
-        self._flags, self._flag_addresses = self.share(torch.int32, 2 * peers_module.CAPTURED * self.size)
-        # those that count; those of graphs stay 0
-        self._flags[: peers_module.CAPTURED * self.size] = clock - 2**32 if clock >= 2**31 else clock
-        node.barrier.wait()
+        self._inbox, self._inboxes, self._routes, self._mailbox = None, [], {}, None
+        self._set_flags()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
         return self.node.share(self.rank, dtype, count)
@@ -172,15 +167,17 @@ def resolve(monkeypatch: pytest.MonkeyPatch) -> dict[str, Linked]:
     return linked
 
 
-def run_node(ranks: int, function: Callable[[int, object], object], resolve: dict[str, Linked], clock: int = 0) -> list:
+def run_node(ranks: int, function: Callable[[int, object], object], resolve: dict[str, Linked]) -> list:
     """`function(rank, group)` on every rank of a node."""
     node = Node(ranks)
 
     def on_rank(rank: int, group: object) -> object:
-        resolve[group.group_name] = Linked(node, rank, clock)
+        resolve[group.group_name] = Linked(node, rank)
         return function(rank, group)
 
-    return simulate(ranks, on_rank, in_turns=False)
+    results = simulate(ranks, on_rank, in_turns=False)
+    assert not Stream.faults
+    return results
 
 
 @pytest.mark.parametrize("schedule", ("state", "kv", "auto"))
@@ -206,19 +203,6 @@ def test_rings_one_after_the_other(
     for i, (case, mask, layout) in enumerate(plans):
         got = [layout.unshard([shard[i][j] for shard in shards]) for j in range(5)]
         assert_close(got, case.to(torch.float64).unsharded(mask), 1e-5)
-
-
-def test_flags_wrap_around(no_gpu: None, resolve: dict) -> None:
-    """Flags that start just below 2**32 pass zero in the middle of a run."""
-    case, layout = Case.random(seq_len=40, dtype=torch.float32), Layout.zigzag(40, 4)
-
-    def on_rank(rank: int, group: object) -> list:
-        return [case.on_rank(layout, Mask.causal(), rank, group) for _ in range(4)]
-
-    shards = run_node(4, on_rank, resolve, clock=2**32 - 17)
-    for i in range(4):
-        got = [layout.unshard([shard[i][j] for shard in shards]) for j in range(5)]
-        assert_close(got, case.to(torch.float64).unsharded(Mask.causal()), 1e-5)
 
 
 def test_few_slots_serve_a_long_ring() -> None:
