@@ -117,7 +117,7 @@ def forward(
 ) -> State | tuple[Tensor, Tensor]:
     """`kernels.reference.forward` by the chosen kernel.
 
-    `crowded` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernel, which
+    `crowded` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernels, which
     otherwise get shares of the work before they start, then each do one item as they find room.
     """
     chosen = _choose(q, v, backend, dropout, blocks)
@@ -151,20 +151,21 @@ def backward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
+    crowded: bool = False,
 ) -> Gradients:
     """`kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
 
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
-    always, and are used under `torch.use_deterministic_algorithms(True)`.
+    always, and are used under `torch.use_deterministic_algorithms(True)`. `crowded` as in `forward`.
     """
     chosen = _choose_backward(q, v, backend, dropout, blocks)
     if chosen != "hopper" and isinstance(delta, tuple):
         out, dlse = delta
         delta = row_delta(out, dout, dlse, chosen)
-    return _module(chosen, "backward").backward(
-        q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv,
-        grad_dtype=grad_dtype, dropout=dropout, blocks=blocks, precision=precision,
-    )  # fmt: skip
+    options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
+    if chosen == "hopper":
+        options["crowded"] = crowded
+    return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -223,10 +224,11 @@ def blockwise_backward(
     *,
     plain: bool = True,
     precision: str = "ieee",
+    crowded: bool = False,
 ) -> BlockwiseBackward:
     """The `BlockwiseBackward` of the chosen kernels, for values like `v`. `delta` may be (out, dlse); `plain`: no dropout."""
     if plain and _choose_backward(q, v, backend, None, None) == "hopper":
-        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision)
+        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision, crowded)
     if isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], backend)
     return BlockwiseBackward(q, dout, lse, delta, scale, backend, precision)

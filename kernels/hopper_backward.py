@@ -4,21 +4,29 @@ Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unles
 `_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order. Over several blocks of keys, as a ring
 brings them, the first and the last launch surround all of them (`BlockwiseBackward`).
 
-A program of the main kernel owns up to 128 keys of one key head and walks over the query tiles that see them, for every query
-head of the group in turn. One partition of warps, the producer, moves tiles by TMA; the others, two consumers, are warpgroups
-that hold the dk and dv of 64 keys each in registers. A step is one query tile, scores are transposed, (keys, queries):
+One program a processor of the main kernel works off the items that `Intervals.items` deals out to it: up to 128 keys of one key
+head, walked over by the query tiles that see them, for every query head of the group in turn. One partition of warps, the
+producer, moves tiles by TMA; the others, two consumers, are warpgroups that hold the dk and dv of 64 keys each in registers. A
+step is one query tile, scores are transposed, (keys, queries):
 
-    producer     K, V; then for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it
+    producer     for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it; after the
+                 first of an item V and K, once both consumers left those of the last item
     consumers    S = K Q^T, dP = V dO^T                     of their own keys
                  P = exp2(S - lse), dS = P (dP - delta)     in registers; dS also goes to shared memory
                  dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
                  dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
 
-    barriers     k_full, v_full; q_full, dout_full and empty of each stage; ds_full and ds_empty of each stage and consumer
+    barriers     q_full, dout_full and empty of each stage; ds_full and ds_empty of each stage and consumer; k_full, k_empty,
+                 v_full, v_empty. All phases run on from item to item
 
-dQ is that of the step before: no consumer waits for the other's dS. It is summed over programs in fp32 by TMA's reduce-add,
-in the order in which registers hold it, which shared memory, whose bandwidth bounds this kernel, takes without bank conflicts.
-All products of a step end within it: one in flight across the loop's end would make ptxas serialise them all.
+dQ is that of the step before: no consumer waits for the other's dS. So an item ends with the product for its last step, beside
+which dv goes out; dk follows, and the next item's tiles come in meanwhile. The first step of an item repeats that product,
+with other keys, and sends it nowhere: it needs no branch, and all barriers but those of K and V count the steps of all items as
+if they were one.
+
+dQ is summed over programs in fp32 by TMA's reduce-add, in the order in which registers hold it, which shared memory, whose
+bandwidth bounds this kernel, takes without bank conflicts. All products of a step end within it: one in flight across the
+loop's end would make ptxas serialise them all.
 (Dao 2023, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.)
 """
 
@@ -49,10 +57,11 @@ from kernels.launch import launch
 from kernels.reference import Delta, Gradients
 from kernels.tiles import load_tile
 
-KEYS = gl.constexpr(128)  # of a program
+KEYS = gl.constexpr(128)  # of an item
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
 STAGES = gl.constexpr(2)
 NO_ROW = gl.constexpr(2**30)  # a query row past all others
+NOWHERE = gl.constexpr(-1)  # a chunk of dQ that TMA drops
 CONSUMER_REGISTERS = gl.constexpr(240)
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -152,22 +161,26 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 
 @gluon.jit
-def _place(table, sizes, CONFIG: gl.constexpr):
-    """(mask, key head, batch, first key, end of the keys, first query tile, number of query tiles) of this program.
+def _load_item(items, turn, CONFIG: gl.constexpr):
+    """(batch, key head, first key, end of the keys, first query tile, first and end of the steps all see, number of steps).
 
-    Key tiles go as in the table, that with the most query tiles first; at each the heads of a section take turns. Every
-    partition asks anew: what it is handed arrives through shared memory, and is no longer known to be uniform.
+    Of item number `turn` of this program; the end of the keys is 0 after the last. Every partition asks for itself: what it is
+    handed arrives through shared memory. The producer is the first to ask.
     """
-    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
-    program = gl.program_id(0)
-    before = program // (section * num_key_tiles) * section
-    width = gl.minimum(section, num_heads - before)
-    rest = program - before * num_key_tiles
-    head = before + rest % width
-    batch = head // CONFIG.num_key_heads
-    mask = gl.minimum(batch, num_masks - 1)  # one may serve all
-    first, end, begin, num_head, num_full, num_edge = load_tile(table + (mask * num_key_tiles + rest // width) * 6)
-    return mask, head % CONFIG.num_key_heads, batch, first, end, begin // CONFIG.queries, num_full + num_edge
+    row = items + (turn * gl.num_programs(0) + gl.program_id(0)) * 8
+    first, end, begin, num_head, num_full, num_edge = load_tile(row)
+    head, batch = gl.load(row + 6), gl.load(row + 7)
+    num_steps = gl.maximum(num_full + num_edge, 1)  # it is never 0: the loops need no test
+    return batch, head, first, end, begin // CONFIG.queries, num_head, num_head + num_full, num_steps
+
+
+@gluon.jit
+def _load_halves(tensor, batch, first, head, tiles, full, empty, phase):
+    """Load the keys, or values, of both consumers, once both have left those of the last item."""
+    mbarrier.wait(empty, phase)
+    mbarrier.expect(full, 2 * tensor.block_type.nbytes)
+    for half in gl.static_range(2):
+        tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(half), tensor))
 
 
 @gluon.jit
@@ -175,35 +188,35 @@ def _produce(arguments, CONFIG: gl.constexpr):
     """The loading partition."""
     QUERIES: gl.constexpr = CONFIG.queries
     GROUP: gl.constexpr = CONFIG.group
-    q, k, v, dout, scalars, table, sizes, buffers, barriers = arguments
-    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
+    q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
-    mask, key_head, batch, first, end, begin, num_steps = _place(table, sizes, CONFIG)
-    mbarrier.expect(k_full, 2 * k.block_type.nbytes)
-    mbarrier.expect(v_full, 2 * v.block_type.nbytes)
-    for half in gl.static_range(2):
-        tma_load(k, [batch, first + half * ROWS, key_head, 0], k_full, tile_view(keys.index(half), k))
-    for half in gl.static_range(2):
-        tma_load(v, [batch, first + half * ROWS, key_head, 0], v_full, tile_view(values.index(half), v))
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    turn = gl.to_tensor(0)
+    batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
     stage = 0
     phase = 1
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        row = begin * QUERIES
-        packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
-        for _step in range(num_steps):
-            mbarrier.wait(empty.index(stage), phase)
-            mbarrier.expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes)
-            tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
-            tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
-            mbarrier.expect(dout_full.index(stage), dout.block_type.nbytes)
-            tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
-            stage ^= 1
-            if stage == 0:
-                phase ^= 1
-            row += QUERIES
-            packed += 2 * QUERIES
+    while end > 0:
+        for member in range(GROUP):
+            head = key_head * GROUP + member
+            row = begin * QUERIES
+            packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
+            for step in range(num_steps):
+                mbarrier.wait(empty.index(stage), phase)
+                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes)
+                tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
+                tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
+                mbarrier.expect(dout_full.index(stage), dout.block_type.nbytes)
+                tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
+                if (member == 0) & (step == 0):
+                    _load_halves(v, batch, first, key_head, values, v_full, v_empty, ~turn & 1)
+                    _load_halves(k, batch, first, key_head, keys, k_full, k_empty, ~turn & 1)
+                stage ^= 1
+                if stage == 0:
+                    phase ^= 1
+                row += QUERIES
+                packed += 2 * QUERIES
+        turn += 1
+        batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
 
 
 @gluon.jit
@@ -211,12 +224,12 @@ def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
     """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
     QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = CONFIG.scores
-    query_lo, query_hi, num_keys, full_begin, full_end = view
-    if (start < full_begin) | (start + QUERIES > full_end):
+    query_lo, query_hi, offset, num_own, full_begin, full_end = view
+    if (start < full_begin) | (start >= full_end):
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
-        lo = gl.load(query_lo + keys, mask=keys < num_keys, other=NO_ROW)[:, None]
-        hi = gl.load(query_hi + keys, mask=keys < num_keys, other=0)[:, None]
+        lo = gl.load(query_lo + offset + keys, mask=keys < num_own, other=NO_ROW)[:, None]
+        hi = gl.load(query_hi + offset + keys, mask=keys < num_own, other=0)[:, None]
         scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
     return gl.exp2(scores * log2_scale - lse[None, :])
 
@@ -263,7 +276,7 @@ def _step(
     LEFT: gl.constexpr = CONFIG.left
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
     mbarrier.wait(q_full.index(stage), phase)
@@ -296,73 +309,93 @@ def _step(
 
 @gluon.jit
 def _opaque_zero():
-    """0, which ptxas cannot know: what is indexed by it is not hoisted out of the loop before, as the same index would be."""
+    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop before, as the same index would be."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """One computing partition: 64 keys through all steps."""
+def _walk(
+    item, bounds, sizes, dq_sums, buffers, barriers, stage, phase, log2_scale,
+    HALF: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """(grad_k, grad_v, chunk of the last dQ, which is still to come, next stage, its phase) after all steps of an item."""
     DIM: gl.constexpr = CONFIG.dim
     GRADS: gl.constexpr = CONFIG.grads
     GROUP: gl.constexpr = CONFIG.group
     QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores
-    query_lo, query_hi, table, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
-    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads = sizes
-    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty = barriers
-    mask, key_head, batch, first, end, begin, num_steps = _place(table, sizes, CONFIG)
+    query_lo, query_hi = bounds
+    num_masks, num_tiles, num_keys = sizes
+    batch, key_head, first, end, begin, full_begin, full_end, num_steps = item
     own = first + HALF * ROWS
-    num_own = end - own
-    query_lo += mask * num_keys + own
-    query_hi += mask * num_keys + own
-    # a tile with fewer keys has no query tile that all see: keys past the end are seen by none
-    full_begin = gl.load(query_lo + ROWS - 1, mask=num_own >= ROWS, other=NO_ROW)
-    view = query_lo, query_hi, num_own, full_begin, gl.load(query_hi, mask=num_own > 0, other=0)
-    log2_scale = scale * LOG2_E
+    offset = gl.minimum(batch, num_masks - 1) * num_keys + own  # one mask may serve all
+    # where keys are missing no tile is seen by all
+    full_end = gl.where(own + ROWS <= end, full_end, 0)
+    view = query_lo, query_hi, offset, end - own, (begin + full_begin) * QUERIES, (begin + full_end) * QUERIES
     grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
     grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
-    # the first step has none before it: it sends the product of a dS of zeros
-    ds_tiles.index(2 + HALF).store(gl.zeros([ROWS, QUERIES], ds_tiles.dtype, SCORES))
-    fence_async_shared()
-    mbarrier.arrive(ds_full.index(2 + HALF), count=1)
-    last_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF
-    stage = 0
-    phase = 0
-    mbarrier.wait(k_full, 0)
-    mbarrier.wait(v_full, 0)
-    for member in range(GROUP):
+    last_chunk = gl.to_tensor(NOWHERE)
+    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF
+    # a count that the compiler knows would cost some instructions a step
+    for _member in range(GROUP + _opaque_zero()):
         start = begin * QUERIES
-        chunk = ((batch * CONFIG.num_heads + key_head * GROUP + member) * num_tiles + begin) * 2 + HALF
+        chunk = first_chunk + 0  # a plain second name would not be carried round the loop
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
                 grad_k, grad_v, dq_sums, view, start, last_chunk, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
             )
-            last_chunk = chunk + 0  # a plain second name would not be carried round the loop
+            last_chunk = chunk + 0
             stage ^= 1
             if stage == 0:
                 phase ^= 1
             start += QUERIES
             chunk += 2
-    if num_steps > 0:
+        first_chunk += 2 * num_tiles
+    return grad_k, grad_v, last_chunk, stage, phase
+
+
+@gluon.jit
+def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """One computing partition: 64 keys of every item through all steps."""
+    bounds, items, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
+    num_masks, num_tiles, num_keys = sizes
+    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    log2_scale = scale * LOG2_E
+    # the very first step multiplies whatever the memory holds
+    mbarrier.arrive(ds_full.index(2 + HALF), count=1)
+    turn = gl.to_tensor(0)
+    batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    while end > 0:
+        item = batch, key_head, first, end, begin, full_begin, full_end, num_steps
+        mbarrier.wait(k_full, turn & 1)
+        mbarrier.wait(v_full, turn & 1)
+        grad_k, grad_v, last_chunk, stage, phase = _walk(
+            item, bounds, sizes, dq_sums, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
+        )
+        mbarrier.arrive(v_empty, count=1)
         grad_q = _multiply_all_keys(ds_tiles, keys, ds_full, stage ^ 1, phase, HALF + _opaque_zero(), HALF, CONFIG)
-        tma.store_wait(0)
+        # asked for anew, these four take no registers from the steps
+        last_batch, last_head, last_first, last_end, _, _, _, _ = _load_item(items, turn, CONFIG)
+        place = last_batch, last_head, last_first + HALF * ROWS, last_end
+        _put_rows(dv, grad_v, place, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
+        # in this order a barrier of all warps stands between the end of the product and the arrival
         grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
+        tma.store_wait(0)
+        mbarrier.arrive(k_empty, count=1)
         _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
-    base = (batch.to(gl.int64) * num_keys + own) * CONFIG.num_key_heads + key_head
-    HEAD_DIM: gl.constexpr = CONFIG.head_dim
-    VALUE_DIM: gl.constexpr = CONFIG.value_dim
-    ADD_DK: gl.constexpr = CONFIG.add_dk
-    ADD_DV: gl.constexpr = CONFIG.add_dv
-    _put_rows(dv + base * VALUE_DIM, grad_v, num_own, VALUE_DIM, ADD_DV, CONFIG)
-    _put_rows(dk + base * HEAD_DIM, grad_k * scale, num_own, HEAD_DIM, ADD_DK, CONFIG)
+        turn += 1
+        batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
+        _put_rows(dk, grad_k * scale, place, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
     tma.store_wait(0)  # the last chunk of dQ is read from shared memory, which ends with the program
 
 
 @gluon.jit
-def _put_rows(base, tile, num_rows, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write the first rows of `tile` to one head of a contiguous (rows, heads, COLUMNS) matrix from `base` on, or ADD them."""
+def _put_rows(grads, tile, place, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
+    """Write the rows of `tile` that the item has to its head of the contiguous (B, num_keys, heads, COLUMNS), or ADD them."""
+    batch, key_head, own, end = place
+    base = grads + ((batch * num_keys + own).to(gl.int64) * CONFIG.num_key_heads + key_head) * COLUMNS
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
@@ -373,16 +406,16 @@ def _put_rows(base, tile, num_rows, COLUMNS: gl.constexpr, ADD: gl.constexpr, CO
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
     pointers = base + rows.to(gl.int64)[:, None] * (CONFIG.num_key_heads * COLUMNS) + columns[None, :]
-    mask = (rows < num_rows)[:, None] & (columns < COLUMNS)[None, :]
+    mask = (rows < end - own)[:, None] & (columns < COLUMNS)[None, :]
     if ADD:
         tile += gl.load(pointers, mask=mask, other=0.0)
     gl.store(pointers, tile, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["num_masks", "num_key_tiles", "num_tiles", "num_keys", "section", "num_heads"])
+@gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_keys"])
 def _main_kernel(
-    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, table,
-    num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads, scale, CONFIG: gl.constexpr,
+    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, items,
+    num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
@@ -399,14 +432,18 @@ def _main_kernel(
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
     chunks = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGED)
     k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     ds_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     ds_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     mbarrier.init(k_full, count=1)
+    mbarrier.init(k_empty, count=2)
     mbarrier.init(v_full, count=1)
+    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
@@ -416,11 +453,11 @@ def _main_kernel(
         mbarrier.init(ds_empty.index(i), count=1)
     fence_async_shared()
     # constants stay out of these: a tuple in a variable turns them into tensors
-    sizes = num_masks, num_key_tiles, num_tiles, num_keys, section, num_heads
+    sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, rows, keys, values, ds_tiles, chunks
-    barriers = k_full, v_full, q_full, dout_full, empty, ds_full, ds_empty
-    loading = q, k, v, dout, scalars, table, sizes, buffers, barriers
-    computing = query_lo, query_hi, table, sizes, dq_sums, dk, dv, scale, buffers, barriers
+    barriers = k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty
+    loading = q, k, v, dout, scalars, items, num_tiles, buffers, barriers
+    computing = (query_lo, query_hi), items, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
         [(_produce, (loading, CONFIG)), (_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG))],
         [4, 4],
@@ -476,11 +513,12 @@ def backward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
+    crowded: bool = False,
 ) -> Gradients:
     """As `kernels.backward.backward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
 
     dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32. `delta`
-    may also be (out, dlse), of which `row_delta` would make it: that saves a launch.
+    may also be (out, dlse), of which `row_delta` would make it: that saves a launch. `crowded` as in `kernels.hopper_forward`.
 
     Raises:
         ValueError: what `kernels.backward.backward` refuses, and what `kernels.hopper.refusal` says; dropout, blocks.
@@ -495,7 +533,7 @@ def backward(
         config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], tuple(x is not None for x in given))
         with torch.cuda.device_of(q):
             sums = _prepare(q, dout, lse, delta, config)
-            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config)
+            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config, crowded)
             _finish(sums[1], grads[0], float(scale), config)
     return grads
 
@@ -503,8 +541,17 @@ def backward(
 class BlockwiseBackward:
     """As `kernels.dispatch.BlockwiseBackward`: rows are prepared once, before the first block, and dq finished once."""
 
-    def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, precision: str = "ieee") -> None:
-        self.rows, self.scale, self.precision = (q, dout, lse, delta), float(scale), precision
+    def __init__(
+        self,
+        q: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Delta,
+        scale: float,
+        precision: str = "ieee",
+        crowded: bool = False,
+    ) -> None:
+        self.rows, self.scale, self.precision, self.crowded = (q, dout, lse, delta), float(scale), precision, crowded
         self._sums: tuple[Tensor, Tensor] | None = None
         self._config: Config | None = None
 
@@ -528,7 +575,7 @@ class BlockwiseBackward:
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
-            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config)
+            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config, self.crowded)
         return dk, dv
 
     def finish(self) -> Tensor:
@@ -558,7 +605,7 @@ def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int
 
 
 def _section(num_queries: int) -> int:
-    """How many heads take turns at each block of keys.
+    """How many heads take turns at each block of keys, at most.
 
     Short sequences balance better with many, and their sums of dq stay in the L2 cache; long ones are even, and do not.
     """
@@ -581,7 +628,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
 
 def _add_block(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: tuple[Tensor, Tensor], intervals: Intervals, scale: float,
-    grads: tuple[Tensor, Tensor], config: Config,
+    grads: tuple[Tensor, Tensor], config: Config, crowded: bool,
 ) -> None:  # fmt: skip
     """Write or add dk and dv of a block of keys, `grads`, and add to the sums of dq."""
     (batch, num_queries, _, _), (_, num_keys, num_key_heads, _) = q.shape, k.shape
@@ -594,11 +641,16 @@ def _add_block(
         *map(hopper.with_base, _describe_scratch(batch * config.num_heads * num_tiles, config), sums),
     )  # fmt: skip
     by_key = intervals.transposed
-    table = by_key.tiles(KEYS.value, queries, aligned=True)
-    num_key_tiles, key_heads = table.shape[1], batch * num_key_heads
+    sections = -(-batch * num_key_heads // _section(num_queries))
+    programs = hopper.num_programs(q.device, crowded)
+    items = by_key.items(KEYS.value, queries, batch, num_key_heads, sections, programs, seeing=True, group=config.group)
+    if not by_key.all_see:  # no item is theirs
+        for grad, add in zip(grads, (config.add_dk, config.add_dv), strict=True):
+            if not add:
+                grad.zero_()
     launch(
-        _main_kernel, num_key_tiles * key_heads, (*descriptors, *grads, by_key.lo, by_key.hi, table),
-        (by_key.batch, num_key_tiles, num_tiles, num_keys, _section(num_queries), key_heads, scale), CONFIG=config,
+        _main_kernel, items.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, items),
+        (by_key.batch, num_tiles, num_keys, scale), CONFIG=config,
     )  # fmt: skip
 
 

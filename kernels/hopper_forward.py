@@ -97,7 +97,6 @@ class Config:
         return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
 
 
-UNLIMITED = 2**31 - 1  # programs
 L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the output passes through too
 # from triton 3.8 on, whose assembler is another, `_hold` would make it run all products one by one
 HOLD = hopper.TRITON_VERSION < (3, 8)
@@ -615,7 +614,7 @@ def _launch(
     descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     sections = -(-num_heads * batch // heads_in_cache)
-    programs = UNLIMITED if crowded else hopper.num_processors(q.device)
+    programs = hopper.num_programs(q.device, crowded)
     # rows that see nothing leave a state as it is
     seeing = has_state and out is None
     items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs, seeing)

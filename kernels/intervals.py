@@ -120,7 +120,23 @@ class Intervals:
         walks = tables.walks(*self.host, first, end, step, step if aligned else 1)
         return tables.by_length(first, end, walks, *self.lo.shape)
 
-    def items(self, rows: int, step: int, batch: int, heads: int, sections: int, programs: int, seeing: bool = False) -> Tensor:
+    @cached_property
+    def all_see(self) -> bool:
+        """Whether every row sees some key."""
+        lo, hi = self.host
+        return bool((lo < hi).all())
+
+    def items(
+        self,
+        rows: int,
+        step: int,
+        batch: int,
+        heads: int,
+        sections: int,
+        programs: int,
+        seeing: bool = False,
+        group: int | None = None,
+    ) -> Tensor:
         """The tiles of all heads, dealt out to programs: see `kernels.tables.deal`.
 
         Args:
@@ -130,17 +146,23 @@ class Intervals:
             sections: in which the heads of the whole batch are worked off.
             programs: at most as many take items.
             seeing: whether tiles whose rows see no key are left out.
+            group: of the backward, whose walks are aligned: how many query heads in turn walk over the steps of an item.
 
         Returns:
             int32 (n, programs, 8) on the device.
         """
-        key = rows, step, batch, heads, sections, programs, seeing
+        key = rows, step, batch, heads, sections, programs, seeing, group
         if key not in self._tables:
-            items = tables.in_sections(self._lay(rows, step).expand(batch, -1, -1), heads, sections)
+            tiles = self._lay(rows, step, aligned=group is not None)
+            items = tables.in_sections(tiles.expand(batch, -1, -1), heads, sections)
             if seeing:
                 items = items[items[:, 4] + items[:, 5] > 0]
-            items = tables.deal(tables.split_last(items, programs, rows), programs, rows)
-            self._tables[key] = _copy(items, self.device, self.wait)
+            if group is None:
+                items = tables.split_last(items, programs, rows)
+                times = tables.forward_times(items, rows)
+            else:
+                times = tables.backward_times(items, group)
+            self._tables[key] = _copy(tables.deal(items, times, programs), self.device, self.wait)
         return self._tables[key]
 
 

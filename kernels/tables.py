@@ -8,7 +8,9 @@ from heapq import heapreplace
 import torch
 from torch import Tensor
 
-ITEM = 2  # steps that an item costs besides its own
+FORWARD_ITEM = 2  # steps that an item costs besides its own
+BACKWARD_ITEM = 1
+MARGIN = 0.04  # of the time that all take: by how much the last may end late
 CONSUMER_ROWS = 64  # of an item, that are computed, or left out, together
 
 
@@ -36,7 +38,7 @@ def walks(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignme
     """begin, num_head, num_full, num_edge of tiles, see `Intervals.tiles`."""
     lo, hi = lo.flatten(), hi.flatten()
     begin = lo[first] // alignment * alignment
-    total = _ceil_div((hi[end - 1] - begin).clamp(min=0), step)
+    total = _ceil_div((hi[end - 1] - begin).clamp(min=0), step) * (lo[first] < hi[end - 1])
     num_head = torch.minimum(_ceil_div(lo[end - 1] - begin, step), total)
     num_full = ((hi[first] - begin).clamp(min=0) // step - num_head).clamp(min=0)
     return begin, num_head, num_full, total - num_full
@@ -82,16 +84,22 @@ def split_last(items: Tensor, programs: int, rows: int) -> Tensor:
     return torch.cat((whole, most, rest[rest[:, 0] < rest[:, 1]]))
 
 
-def _times(items: Tensor, rows: int) -> Tensor:
+def forward_times(items: Tensor, rows: int) -> Tensor:
     """How long items of up to `rows` rows take, roughly: steps with half of the rows take more than half of the time."""
     computed = _ceil_div(items[:, 1] - items[:, 0], CONSUMER_ROWS)
-    return (items[:, 4] + items[:, 5] + ITEM) * (1 + computed) / (1 + rows // CONSUMER_ROWS)
+    return (items[:, 4] + items[:, 5] + FORWARD_ITEM) * (1 + computed) / (1 + rows // CONSUMER_ROWS)
 
 
-def deal(items: Tensor, programs: int, rows: int) -> Tensor:
-    """Items (N, 8) of up to `rows` rows dealt out in their order, each to the program that has least to do so far.
+def backward_times(items: Tensor, group: int) -> Tensor:
+    """How long items over whose steps `group` query heads walk in turn take, roughly: as long with few rows as with all."""
+    return (items[:, 4] + items[:, 5]) * group + BACKWARD_ITEM
+
+
+def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
+    """Items (N, 8) that take `times` (N,), dealt out in their order, each to the program that has least to do so far.
 
     Sections begin anew with the longest walks: if programs just took turns, some would get a seventh more than their share.
+    Where the longest of the last sections would still begin too late, as under packed documents, they begin before their turn.
 
     Returns:
         int32 (n, programs, 8), item by item of each program: first, end, begin, num_head, num_full, num_edge as in
@@ -100,18 +108,36 @@ def deal(items: Tensor, programs: int, rows: int) -> Tensor:
     """
     if not len(items):
         return items.new_zeros(1, 1, items.shape[1])
-    shares = [(0.0, program) for program in range(min(programs, len(items)))]
+    programs = min(programs, len(items))
+    owner, end = _share_out(times, programs)
+    if end > (1 + MARGIN) * times.sum().item() / programs:
+        order = _early(times, programs)
+        early_owner, early_end = _share_out(times[order], programs)
+        if early_end < end:
+            items, owner = items[order], early_owner
+    order = owner.argsort(stable=True)
+    owner, place = _unroll(torch.bincount(owner))
+    dealt = torch.zeros(int(place.max()) + 2, programs, items.shape[1], dtype=items.dtype)
+    dealt[place, owner] = items[order]
+    return dealt
+
+
+def _share_out(times: Tensor, programs: int) -> tuple[Tensor, float]:
+    """(owner of each item, if that is the program that has least to do so far, when the last program ends)."""
+    shares = [(0.0, program) for program in range(programs)]
     owners = []
-    for time in _times(items, rows).tolist():
+    for time in times.tolist():
         share, program = shares[0]
         owners.append(program)
         heapreplace(shares, (share + time, program))
-    owner = torch.tensor(owners)
-    order = owner.argsort(stable=True)
-    owner, place = _unroll(torch.bincount(owner))
-    dealt = torch.zeros(int(place.max()) + 2, len(shares), items.shape[1], dtype=items.dtype)
-    dealt[place, owner] = items[order]
-    return dealt
+    return torch.tensor(owners), max(shares)[0]
+
+
+def _early(times: Tensor, programs: int) -> Tensor:
+    """An order in which every item begins in its turn, or so early that it ends MARGIN before all do."""
+    turn = (times.cumsum(0) - times) / programs
+    latest = (1 - MARGIN) * times.sum() / programs - times
+    return torch.minimum(turn, latest).argsort(stable=True)
 
 
 def _unroll(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -183,16 +183,16 @@ class Ring:
 
     def _options(self, block: planning.Block) -> dict[str, Any]:
         dropout = Dropout(self.dropout_p, self.seed, *block.positions, self.first_head) if self.dropout_p else None
-        return {"dropout": dropout, "backend": self.backend, "precision": self.precision}
+        crowded = self.transport.fabric.on_processors
+        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "crowded": crowded}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("state", results=True)
-        crowded = self.transport.fabric.on_processors
         home = PartialState.empty(q, v.shape[-1])
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             intervals, options = visits[here]
-            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, crowded=crowded, **options)
+            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
             return partial if into is None else _merge(into, partial)
 
         circulate(schedule, self.transport, (q,), visit, home, _merge, label="forward of the state ring")
@@ -201,14 +201,13 @@ class Ring:
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=False)
         last = schedule.last_owner(self.transport.rank)
-        crowded = self.transport.fabric.on_processors
         state = None
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> None:
             nonlocal state
             intervals, options = visits[here]
             final = here.owner == last
-            state = dispatch.forward(q, *traveller, intervals, self.scale, state, final, crowded=crowded, **options)
+            state = dispatch.forward(q, *traveller, intervals, self.scale, state, final, **options)
 
         circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
@@ -252,7 +251,8 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=True)
         home = _zeros(k, v)
-        options = {"backend": self.backend, "plain": not self.dropout_p, "precision": self.precision}
+        crowded = self.transport.fabric.on_processors
+        options = {"backend": self.backend, "plain": not self.dropout_p, "precision": self.precision, "crowded": crowded}
         gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, **options)
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:

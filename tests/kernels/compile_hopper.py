@@ -21,7 +21,7 @@ from compile_sm90 import resources  # noqa: E402
 from kernels import hopper, hopper_backward, hopper_forward  # noqa: E402
 
 HEADS = 4
-INTEGERS = ("lo", "hi", "query_lo", "query_hi", "table", "items")
+INTEGERS = ("lo", "hi", "query_lo", "query_hi", "items")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -116,6 +116,32 @@ def test_items_of_a_last_round_are_split(final, dim, device):
     assert_states_close(problem.forward(hopper_forward, final=final), expected, TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_items_a_program_in_the_backward(dim, group, device):
+    """Three rounds of items of all lengths and more; beside them one item a program."""
+    documents = [[700, 2, 130, 65, 1800, 31], [2728], [1, 1, 1000, 900, 826]]
+    mask = packed_intervals(documents)
+    problem = make_problem(*mask, 2728, torch.bfloat16, 3, (9 * group, 9), (dim, dim), device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    assert 3 * 9 * problem.intervals.transposed.tiles(128, hopper_backward.query_tile(dim)).shape[1] > 3 * processors
+    expected = problem.double().backward(reference)
+    for crowded in (False, True):
+        found = problem.gradients(hopper_backward, grad_dtype=torch.float32, crowded=crowded)
+        for name, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
+            assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("nobody", [False, True])
+def test_keys_that_nobody_sees_have_no_gradient(nobody, device):
+    """Not even where a key is NaN."""
+    hi = torch.zeros(1, 300, dtype=torch.int32) if nobody else torch.arange(1, 301, dtype=torch.int32)[None]
+    problem = make_problem(torch.zeros_like(hi), hi, 700, torch.float16, dims=(64, 64), device=device)
+    problem.k[:, 384:] = problem.v[:, 384:] = float("nan")
+    dq, dk, dv = problem.backward(hopper_backward)
+    assert not dq.isnan().any() and not dk[:, 300:].any() and not dv[:, 300:].any()
+
+
 @pytest.mark.parametrize("layout", STRIDED)
 def test_strided_inputs(layout, device):
     problem = make_problem(*intervals_of("causal", 270, 270), 270, torch.float16, batch=2, dims=(64, 64), device=device)

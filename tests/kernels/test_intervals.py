@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.intervals import CUT, Intervals, dense, full, transpose
+from kernels.tables import BACKWARD_ITEM, FORWARD_ITEM
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 
 WINDOW = torch.tensor([[0, 0, 1]]), torch.tensor([[1, 2, 3]])
@@ -95,7 +96,7 @@ def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int, al
     rows, begin = range(first, end), lo[first]
     while aligned and begin % step:
         begin -= 1
-    num_steps = math.ceil(max(hi[end - 1] - begin, 0) / step)
+    num_steps = math.ceil((hi[end - 1] - begin) / step) if lo[first] < hi[end - 1] else 0
     # whether all rows see all keys of a step
     starts = [begin + i * step for i in range(num_steps)]
     unmasked = [all(lo[row] <= start and start + step <= hi[row] for row in rows) for start in starts]
@@ -188,16 +189,17 @@ def test_entries_with_fewer_tiles_are_filled_up():
     assert torch.equal(table[1], two.tiles(2, 4)[0])
 
 
+@pytest.mark.parametrize("group", [None, 1, 4])
 @given(st.integers(1, 60), st.integers(0, 40), st.integers(1, 3), st.booleans(), st.integers(1, 9), st.integers(0, 2**32))
-def test_items_deal_out_every_tile_of_every_head_once(num_queries, num_keys, batch, shared, programs, seed):
+def test_items_deal_out_every_tile_of_every_head_once(group, num_queries, num_keys, batch, shared, programs, seed):
     heads = 3
     lo, hi = random_intervals(num_queries, num_keys, seed, 1 if shared else batch)
     intervals = Intervals.of(lo, hi, num_keys)
-    options = 8, 4, batch, heads, min(2, batch * heads), programs
+    options = 8, 4, batch, heads, min(2, batch * heads), programs, False, group
     items = intervals.items(*options)
     assert items is intervals.items(*options)
     there = items[..., 0] < items[..., 1]
-    tiles = intervals.tiles(8, 4).expand(batch, -1, -1).tolist()
+    tiles = intervals.tiles(8, 4, aligned=group is not None).expand(batch, -1, -1).tolist()
     wanted = [[*tile, head, entry] for entry in range(batch) for head in range(heads) for tile in tiles[entry] if tile[1] > 0]
     assert sorted(items[there].tolist()) == sorted(wanted)
     assert items.shape[1] == min(programs, len(wanted)) and there[0].all()
@@ -214,12 +216,17 @@ def test_items_of_rows_that_see_nothing_may_be_left_out():
     assert int(seeing[..., 0][seeing[..., 1] > 0].min()) == 16  # of rows 16 to 24 half see something
     nothing = Intervals.of(lo, lo, 10).items(8, 4, 1, 2, 1, 3, seeing=True)
     assert nothing.shape[1:] == (1, 8) and not nothing.any()
+    assert not intervals.all_see and intervals.cut(slice(20, 40), slice(0, 10)).all_see
 
 
-def test_items_are_dealt_out_evenly():
-    items = packed([8192]).items(192, 64, 1, 16, 2, 132)
-    steps = items[..., 4:6].sum(2).sum(0).float()
-    assert steps.max() < 1.05 * steps.mean()
+@pytest.mark.parametrize("lengths", [[8192], [50, 2000, 700, 4000, 90, 1100, 252]], ids=str)
+def test_items_are_dealt_out_evenly(lengths):
+    forward = packed(lengths).items(192, 64, 1, 16, 2, 132)
+    backward = [packed(lengths).transposed.items(128, 64, 1, 16, sections, 132, True, 1) for sections in (4, 16)]
+    for items, extra in ((forward, FORWARD_ITEM), *[(x, BACKWARD_ITEM) for x in backward]):
+        steps = items[..., 4:6].sum(2)
+        times = (steps + extra * (steps > 0)).sum(0).float()
+        assert times.max() < 1.05 * times.mean()
 
 
 def test_items_of_a_short_last_round_are_split():
@@ -230,6 +237,8 @@ def test_items_of_a_short_last_round_are_split():
     assert rows.sum(0).sort().values.tolist() == [2 * 192 + 64] * 5 + [2 * 192 + 128] * 5
     covered = torch.cat([torch.arange(*item[:2]) for item in items.flatten(0, 1).tolist()])
     assert torch.equal(covered.sort().values, torch.arange(25 * 192))
+    backward = everything.items(192, 64, 1, 1, 1, 10, group=1)
+    assert backward[..., 0].count_nonzero() == 24  # all but the first: none is split
     whole = everything.items(192, 64, 1, 1, 1, 25)
     assert whole.shape[:2] == (2, 25) and (whole[0, :, 1] - whole[0, :, 0] == 192).all()
 
