@@ -21,8 +21,8 @@ step is one query tile, scores are transposed, (keys, queries):
 
 dQ is that of the step before: no consumer waits for the other's dS. So an item ends with the product for its last step, beside
 which dv goes out; dk follows, and the next item's tiles come in meanwhile. The first step of an item repeats that product,
-with other keys, and sends it nowhere: it needs no branch, and all barriers but those of K and V count the steps of all items as
-if they were one.
+with other keys, and sends it to a spare chunk: it needs no branch, and all barriers but those of K and V count the steps of all
+items as if they were one.
 
 dQ is summed over programs in fp32 by TMA's reduce-add, in the order in which registers hold it, which shared memory, whose
 bandwidth bounds this kernel, takes without bank conflicts. All products of a step end within it: one in flight across the
@@ -61,7 +61,7 @@ KEYS = gl.constexpr(128)  # of an item
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
 STAGES = gl.constexpr(2)
 NO_ROW = gl.constexpr(2**30)  # a query row past all others
-NOWHERE = gl.constexpr(-1)  # a chunk of dQ that TMA drops
+SPARE = gl.constexpr(0)  # a chunk before those of dQ, which nobody reads
 CONSUMER_REGISTERS = gl.constexpr(240)
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
@@ -112,6 +112,11 @@ class Config:
     def left(self) -> gl.DotOperandLayout:
         """Layout of p and ds (64, queries) as left operands of the products for dv and dk."""
         return gl.DotOperandLayout(operand_index=0, parent=self.grads, k_width=2)
+
+    @property
+    def chunk_size(self) -> int:
+        """Numbers of a chunk."""
+        return ROWS.value * self.columns
 
     @property
     def chunk(self) -> gl.NVMMADistributedLayout:
@@ -333,8 +338,8 @@ def _walk(
     view = query_lo, query_hi, offset, end - own, (begin + full_begin) * QUERIES, (begin + full_end) * QUERIES
     grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
     grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
-    last_chunk = gl.to_tensor(NOWHERE)
-    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF
+    last_chunk = gl.to_tensor(SPARE)
+    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF + SPARE + 1
     # a count that the compiler knows would cost some instructions a step
     for _member in range(GROUP + _opaque_zero()):
         start = begin * QUERIES
@@ -591,7 +596,8 @@ class BlockwiseBackward:
 @lru_cache(maxsize=256)
 def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
     """How TMA reads the scalars of a query tile, and adds a chunk of dq; of no tensors yet."""
-    nowhere, block, num_rows = torch.empty(1), (2 * config.columns, 32), num_pairs * config.queries * config.dim // 32
+    nowhere, block = torch.empty(1), (2 * config.columns, 32)
+    num_rows = (config.chunk_size + num_pairs * config.queries * config.dim) // 32
     return (
         TensorDescriptor(nowhere, [num_pairs * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),
         TensorDescriptor(nowhere, [num_rows, 32], [32, 1], list(block), hopper.shared_layout(block, torch.float32)),
@@ -613,14 +619,16 @@ def _section(num_queries: int) -> int:
 
 
 def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config) -> tuple[Tensor, Tensor]:
-    """(scalars of the rows, sums of dq), as the main kernel takes them; the sums are zero."""
+    """(scalars of the rows, a spare chunk and the sums of dq), as the main kernel takes them; the sums are zero."""
     batch, num_queries, num_heads, _ = q.shape
     num_tiles = -(-num_queries // config.queries)
     num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
-    scalars, dq_sums = (lse.new_empty(num_pairs * config.queries * n) for n in (2, config.dim))
+    scalars = lse.new_empty(num_pairs * 2 * config.queries)
+    dq_sums = lse.new_empty(config.chunk_size + num_pairs * config.queries * config.dim)
     rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
+    rows = [x if x is None else x.contiguous() for x in rows]
     launch(
-        _prepare_kernel, num_pairs, (*[x if x is None else x.contiguous() for x in rows], scalars, dq_sums),
+        _prepare_kernel, num_pairs, (*rows, scalars, dq_sums[config.chunk_size :]),
         (num_tiles, num_queries), CONFIG=config,
     )  # fmt: skip
     return scalars, dq_sums
@@ -658,4 +666,7 @@ def _finish(dq_sums: Tensor, dq: Tensor, scale: float, config: Config) -> None:
     """Put the sums in order: write or add them to dq."""
     batch, num_queries, num_heads, _ = dq.shape
     num_tiles = -(-num_queries // config.queries)
-    launch(_finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)
+    launch(
+        _finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums[config.chunk_size :], dq),
+        (num_tiles, num_queries, scale), CONFIG=config,
+    )  # fmt: skip
