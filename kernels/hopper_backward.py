@@ -142,7 +142,7 @@ def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq.
+    """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq, which follow a spare chunk.
 
     Rows that see nothing, or do not exist, get lse = inf: exp2(s - inf) is 0 for whatever finite s.
     """
@@ -162,7 +162,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     this = program.to(tl.int64)
     tl.store(scalars + this * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(scalars + this * (2 * QUERIES) + QUERIES + rows, row_delta)
-    tl.store(dq_sums + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    tl.store(dq_sums + CONFIG.chunk_size + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
 @gluon.jit
@@ -484,7 +484,7 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads
     chunk = tl.program_id(0).to(tl.int64)
-    flat = tl.load(dq_sums + chunk * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
+    flat = tl.load(dq_sums + (SPARE + 1 + chunk) * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
     half, tile, pair = chunk % 2, chunk // 2 % num_tiles, chunk // 2 // num_tiles
     rows = tile * QUERIES + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -628,7 +628,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
     rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
     rows = [x if x is None else x.contiguous() for x in rows]
     launch(
-        _prepare_kernel, num_pairs, (*rows, scalars, dq_sums[config.chunk_size :]),
+        _prepare_kernel, num_pairs, (*rows, scalars, dq_sums),
         (num_tiles, num_queries), CONFIG=config,
     )  # fmt: skip
     return scalars, dq_sums
@@ -666,7 +666,4 @@ def _finish(dq_sums: Tensor, dq: Tensor, scale: float, config: Config) -> None:
     """Put the sums in order: write or add them to dq."""
     batch, num_queries, num_heads, _ = dq.shape
     num_tiles = -(-num_queries // config.queries)
-    launch(
-        _finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums[config.chunk_size :], dq),
-        (num_tiles, num_queries, scale), CONFIG=config,
-    )  # fmt: skip
+    launch(_finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)
