@@ -24,6 +24,7 @@ FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 time
 import argparse
 import datetime
 import platform
+import re
 import shlex
 import statistics
 import sys
@@ -67,6 +68,11 @@ def suite_cases(suite: str, lengths: list[int], device: torch.device) -> list[Ca
     kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents", "short documents")}[suite]
     cases = [Case(kind, length, heads, dim) for dim in head_dims for kind in kinds]
     return cases + [Case("causal", n, heads, head_dims[-1]) for n in lengths if suite == "speed"]
+
+
+def name_of(case: Case) -> str:
+    """What --only is looked for in."""
+    return f"{case.label} D{case.head_dim} S{case.length}"
 
 
 def heat(call: Call, device: torch.device) -> None:
@@ -213,6 +219,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     today = datetime.date.today()
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / f"{today}-kernels", help="a directory")
     parser.add_argument("--suite", nargs="+", choices=SUITES, default=SUITES, help="default: all")
+    parser.add_argument("--only", metavar="REGEX", default="", help="cases whose name has it, such as 'causal D128 S16384'")
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="of the curve, multiples of 128")
     parser.add_argument("--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that run here")
     parser.add_argument("--rounds", type=int, default=3, help="of timing; default: 3")
@@ -249,7 +256,8 @@ def run(argv: list[str], arguments: argparse.Namespace) -> int:
     head["rounds"] = arguments.rounds
     suites, rows = {}, {}
     for suite in arguments.suite:
-        suites[suite] = list(dict.fromkeys(suite_cases(suite, arguments.lengths, device)))
+        cases = dict.fromkeys(suite_cases(suite, arguments.lengths, device))
+        suites[suite] = [case for case in cases if re.search(arguments.only, name_of(case))]
         for case in suites[suite]:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, device, arguments.rounds, arguments.graph)
