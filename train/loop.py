@@ -147,7 +147,8 @@ def _free_memory(device: torch.device) -> None:
 
 def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool) -> dict[str, float]:
     rows = config.trainer.batch_size * _rows(config, mesh)
-    return memory.estimate(config.model, config.parallel, tokenizer.vocab_size, rows, dist.get_world_size(), bf16)
+    exchanged = mesh.ulysses.size() > 1
+    return memory.estimate(config.model, config.parallel, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged)
 
 
 def _rows(config: Config, mesh: parallel.Mesh) -> int:
@@ -257,6 +258,7 @@ def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
         ring_group=run.mesh.ring.get_group(),
         schedule=run.config.parallel.schedule,
         backend=run.config.parallel.kernel,
+        exchange_again=run.config.parallel.activation_checkpointing,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
     finish = partial(cross_entropy, labels=labels, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1))

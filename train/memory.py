@@ -10,13 +10,20 @@ GIB = 2**30
 
 
 def estimate(
-    model: ModelConfig, parallel: ParallelConfig, vocab_size: int, rows: int, ranks: int, bf16: bool
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    vocab_size: int,
+    rows: int,
+    ranks: int,
+    bf16: bool,
+    exchanged: bool = False,
 ) -> dict[str, float]:
     """Bytes a rank needs, by what for. From shapes alone: what an allocator wastes and kernels borrow is not in it.
 
     Args:
         rows: tokens of a micro-step on this rank, batch_size * N.
         ranks: over how many the parameters are sharded.
+        exchanged: whether ranks exchange heads, and so keep attention's output in both arrangements.
     """
     size = 2 if bf16 else 4
     vocab = padded_vocabulary(model, vocab_size)
@@ -30,6 +37,8 @@ def estimate(
     # rotation, attention's output, and three of SwiGLU
     kept = size * (4 * model.dim + 3 * query + 2 * keys + 4 * ffn_dim) + 4 * model.heads
     checkpointed = size * (model.dim + query) + 4 * model.heads
+    if exchanged:
+        kept, checkpointed = kept + size * query, checkpointed + size * query
     if parallel.activation_checkpointing:
         activations = rows * (model.layers * checkpointed + kept)
     else:

@@ -165,8 +165,8 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT) -> None:
     """Keep only the input of a block and its attention's output, and recompute the rest in the backward.
 
-    Attention is the dear part and its communication involves other ranks: neither ever runs twice. An exchange of heads does,
-    as it is cheap beside the memory of what it brings.
+    Attention is the dear part and its communication involves other ranks: neither ever runs twice. Where heads are exchanged
+    q, k and v are exchanged once more (`exchange_again`), which is cheap beside the memory of what that brings.
     """
     contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     for block in model.blocks:
@@ -174,5 +174,5 @@ def checkpoint_activations(model: GPT) -> None:
 
 
 def _save_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    keep = op is torch.ops.ringattn.ring_attention.default
+    keep = op in (torch.ops.ringattn.ring_attention.default, torch.ops.ringattn.ulysses_attention.default)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

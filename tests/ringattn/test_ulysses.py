@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ringattn import Layout, Mask, simulate, ulysses_attention
 from ringattn import ulysses as ulysses_module
@@ -188,6 +189,34 @@ def test_the_output_without_gradient_of_lse_and_the_reverse() -> None:
         got = [layout.split(2).unshard([grads[i] for grads in ranks]) for i in range(3)]
         for x, y in zip(got, alone, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def test_selective_checkpointing_runs_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the policy that saves this operator, and q, k and v recomputed and exchanged again."""
+    runs = []
+    honest = ulysses_module.Ring.forward
+    monkeypatch.setattr(ulysses_module.Ring, "forward", lambda *args, **options: runs.append(1) or honest(*args, **options))
+    case, layout, mask = random_case(12, "grouped"), Layout.contiguous(12, 1).split(2), Mask.causal()
+    operator = torch.ops.ringattn.ulysses_attention.default
+
+    def policy(_, op, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op is operator else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def gradients(rank: int, group, saved: bool) -> tuple[torch.Tensor, ...]:
+        inputs = [layout.shard(x, rank).requires_grad_() for x in (case.q, case.k, case.v)]
+
+        def attend() -> torch.Tensor:
+            q, k, v = (x.sin() for x in inputs)
+            return ulysses_attention(q, k, v, layout=layout, mask=mask, ulysses_group=group, exchange_again=saved).sin()
+
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        out = checkpoint(attend, use_reentrant=False, context_fn=contexts) if saved else attend()
+        return torch.autograd.grad(out.sum(), inputs)
+
+    saved, plain = (simulate(2, partial(gradients, saved=saved)) for saved in (True, False))
+    assert len(runs) == 2 + 2
+    for x, y in zip(sum(saved, ()), sum(plain, ()), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
 def exact_square(case: Case, mask: Mask, which: int) -> tuple[torch.Tensor, ...]:

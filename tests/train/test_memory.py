@@ -34,3 +34,11 @@ def test_what_cannot_fit_is_refused(monkeypatch):
 
 def test_a_cpu_is_not_checked():
     memory.check({"activations": 1e30}, torch.device("cpu"))
+
+
+def test_an_exchange_of_heads_keeps_one_more_output():
+    alone, exchanged = (
+        memory.estimate(LLAMA, ParallelConfig(activation_checkpointing=True), 128_256, 8192, 8, True, exchanged)["activations"]
+        for exchanged in (False, True)
+    )
+    assert exchanged - alone == 8192 * (LLAMA.layers + 1) * 2 * 4096
