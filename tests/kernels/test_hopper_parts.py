@@ -10,11 +10,12 @@ BATCH, HEADS = 2, 3
 
 
 def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """scalars (B, H, tiles, 2, rows of a tile) and dq_sums (B, H, tiles, ...)."""
+    """scalars (B, H, tiles, 2, rows of a tile) and the sums of dq, a flat tensor, behind the spare chunk."""
     num_queries = lse.shape[1]
     num_tiles = -(-num_queries // config.queries)
     scalars = torch.full((BATCH, HEADS, num_tiles, 2, config.queries), float("nan"), device=lse.device)
-    dq_sums = torch.full((BATCH, HEADS, num_tiles, config.queries * config.dim), float("nan"), device=lse.device)
+    size = config.chunk_size + BATCH * HEADS * num_tiles * config.queries * config.dim
+    dq_sums = torch.full((size,), float("nan"), device=lse.device)
     hopper_backward._prepare_kernel[(BATCH * HEADS * num_tiles,)](
         lse, *rows, scalars, dq_sums, num_tiles, num_queries, CONFIG=config
     )
@@ -40,4 +41,4 @@ def test_prepare(dims, given, device):
     torch.testing.assert_close(by_row[0], expected)
     torch.testing.assert_close(by_row[1], delta, rtol=1e-4, atol=1e-4)
     assert (scalars[:, :, -1, 0, num_queries % config.queries :] == float("inf")).all()
-    assert (dq_sums == 0).all()
+    assert dq_sums[: config.chunk_size].isnan().all() and (dq_sums[config.chunk_size :] == 0).all()

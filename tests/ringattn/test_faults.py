@@ -16,24 +16,28 @@ RANKS, VICTIM = 3, 1
 ROOT = Path(__file__).parents[2]
 
 
-def run_rings(rank: int, store: str, fault: str, transport: str) -> None:
-    """What a rank of the job does: one ring after the other, until at the third the victim is out."""
-    from ringattn import Layout, Mask, ring_attention
+def run_rings(rank: int, store: str, what: str, fault: str, transport: str) -> None:
+    """What a rank of the job does: one ring, or exchange, after the other, until at the third the victim is out."""
+    from ringattn import Layout, Mask, ring_attention, ulysses_attention
 
     device, backend = ("cpu", "gloo") if transport == "gloo" else (f"cuda:{rank}", "nccl")
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    layout = Layout.zigzag(24, RANKS)
-    q, k, v = (torch.ones(1, layout.rows(rank), 2, 16, device=device) for _ in range(3))
-    options = {"layout": layout, "mask": Mask.causal(), "group": dist.group.WORLD}
+    options = {"mask": Mask.causal(), "transport": "auto" if transport == "gloo" else transport}
+    if what == "ring":
+        options |= {"layout": Layout.zigzag(24, RANKS), "group": dist.group.WORLD, "schedule": "kv"}
+    else:
+        options |= {"layout": Layout.contiguous(24, 1).split(RANKS), "ulysses_group": dist.group.WORLD}
+    attend = ring_attention if what == "ring" else ulysses_attention
+    q, k, v = (torch.ones(1, 24 // RANKS, RANKS, 16, device=device) for _ in range(3))
     for ring in range(1000):
         if rank == VICTIM and ring == 2:
             time.sleep(2)  # long enough to have been seen alive
             if fault == "dead":
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
-        ring_attention(q, k, v, schedule="kv", transport="auto" if transport == "gloo" else transport, **options)
+        attend(q, k, v, **options)
         if backend == "nccl" and ring < 2:
             torch.cuda.synchronize()  # the first ones compile kernels
 
@@ -45,8 +49,9 @@ def _on_gpus(transport: str):
 
 @pytest.mark.parametrize("transport", ("gloo", _on_gpus("nvlink"), _on_gpus("p2p")))
 @pytest.mark.parametrize("fault", ("dead", "stuck"))
-def test_everybody_ends_and_says_why(fault: str, transport: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), fault, transport]
+@pytest.mark.parametrize("what", ("ring", "exchange"))
+def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), what, fault, transport]
     patience = 5 if transport == "gloo" else 25  # the first rings on GPUs compile kernels
     environment = os.environ | {"PYTHONPATH": str(ROOT), "RINGATTN_TIMEOUT": str(patience), "OMP_NUM_THREADS": "1"}
     start = time.monotonic()
@@ -57,7 +62,8 @@ def test_everybody_ends_and_says_why(fault: str, transport: str, tmp_path: Path)
     assert time.monotonic() - start < patience + 60
     assert all(rank.returncode for rank in ranks)
     how = "gives no sign of life, last seen in" if fault == "dead" else "is stuck in"
-    message = rf"ringattn: rank {VICTIM} {how} forward of the KV ring, hop \d of 3.*; rank \d waited \d+ s in forward of the KV"
+    where = "forward of the KV ring" if what == "ring" else "exchange of heads"
+    message = rf"ringattn: rank {VICTIM} {how} {where}, hop \d of \d.*; rank \d waited \d+ s in {where}"
     said = {match.group() for text in texts for match in re.finditer(r"ringattn: rank .* the run ends here", text)}
     assert len(said) == 1, texts
     assert re.match(message, said.pop()), texts
@@ -74,4 +80,4 @@ def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 if __name__ == "__main__":
-    run_rings(int(sys.argv[4]), *sys.argv[1:4])
+    run_rings(int(sys.argv[5]), *sys.argv[1:5])
