@@ -160,8 +160,6 @@ class _Image:
         swap, box, line = self.swap, self.swap.box, self.swap.line
         block = tuple(x if _in_rows(x) else x.contiguous() for x in block)
         number, out = swap.begin_send(), swap.outward.cuda_stream
-        if not self.awaited:
-            self.hop = line.watchdog.start("exchange of heads", number, number + 1, incoming(line.rank, self.lengths))
         if number == 0:
             driver.take_flags([box.flag(line.rank, OPEN, peer) for peer in line.others], out)
         places = [
@@ -185,7 +183,9 @@ class _Image:
 
     def _settle(self) -> None:
         """Copy the image out when all of it is there."""
-        box, rank, stream = self.swap.box, self.swap.line.rank, self.swap.inward
+        box, rank, stream, last = self.swap.box, self.swap.line.rank, self.swap.inward, self.awaited[-1]
+        # hops end in the order in which they start: that of their last sends, and of `wait`
+        self.hop = self.swap.line.watchdog.start("exchange of heads", last, last + 1, incoming(rank, self.lengths))
         flags = [box.flag(rank, number, peer) for number in self.awaited for peer in self.swap.line.others]
         driver.take_flags(flags, stream.cuda_stream)
         for y, start in zip(self.into, self.starts, strict=True):

@@ -148,6 +148,12 @@ class Ring:
     first_head: int = 0
     backend: str = "auto"
     precision: str = "ieee"
+    beside_kernels: bool = False  # whether other kernels move messages meanwhile, on processors that attention would use
+
+    @property
+    def crowded(self) -> bool:
+        """Whether processors are shared, see `kernels.dispatch.forward`."""
+        return self.beside_kernels or self.transport.fabric.on_processors
 
     @_by_heads
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, schedule: str = "auto") -> tuple[Tensor, Tensor]:
@@ -183,8 +189,7 @@ class Ring:
 
     def _options(self, block: planning.Block) -> dict[str, Any]:
         dropout = Dropout(self.dropout_p, self.seed, *block.positions, self.first_head) if self.dropout_p else None
-        crowded = self.transport.fabric.on_processors
-        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "crowded": crowded}
+        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "crowded": self.crowded}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("state", results=True)
@@ -251,9 +256,8 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=True)
         home = _zeros(k, v)
-        crowded = self.transport.fabric.on_processors
-        options = {"backend": self.backend, "plain": not self.dropout_p, "precision": self.precision, "crowded": crowded}
-        gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, **options)
+        options = {"backend": self.backend, "precision": self.precision, "crowded": self.crowded}
+        gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             intervals, options = visits[here]

@@ -104,7 +104,6 @@ class _Exchanges:
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
         places = [(put(y, peer), peer) for peer in peers for y in self.into]
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in places]
-        hop = self.line.watchdog.start("exchange of heads", 0, 1, incoming(rank, self.lengths))
         pending = self.line.exchange(_not_empty(sent), _not_empty(received))
 
         def finish(sent: Addressed = sent) -> Block:  # which keeps what is being sent
@@ -113,12 +112,13 @@ class _Exchanges:
                 y.copy_(x)
             return self.into
 
-        self.finishes.append(lambda: completed(finish, self.line, hop))
+        self.finishes.append(finish)
 
     def wait(self) -> Block:
-        for finish in self.finishes:
-            finish()
-        self.finishes.clear()
+        for t, finish in enumerate(self.finishes):
+            messages = incoming(self.line.rank, self.lengths)
+            hop = self.line.watchdog.start("exchange of heads", t, len(self.finishes), messages)
+            completed(finish, self.line, hop)
         return self.into
 
 

@@ -199,11 +199,12 @@ _SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, boo
 def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
     ring, schedule = ring_of(q, *settings)
     parts = parts_of(q.shape[0] * sum(rows), q.shape[2] // len(rows), k.shape[2] // len(rows))
-    exchange = _Exchange(rows, resolve(group, q.device, transport), parts)
+    line = resolve(group, q.device, transport)
+    exchange = _Exchange(rows, line, parts)
     inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
     kept, lses = [], []
     for part, block in enumerate(exchange.arrive(inputs, q, k, v)):
-        out, lse = _of_part(ring, part, block[0]).forward(*block, schedule=schedule)
+        out, lse = _of_part(ring, part, block[0], line).forward(*block, schedule=schedule)
         exchange.send_rows(outputs, part, out)
         kept += [out, lse] if again else [*block, out, lse]
         lses.append(lse)
@@ -219,22 +220,24 @@ def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settin
     saved = [kept[i : i + size] for i in range(0, len(kept), size)]
     ring, schedule = ring_of(dout, *settings)
     dlses = [None] * len(saved) if dlse is None or not with_lse else _swap_heads(dlse, rows, group).chunk(len(saved), 2)
-    exchange = _Exchange(rows, resolve(group, dout.device, transport), len(saved))
+    line = resolve(group, dout.device, transport)
+    exchange = _Exchange(rows, line, len(saved))
     outputs = exchange.to_heads(*inputs, dout)
     grads = exchange.to_rows(*(inputs or _like_inputs(saved[0], dout)))
     for part, (*block, upstream) in enumerate(exchange.arrive(outputs, *inputs, dout)):
         *own, out, lse = saved[part]
         block = block or own
         dlse = dlses[part] if dlses[part] is None else dlses[part].contiguous()
-        ours = _of_part(ring, part, block[0]).backward(*block, out, lse, upstream, dlse, schedule=schedule)
+        ours = _of_part(ring, part, block[0], line).backward(*block, out, lse, upstream, dlse, schedule=schedule)
         exchange.send_rows(grads, part, *ours)
     results = grads.wait()
     exchange.swap.end()
     return results
 
 
-def _of_part(ring: Ring, part: int, q: Tensor) -> Ring:
-    return replace(ring, first_head=ring.first_head + part * q.shape[2])
+def _of_part(ring: Ring, part: int, q: Tensor, line: Transport) -> Ring:
+    """The ring of one part of the heads, which attends while `line` moves others."""
+    return replace(ring, first_head=ring.first_head + part * q.shape[2], beside_kernels=line.fabric.on_processors)
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:

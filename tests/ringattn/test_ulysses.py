@@ -151,6 +151,25 @@ def test_heads_in_parts(heads: str, again: bool, monkeypatch: pytest.MonkeyPatch
     assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], expected, 1e-10)
 
 
+@pytest.mark.parametrize("on_processors", (False, True), ids=("copy-engines", "kernels"))
+def test_attention_is_told_of_kernels_beside_it(on_processors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+    honest = ulysses_module.Ring.forward
+    monkeypatch.setattr(
+        ulysses_module.Ring,
+        "forward",
+        lambda ring, *args, **options: told.append(ring.crowded) or honest(ring, *args, **options),
+    )
+    case, layout = random_case(12, "grouped"), Layout.contiguous(12, 1).split(2)
+
+    def attend(rank: int, group) -> None:
+        group.fabric = group.fabric._replace(on_processors=on_processors)
+        on_rank(case, layout, Mask.causal(), rank, ulysses_group=group)
+
+    simulate(2, attend)
+    assert told == [on_processors] * 2
+
+
 def test_parts_keep_processors_busy() -> None:
     assert parts_of(2**14, 4, 4) == 2
     assert parts_of(2**16, 4, 4) == 4
