@@ -155,11 +155,12 @@ def test_heads_in_parts(heads: str, again: bool, monkeypatch: pytest.MonkeyPatch
 def test_attention_is_told_of_kernels_beside_it(on_processors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     honest = ulysses_module.Ring.forward
-    monkeypatch.setattr(
-        ulysses_module.Ring,
-        "forward",
-        lambda ring, *args, **options: told.append(ring.crowded) or honest(ring, *args, **options),
-    )
+
+    def forward(ring, *args, **options) -> tuple[torch.Tensor, torch.Tensor]:
+        told.append(ring.crowded)
+        return honest(ring, *args, **options)
+
+    monkeypatch.setattr(ulysses_module.Ring, "forward", forward)
     case, layout = random_case(12, "grouped"), Layout.contiguous(12, 1).split(2)
 
     def attend(rank: int, group) -> None:
