@@ -5,9 +5,10 @@ sender copies rows into a slot of the receiver's inbox and then raises the recei
 flag and the kernels read the slot. No kernel communicates, nothing takes an SM, and the host waits for nothing.
 
 What keeps a slot from being overwritten while it is read: the slots of a kind of message are used in turn, and before a sender
-uses one again the reader has raised the sender's *credit*. At the beginning of a pass every rank tells those that will send to
-it that its inbox is *open*: it reads no more of the last one. Flags are 0 or 1, one for each message, and whoever waits for one
-puts it back: they say the same in a pass that is issued and in one that a CUDA graph replays.
+uses one again the reader has raised the sender's *credit*. At the beginning of a pass every rank tells those whose travellers
+will come that its inbox is *open*: it reads no more of the last one. (A result goes where a traveller came from: there the pass
+has begun.) Flags are 0 or 1, one for each message, and whoever waits for one puts it back: they say the same in a pass that is
+issued and in one that a CUDA graph replays.
 
 Nothing can wait in a circle: a rank issues its work step by step, and everything it waits for at a step was issued by its peers
 at or before that step. That holds even if a device runs all its streams one after the other.
@@ -44,7 +45,7 @@ class Push:
     """One message out: where its tensors go, and the addresses of the flags that go with it."""
 
     message: Message
-    gates: list[int]  # to wait for: the inbox is open, for the first message to a rank; the slot is free, if it was in use
+    gates: list[int]  # to wait for: the inbox is open, for the first traveller to a rank; the slot is free, if it was in use
     targets: tuple[int, ...]
     arrived: int
 
@@ -209,8 +210,9 @@ class PeerCopies:
         told: set[int] = set()
         for t, step in enumerate(schedule.by_rank[self.rank]):
             for message in step.outgoing:
-                steps[t].pushes.append(self._push(t, message, slots, first=message.dst not in told))
-                told.add(message.dst)
+                first = message.kind == "traveller" and message.dst not in told
+                steps[t].pushes.append(self._push(t, message, slots, first))
+                told |= {message.dst} if first else set()
             steps[t].landings = [self._landing(t, message, slots) for message in step.incoming]
             steps[t - 1].results_follow = any(message.kind == "result" for message in step.outgoing)
         for kind in KINDS:
@@ -219,8 +221,8 @@ class PeerCopies:
                 # a traveller is computed with in the step after it came, a result merged at the end of its own
                 done = t + (2 if kind == "traveller" else 1)
                 steps[done].credits.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
-        sources = {message.src for kind in KINDS for _, message in slots.arrivals.get((self.rank, kind), [])}
-        return Route(steps, [self._open(src, self.rank) for src in sorted(sources)], slots.holds_results)
+        sources = sorted({message.src for _, message in slots.arrivals.get((self.rank, "traveller"), [])})
+        return Route(steps, [self._open(src, self.rank) for src in sources], slots.holds_results)
 
     def _push(self, t: int, message: Message, slots: Slots, first: bool) -> Push:
         kind, dst = message.kind, message.dst
