@@ -12,6 +12,13 @@ import torch
 from ringattn.schedule import Schedule, Visit
 
 FLOPS_A_BYTE = 150  # that a GPU computes while its memory moves a byte
+STEP_SECONDS = {"forward": 20e-6, "backward": 80e-6}  # of a GPU, for the beginning and the end of a step; fitted, as below
+# that a GPU computes while it adds a byte of a partial result to a sum: in the forward kernels read and write it as fast as
+# memory goes; in the backward fitted to rings of two and four H200s (benchmarks/2026-11-22-ring)
+SUM_FLOPS_A_BYTE = {"forward": 2 * FLOPS_A_BYTE, "backward": 1200}
+# what bytes of an exchange of heads take inside a host, of their time on the link, with the copies out of inboxes and what they
+# hold up; fitted to what four H200s took longer than without an exchange (benchmarks/2026-11-22-ring)
+EXCHANGE_TIMES = 2.5
 
 
 class Fabric(NamedTuple):

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 class RowBytes:
     """Bytes of one row of a traveller and of its result, for each schedule."""
 
-    state: tuple[int, int]
-    kv: tuple[int, int]
+    state: tuple[float, float]
+    kv: tuple[float, float]
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
@@ -52,8 +52,15 @@ class Work(NamedTuple):
     direction: str  # forward | backward
     batch: int
     row_bytes: RowBytes  # a batch row
-    pair_flops: int  # of one (query, key) pair of a batch row
-    query_bytes: int = 0  # of memory, that kernels move to prepare and finish a row of queries that come to visit
+    pair_flops: float  # of one (query, key) pair of a batch row
+    query_bytes: float = 0  # of memory, that kernels move to prepare and finish a row of queries that come to visit
+
+    def scaled(self, scale: float) -> "Work":
+        """With rows that each stand for `scale`."""
+        state, kv = ((scale * traveller, scale * result) for traveller, result in (self.row_bytes.state, self.row_bytes.kv))
+        return self._replace(
+            row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops, query_bytes=scale * self.query_bytes
+        )
 
 
 def _forward_flops(q: Tensor, v: Tensor) -> int:
@@ -163,6 +170,15 @@ class Plan:
             part = FIRST_PART if visit.rows.start == whole.start else 1 - FIRST_PART
         queries = len(visit.rows) if name == "state" else 0
         return work.batch * (work.pair_flops * meeting.pairs * part + FLOPS_A_BYTE * work.query_bytes * queries)
+
+    def sum_bytes(self, work: Work) -> float:
+        """Bytes of partial results, of one rank's queries with another's keys, that the busiest rank adds up in a pass."""
+        of_queries, of_keys = work.row_bytes.state[1], work.row_bytes.kv[1]
+        sums = [
+            sum(of_queries * len(x.queries) + of_keys * len(x.keys) for other, x in enumerate(row) if other != rank)
+            for rank, row in enumerate(self.meetings)
+        ]
+        return work.batch * max(sums)
 
     def costs(self, name: str, work: Work, fabric: Fabric, rank: int | None = None) -> list:
         """`cost.hop_costs` of a pass of the schedule `name`."""

@@ -8,27 +8,28 @@ The model: a ring pass is a list of steps. In each the busiest rank computes whi
 the longer of the two counts; what communication takes longer is exposed. A step costs a GPU some time besides its FLOPs, for
 rounds of tiles that do not fill it and for adding up what arrives. Hosts start steps ahead of the GPUs, but no pass is shorter
 than its hosts take to start all of it (a CUDA graph takes next to nothing). Steps, bytes and pairs come from the schedules
-that `ringattn` would run, where planning them takes seconds, and from closed forms beyond. An exchange of heads (Ulysses) is
-never hidden. A ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
+that `ringattn` would run, where planning them takes seconds, and from closed forms beyond. Heads are exchanged (Ulysses) in
+parts: the first one's arrival and the last one's return are exposed, the others only where they take longer than attention. A
+ring that leaves the node goes at the network's speed, as every hop waits for its slowest link.
 
 --measured compares with a JSON list of objects that have ranks, seq_len, heads, kv_heads, dim, forward_ms and
-forward_backward_ms: mask, layout, schedule and cluster are those of the other arguments.
+forward_backward_ms, and ulysses where it is not 1: mask, layout, schedule and cluster are those of the other arguments.
 """
 
 import argparse
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringattn import Layout, Mask  # noqa: E402
-from ringattn.cost import FLOPS_A_BYTE, Fabric  # noqa: E402
+from ringattn.cost import FLOPS_A_BYTE, STEP_SECONDS, SUM_FLOPS_A_BYTE, Fabric  # noqa: E402
 from ringattn.layout import KINDS  # noqa: E402
 from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, part_of_heads, passes, plan  # noqa: E402
-from ringattn.ulysses import fewest_bytes, key_copies  # noqa: E402
+from ringattn.ulysses import best_ulysses, exchange_seconds, exposed_seconds, key_copies, parts_of  # noqa: E402
 
 SIZE = 2  # bytes of a bf16 number
 EXACT_RANKS, EXACT_ROWS = 16, 2**23  # ranks, and positions x ranks, up to which the schedules themselves are planned
@@ -37,10 +38,15 @@ MASKS = ("causal", "full")
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes, each with its own way to the network. Seconds, bytes and FLOPs a second."""
+    """GPUs in nodes, each with its own way to the network. Seconds, bytes and FLOPs a second.
 
-    forward_flops: float = 640e12
-    backward_flops: float = 570e12
+    The FLOPs are those of an H200 on a long sequence without a ring; launches were fitted to rings of four.
+    """
+
+    forward_flops: float = 650e12
+    backward_flops: float = 588e12
+    forward_sums: float = 650e12 / SUM_FLOPS_A_BYTE["forward"]  # bytes of partial results that a GPU adds up
+    backward_sums: float = 588e12 / SUM_FLOPS_A_BYTE["backward"]
     nvlink: float = 330e9
     nvlink_latency: float = 12e-6
     node: int = 8  # GPUs of a node
@@ -48,14 +54,18 @@ class Cluster:
     network_latency: float = 60e-6
     forward_launch: float = 250e-6  # of a host, to start a step
     backward_launch: float = 460e-6
-    forward_ends: float = 20e-6  # of a GPU, for the beginning and the end of a step, and what it has to add up
-    backward_ends: float = 80e-6
+    forward_ends: float = STEP_SECONDS["forward"]  # of a GPU, for the beginning and the end of a step
+    backward_ends: float = STEP_SECONDS["backward"]
 
     def fabric(self, span: int, flops: float) -> Fabric:
         """What joins a ring over `span` neighbouring GPUs."""
-        inside = span <= self.node
-        link = (self.nvlink, self.nvlink_latency) if inside else (self.network, self.network_latency)
-        return Fabric("nvlink" if inside else "network", inside, *link, flops)
+        near, far = self.fabrics(flops)
+        return near if span <= self.node else far
+
+    def fabrics(self, flops: float) -> tuple[Fabric, Fabric]:
+        """What joins the GPUs of a node, and those of several."""
+        near = Fabric("nvlink", True, self.nvlink, self.nvlink_latency, flops)
+        return near, Fabric("network", False, self.network, self.network_latency, flops)
 
 
 @dataclass(frozen=True)
@@ -88,17 +98,26 @@ class Layer:
         short = min(max(self.seq_len - window, 0), queries)  # queries that do not see the end
         return short * window + short * (short - 1) // 2 + (queries - short) * self.seq_len - hidden
 
+    @property
+    def sent_heads(self) -> tuple[int, int]:
+        """Of queries and of keys, which are copied where several ranks of an exchange need them."""
+        return self.heads, self.kv_heads * key_copies(self.heads, self.kv_heads, self.ulysses)
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a rank's heads are exchanged and attended with."""
+        if self.ulysses == 1:
+            return 1
+        return parts_of(self.batch * (self.seq_len // self.ring), *(heads // self.ulysses for heads in self.sent_heads))
+
     def _shapes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """q and k with the heads that a rank of the ring has."""
-        copies = key_copies(self.heads, self.kv_heads, self.ulysses)
-        rows = self.seq_len // self.ring
-        return tuple(
-            torch.empty(self.batch, rows, heads // self.ulysses, self.dim, dtype=torch.bfloat16, device="meta")
-            for heads in (self.heads, self.kv_heads * copies)
-        )
+        """q and k with the heads of a part that a rank of the ring has."""
+        rows, shares = self.seq_len // self.ring, self.ulysses * self.parts
+        return tuple(meta(self.batch, rows, heads // shares, self.dim) for heads in self.sent_heads)
 
     @property
     def passes(self) -> int:
+        """Of a part."""
         q, k = self._shapes()
         return passes(q, k, k, self.pairs(self.seq_len) / self.ring)
 
@@ -109,6 +128,11 @@ class Layer:
         return forward_work(q, k, k), backward_work(q, k, k)
 
 
+def meta(*shape: int) -> torch.Tensor:
+    """Of bf16 numbers and no memory."""
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
 @dataclass(frozen=True)
 class Cost:
     """One direction, on the busiest rank."""
@@ -117,6 +141,7 @@ class Cost:
     seconds: float
     bytes: float  # sent
     steps: int = 0
+    summed: float = 0.0  # bytes of partial results, whose adding up is not in the seconds yet
 
     @property
     def exposed(self) -> float:
@@ -127,18 +152,17 @@ class Cost:
         """With a host that takes `launch` seconds for a step."""
         return replace(self, seconds=max(self.seconds, self.steps * launch))
 
-    def ended(self, ends: float) -> "Cost":
-        """With a GPU that takes `ends` seconds for a step besides its work."""
-        return replace(self, compute=self.compute + self.steps * ends, seconds=self.seconds + self.steps * ends)
+    def ended(self, ends: float, sums: float) -> "Cost":
+        """With a GPU that takes `ends` seconds for a step besides its work, and adds up `sums` bytes a second."""
+        more = self.steps * ends + self.summed / sums
+        return replace(self, compute=self.compute + more, seconds=self.seconds + more, summed=0.0)
 
     def times(self, count: int) -> "Cost":
         """That of as many passes, one after the other."""
-        return Cost(count * self.compute, count * self.seconds, count * self.bytes, count * self.steps)
+        return Cost(*(count * x for x in astuple(self)))
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(
-            self.compute + other.compute, self.seconds + other.seconds, self.bytes + other.bytes, self.steps + other.steps
-        )
+        return Cost(*(x + y for x, y in zip(astuple(self), astuple(other), strict=True)))
 
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
@@ -146,11 +170,13 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     flops = cluster.forward_flops, cluster.backward_flops
     launches = cluster.forward_launch, cluster.backward_launch
     ends = cluster.forward_ends, cluster.backward_ends
-    return tuple(
-        ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes).ended(end).started_by(launch)
-        + exchange(layer, cluster)
-        for work, speed, launch, end in zip(layer.works(), flops, launches, ends, strict=True)
-    )
+    sums = cluster.forward_sums, cluster.backward_sums
+    directions = []
+    for work, speed, launch, end, sum_speed in zip(layer.works(), flops, launches, ends, sums, strict=True):
+        part = ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes)
+        part = part.ended(end, sum_speed).started_by(launch)
+        directions.append(part.times(layer.parts) + exchange(layer, cluster, part.seconds))
+    return tuple(directions)
 
 
 def ring_pass(layer: Layer, work: Work, fabric: Fabric) -> Cost:
@@ -168,7 +194,8 @@ def planned(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
     hops = own.costs(name, work, fabric)
     traveller, result = getattr(work.row_bytes, name)
     sent = own.schedule(name, result > 0, fabric.all_pairs).bytes_sent(traveller, result)
-    return Cost(sum(hop.compute for hop in hops), sum(hop.seconds for hop in hops), layer.batch * max(sent), len(hops))
+    seconds = (sum(getattr(hop, name) for hop in hops) for name in ("compute", "seconds"))
+    return Cost(*seconds, layer.batch * max(sent), len(hops), own.sum_bytes(work))
 
 
 def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
@@ -186,35 +213,42 @@ def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
     communication = sent / fabric.bytes_per_second + sum(size > 0 for size in sizes) * fabric.latency
     visiting = FLOPS_A_BYTE * work.query_bytes * (rows + hops * moving) if name == "state" else 0
     compute = layer.batch * (pairs * work.pair_flops + visiting) / fabric.flops / (hops + 1)
-    return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent, hops + 1)
+    summed = layer.batch * hops * moving * (work.row_bytes.state[1] + work.row_bytes.kv[1])
+    return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent, hops + 1, summed)
 
 
-def exchange(layer: Layer, cluster: Cluster) -> Cost:
-    """Both exchanges of heads of one direction: q, k and v, then the output; or their gradients."""
-    if layer.ulysses == 1:
-        return Cost(0.0, 0.0, 0)
-    key_heads = layer.kv_heads * key_copies(layer.heads, layer.kv_heads, layer.ulysses)
+def exchange(layer: Layer, cluster: Cluster, attention: float) -> Cost:
+    """What all exchanges of heads of one direction, q, k, v and the output or their gradients, take besides attention.
+
+    Args:
+        attention: seconds of a part.
+    """
     rows = layer.batch * layer.seq_len / layer.ranks
-    to_each = rows * (2 * layer.heads + 2 * key_heads) * layer.dim * SIZE / layer.ulysses
-    inside = min(layer.ulysses, cluster.node) - 1
-    outside = layer.ulysses - 1 - inside
-    near, far = (peers * to_each / speed for peers, speed in ((inside, cluster.nvlink), (outside, cluster.network)))
-    latency = cluster.network_latency if outside else cluster.nvlink_latency
-    return Cost(0.0, max(near, far) + 2 * latency, (inside + outside) * to_each)
+    to_each = rows * 2 * sum(layer.sent_heads) * layer.dim * SIZE / layer.ulysses
+    host = min(layer.ranks, cluster.node)
+    seconds = exchange_seconds(to_each / layer.parts, layer.ulysses, host, *cluster.fabrics(cluster.forward_flops))
+    return Cost(0.0, exposed_seconds(layer.parts, attention, seconds), (layer.ulysses - 1) * to_each)
 
 
-def choose_ulysses(text: str, ranks: int, heads: int, kv_heads: int, dim: int) -> int:
-    """U of a number, or of "auto": the one that moves fewest bytes.
+def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
+    """The layer with U of a number, or of "auto": `best_ulysses`.
 
     Raises:
         ValueError: a number that does not divide the ranks and the heads.
     """
     if text == "auto":
-        return fewest_bytes(ranks, heads, kv_heads, dim, size=SIZE)
+        q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
+        flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)  # of two products, then five
+        mask, (near, far) = Mask(layer.mask == "causal", layer.window), cluster.fabrics(flops)
+        joined = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
+        best = best_ulysses(q, k, k, mask=mask, layout=layer.layout, schedule=layer.schedule, **joined)
+        return replace(layer, ulysses=best)
     ulysses = int(text)
-    if ulysses < 1 or ranks % ulysses or heads % ulysses:
-        raise ValueError(f"--ulysses {ulysses} must divide the {ranks} ranks and the {heads} heads: choose another, or 'auto'")
-    return ulysses
+    if ulysses < 1 or layer.ranks % ulysses or layer.heads % ulysses:
+        raise ValueError(
+            f"--ulysses {ulysses} must divide the {layer.ranks} ranks and the {layer.heads} heads: choose another, or 'auto'"
+        )
+    return replace(layer, ulysses=ulysses)
 
 
 HEADER = (
@@ -225,9 +259,8 @@ HEADER = (
 
 def table_row(layer: Layer, forward: Cost, both: Cost) -> str:
     """One line of the table."""
-    flops = (
-        sum(work.pair_flops for work in layer.works()) * layer.passes * layer.ulysses * layer.batch * layer.pairs(layer.seq_len)
-    )
+    flops = sum(work.pair_flops for work in layer.works()) * layer.passes * layer.parts * layer.ulysses
+    flops *= layer.batch * layer.pairs(layer.seq_len)
     cells = (
         f"{layer.ranks:,}",
         f"{layer.ulysses} x {layer.ring:,}",
@@ -255,11 +288,11 @@ def print_plan(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]
 
 def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
     """Measured beside predicted times, and measured over predicted."""
-    print("| ranks | length | heads | forward, ms | predicted | ratio | forward + backward, ms | predicted | ratio |")
+    print("| Ulysses x ring | length | heads | forward, ms | predicted | ratio | forward + backward, ms | predicted | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for layer, row in rows:
         forward, backward = predict(layer, cluster)
-        cells = [f"{layer.ranks}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
+        cells = [f"{layer.ulysses} x {layer.ring}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
         for name, cost in (("forward_ms", forward), ("forward_backward_ms", forward + backward)):
             milliseconds = 1e3 * cost.seconds
             cells += [f"{row[name]:,.3g}", f"{milliseconds:,.3g}", f"{row[name] / milliseconds:.2f}"]
@@ -297,9 +330,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--window", type=int, help="keys that a query may see; default: all that the mask lets it")
     add("--layout", choices=KINDS, default="zigzag", help="default: zigzag")
     add("--schedule", choices=SCHEDULES, default="auto", help="default: auto, the faster in each direction")
-    add("--ulysses", default="1", help="ranks that exchange heads, or 'auto' for what moves fewest bytes (default: 1)")
+    add("--ulysses", default="1", help="ranks that exchange heads, or 'auto' for what takes least time (default: 1)")
     add("--forward-tflops", type=float, default=default.forward_flops / 1e12, help="of a GPU (default: %(default)g)")
     add("--backward-tflops", type=float, default=default.backward_flops / 1e12, help="of a GPU (default: %(default)g)")
+    for name, sums in (("--forward-sums-gbs", default.forward_sums), ("--backward-sums-gbs", default.backward_sums)):
+        add(name, type=float, default=sums / 1e9, help="GB/s of partial results that a GPU adds up (default: %(default)g)")
     add("--nvlink-gbs", type=float, default=default.nvlink / 1e9, help="GB/s a GPU sends (default: %(default)g)")
     add("--nvlink-us", type=float, default=default.nvlink_latency * 1e6, help="of a message (default: %(default)g)")
     add("--node", type=int, default=default.node, help="GPUs of a node (default: %(default)s)")
@@ -322,6 +357,8 @@ def main(arguments: list[str] | None = None) -> None:
     cluster = Cluster(
         given.forward_tflops * 1e12,
         given.backward_tflops * 1e12,
+        given.forward_sums_gbs * 1e9,
+        given.backward_sums_gbs * 1e9,
         given.nvlink_gbs * 1e9,
         given.nvlink_us / 1e6,
         given.node,
@@ -334,16 +371,15 @@ def main(arguments: list[str] | None = None) -> None:
     )
     how = dict(batch=given.batch, mask=given.mask, window=given.window, layout=given.layout, schedule=given.schedule)
 
-    def layer(ranks: int, seq_len: int, *heads: int) -> Layer:
-        return Layer(seq_len, *heads, ranks, choose_ulysses(given.ulysses, ranks, *heads), **how)
-
     if given.measured:
-        names = "ranks", "seq_len", "heads", "kv_heads", "dim"
+        names = "seq_len", "heads", "kv_heads", "dim", "ranks"
         measured = json.loads(given.measured.read_text())
-        print_measured([(layer(*(row[name] for name in names)), row) for row in measured], cluster)
+        layers = [Layer(*(row[name] for name in names), **how) for row in measured]
+        layers = [with_ulysses(x, str(row.get("ulysses", 1)), cluster) for x, row in zip(layers, measured, strict=True)]
+        print_measured(list(zip(layers, measured, strict=True)), cluster)
         return
-    shape = given.length, given.heads, given.kv_heads, given.dim
-    rows = print_plan([layer(ranks, *shape) for ranks in given.ranks], cluster)
+    layers = [Layer(given.length, given.heads, given.kv_heads, given.dim, ranks, **how) for ranks in given.ranks]
+    rows = print_plan([with_ulysses(layer, given.ulysses, cluster) for layer in layers], cluster)
     if given.plot:
         plot(rows, given.plot)
 

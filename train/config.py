@@ -49,7 +49,7 @@ class ParallelConfig:
     """How the ranks share the work: a mesh of data-parallel x ring x Ulysses ranks, parameters sharded over all."""
 
     ring: int | None = None  # ranks that share one sequence; None: all ranks
-    ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: what sends fewest bytes
+    ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: the fastest by forecast
     layout: str = "zigzag"  # contiguous | zigzag | striped | auto (the least work for the busiest rank, at every step)
     schedule: str = "auto"  # auto | state | kv
     kernel: str = "auto"  # auto | triton | tiled | reference

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from kernels import dispatch
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
-from ringattn.ulysses import fewest_bytes
+from ringattn.cost import attention_flops, fabric
+from ringattn.ulysses import best_ulysses
 from train import checkpoint, flops, memory, metrics, optim, parallel
 from train.config import Config, ConfigError, TrainerConfig, check
 from train.data import IGNORE, Batch, PackedDataset, load
@@ -111,7 +112,8 @@ def build(config: Config) -> Run:
     parallel.set_deterministic(config.trainer.deterministic)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
     sequence = config.parallel.ring or dist.get_world_size()
-    mesh = parallel.build_mesh(device.type, sequence, config.parallel.ulysses or _best_ulysses(config, sequence, bf16))
+    ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
+    mesh = parallel.build_mesh(device.type, sequence, ulysses)
     parallel.set_timeout(mesh, config.parallel.timeout_s)
     with parallel.agreed():
         data = load(config.data, tokenizer)
@@ -130,10 +132,25 @@ def build(config: Config) -> Run:
     return Run(config, device, mesh, tokenizer, data, bf16, model, optimizer, peak_flops)
 
 
-def _best_ulysses(config: Config, sequence: int, bf16: bool) -> int:
+def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
+    """How many of `sequence` ranks exchange heads, by rank 0's forecast, which leaves out documents: each step has others."""
     model = config.model
-    head_dim = model.head_dim or model.dim // model.heads
-    return fewest_bytes(sequence, model.heads, model.kv_heads, head_dim, size=2 if bf16 else 4)
+    shape, head_dim = (config.trainer.batch_size, config.data.seq_len), model.head_dim or model.dim // model.heads
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    q, k = (torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta") for heads in (model.heads, model.kv_heads))
+    inside, across = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
+    speed = attention_flops(device)
+    best = best_ulysses(
+        *(q, k, k),
+        mask=Mask.causal(model.window),
+        ranks=sequence,
+        host=parallel.local_ranks(),
+        near=fabric(inside, flops=speed),
+        far=fabric(across, one_host=False, flops=speed),
+        layout=config.parallel.layout,
+        schedule=config.parallel.schedule,
+    )
+    return parallel.share(best)
 
 
 def _free_memory(device: torch.device) -> None:

@@ -84,19 +84,24 @@ def set_deterministic(wanted: bool) -> None:
     torch.use_deterministic_algorithms(wanted, warn_only=True)
 
 
+def local_ranks() -> int:
+    """How many ranks this machine has."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def pick_device(name: str) -> torch.device:
     """This rank's device for `trainer.device`; on a CPU, the cores are divided among the ranks of the machine.
 
     Raises:
         ConfigError: no GPU, or fewer than ranks.
     """
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks()))
         return torch.device("cpu")
-    if torch.cuda.device_count() < local_ranks:
+    if torch.cuda.device_count() < local_ranks():
         raise ConfigError(
-            f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {local_ranks} ranks, "
+            f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {local_ranks()} ranks, "
             "and each rank needs its own: launch fewer ranks, or set trainer.device=cpu"
         )
     device = torch.device("cuda", local_rank)

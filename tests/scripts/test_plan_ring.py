@@ -1,6 +1,7 @@
 """The planner: bytes are the schedules' own, times follow by hand, and nothing gets faster for being slower."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import Layout, Mask
+from ringattn.cost import EXCHANGE_TIMES
 from ringattn.layout import KINDS
 from ringattn.plan import plan
 from ringattn.ulysses import bytes_per_row
 from scripts import plan_ring
-from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict
+from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict, with_ulysses
 
-SLOW = Cluster(*(1e12, 1e12, 1e9, 1e-4), node=4, network=1e8, forward_launch=1e-4, backward_launch=1e-4, forward_ends=0)
-SLOW = replace(SLOW, backward_ends=0)
+SLOW = Cluster(
+    1e12, 1e12, nvlink=1e9, nvlink_latency=1e-4, node=4, network=1e8, forward_launch=1e-4, backward_launch=1e-4, forward_ends=0
+)
+SLOW = replace(SLOW, backward_ends=0, forward_sums=math.inf, backward_sums=math.inf)
 MASKS = (("causal", None), ("full", None), ("causal", 100), ("full", 100))
 
 
@@ -87,17 +91,50 @@ def test_a_late_host(steps, monkeypatch: pytest.MonkeyPatch) -> None:
     assert late.seconds == pytest.approx(8e-3) and late.compute == prompt.compute
     ended = predict(layer, replace(SLOW, forward_ends=1e-4))[0]
     assert ended.compute == pytest.approx(prompt.compute + 4e-4) and ended.exposed == pytest.approx(prompt.exposed)
+    # m, l and the output, 130 numbers of 4 bytes a row, three times
+    summed = predict(layer, replace(SLOW, forward_sums=1e9))[0]
+    assert summed.compute == pytest.approx(prompt.compute + 3 * 1024 * 520e-9)
+    assert summed.exposed == pytest.approx(prompt.exposed)
 
 
 def test_exchange_by_hand() -> None:
-    """Half of 2 GPUs' heads cross: the bytes of `bytes_per_row`, and two latencies a direction."""
+    """Half of 2 GPUs' heads cross in one part: the bytes of `bytes_per_row`, and two latencies a direction."""
     layer = Layer(4096, 4, 4, 128, 2, ulysses=2)
-    cost = exchange(layer, SLOW)
-    assert 2 * cost.bytes == 2048 * bytes_per_row(2, 1, 4, 4, 128, 128)
-    assert cost.compute == 0 and cost.seconds == cost.exposed == pytest.approx(cost.bytes / 1e9 + 2e-4)
-    across = exchange(replace(layer, ranks=16, ulysses=4, heads=16), replace(SLOW, node=2))
+    cost = exchange(layer, SLOW, attention=1.0)
+    assert layer.parts == 1 and 2 * cost.bytes == 2048 * bytes_per_row(2, 1, 4, 4, 128, 128)
+    assert cost.compute == 0 and cost.seconds == cost.exposed == pytest.approx(EXCHANGE_TIMES * cost.bytes / 1e9 + 2e-4)
+    across = exchange(replace(layer, ranks=16, ulysses=4, heads=16), replace(SLOW, node=2), attention=1.0)
     to_each = 256 * (2 * 16 + 2 * 4) * 128 * 2 / 4
-    assert across.seconds == pytest.approx(2 * to_each / 1e8 + 2 * SLOW.network_latency)
+    assert across.seconds == pytest.approx(2 * (to_each / 1e8 + 2 * SLOW.network_latency))
+
+
+def test_all_but_one_part_hide_behind_attention() -> None:
+    """Four parts: a quarter of the time is left, unless attention is shorter."""
+    layer = Layer(65536, 16, 16, 128, 4, ulysses=4)
+    assert layer.parts == 4
+    hidden, late = (exchange(layer, Cluster(nvlink_latency=0), attention) for attention in (1.0, 0.0))
+    assert late.seconds == pytest.approx(4 * hidden.seconds) and late.bytes == hidden.bytes
+    assert hidden.seconds == pytest.approx(EXCHANGE_TIMES * hidden.bytes / 4 / Cluster().nvlink)
+    alone, exchanged = (predict(x, Cluster())[0] for x in (replace(layer, ranks=1, ulysses=1, heads=4, kv_heads=4), layer))
+    assert exchanged.compute == pytest.approx(alone.compute + 3 * Cluster().forward_ends)
+
+
+def test_measured_runs_are_predicted() -> None:
+    rows = json.loads((Path(__file__).parents[2] / "benchmarks" / "2026-11-22-ring" / "measured.json").read_text())
+    assert {row.get("ulysses", 1) for row in rows} == {1, 4}
+    for row in rows:
+        shape = (row[name] for name in ("seq_len", "heads", "kv_heads", "dim", "ranks"))
+        forward, backward = predict(Layer(*shape, row.get("ulysses", 1)), Cluster())
+        assert row["forward_ms"] == pytest.approx(1e3 * forward.seconds, rel=0.1)
+        assert row["forward_backward_ms"] == pytest.approx(1e3 * (forward + backward).seconds, rel=0.1)
+
+
+def test_auto_is_the_forecast_of_the_cluster() -> None:
+    layer = Layer(65536, 16, 16, 128, 16)
+    assert with_ulysses(layer, "auto", Cluster()) == replace(layer, ulysses=8)
+    longer = replace(layer, seq_len=262144)
+    assert with_ulysses(longer, "auto", Cluster(node=4)) == replace(longer, ulysses=4)
+    assert with_ulysses(replace(layer, ranks=8), "4", Cluster()) == replace(layer, ranks=8, ulysses=4)
 
 
 @given(
@@ -144,13 +181,13 @@ def test_the_table(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
 
 
 def test_measured_rows_are_compared(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    forward, backward = predict(Layer(8192, 8, 2, 64, 4), Cluster())
-    row = dict(ranks=4, seq_len=8192, heads=8, kv_heads=2, dim=64)
+    forward, backward = predict(Layer(8192, 8, 2, 64, 4, ulysses=2), Cluster())
+    row = dict(ranks=4, ulysses=2, seq_len=8192, heads=8, kv_heads=2, dim=64)
     times = dict(forward_ms=2e3 * forward.seconds, forward_backward_ms=500 * (forward.seconds + backward.seconds))
     (tmp_path / "rows.json").write_text(json.dumps([row | times]))
     plan_ring.main(["--measured", str(tmp_path / "rows.json")])
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
-    assert (cells[6], cells[9]) == ("2.00", "0.50")
+    assert (cells[1], cells[6], cells[9]) == ("2 x 2", "2.00", "0.50")
 
 
 def test_what_is_refused() -> None:

@@ -134,6 +134,28 @@ def test_the_same_text_is_generated(results, ring):
     assert [len(tokens) for tokens in alone] == [8, 9, 48]
 
 
+def check_one_choice() -> None:
+    """On every rank, where each would choose otherwise."""
+    loop.best_ulysses = lambda *args, **options: 1 + dist.get_rank()
+    assert loop._best_ulysses(Config(), 2, torch.device("cpu"), bf16=False) == 1
+
+
+def test_all_ranks_exchange_heads_as_rank_0_says(tmp_path):
+    run_ranks(check_one_choice, 2, tmp_path / "store")
+
+
+@pytest.mark.parametrize(("window", "ranks", "ulysses"), [(None, 4, 4), (None, 16, 8), (1024, 4, 1), (1024, 16, 1)])
+def test_heads_are_exchanged_where_the_forecast_says(window, ranks, ulysses, monkeypatch):
+    """GPUs of one host, and of two of eight; the layout of a window follows from its mask."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+    monkeypatch.setattr(loop, "attention_flops", lambda device: 5.8e14)
+    monkeypatch.setattr(parallel, "share", lambda value: value)
+    model = ModelConfig(dim=2048, heads=16, kv_heads=16, window=window)
+    config = Config(model=model, data=DataConfig(seq_len=65536))
+    config.parallel.layout, config.trainer.batch_size = "auto", 1
+    assert loop._best_ulysses(config, ranks, torch.device("cuda"), bf16=True) == ulysses
+
+
 def test_the_layout_follows_the_documents():
     """2 x 2 ranks: chunks dealt over the ring for the batch at hand, and split among those that exchange heads."""
     mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
