@@ -102,9 +102,14 @@ def check_mesh(ulysses: int) -> None:
                 assert_close(got, exact(case, mask), 1e-10)
     case, mask = random_case(33, "grouped", torch.float32), Mask.causal(documents=[1, 20, 12])
     layout = Layout.zigzag(33, ring).split(ulysses)
+    expected = exact(case.to(torch.float64), mask)
     for schedule in ("state", "kv"):
         got = on_rank(case, layout, mask, rank, **groups, schedule=schedule)
-        assert_close([layout.unshard(x) for x in got], exact(case.to(torch.float64), mask), 1e-5)
+        assert_close([layout.unshard(x) for x in got], expected, 1e-5)
+    ulysses_module.FULL_ROWS = 1  # as many parts as a rank has key heads, each with a ring of its own; this process ends here
+    for again in (False, True):
+        got = on_rank(case, layout, mask, rank, **groups, exchange_again=again)
+        assert_close([layout.unshard(x) for x in got], expected, 1e-5)
 
 
 @pytest.mark.parametrize("ulysses", (1, 2, 4), ids=lambda n: f"U{n}")
