@@ -46,12 +46,12 @@ def register(
     if keeping:
         results, saved = "Tensor, Tensor, Tensor[]", "Tensor[] kept"
     _library.define(f"{name}({inputs}, {settings}) -> ({results})", tags=tags)
-    gradients = "Tensor, Tensor, Tensor"
-    _library.define(f"{name}_backward({saved}, Tensor dout, Tensor? dlse, {settings}) -> ({gradients})", tags=tags)
+    saved = f"{saved}, Tensor dout, Tensor? dlse"
+    _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
     operator = getattr(torch.ops.ringattn, name).default
     differential = getattr(torch.ops.ringattn, f"{name}_backward").default
 
-    def gradients_of(ctx, dout, dlse, *_):
+    def gradients(ctx, dout, dlse, *_):
         kept = ctx.saved_tensors[: ctx.count]
         dout = kept[0].new_zeros(ctx.shape) if dout is None else dout
         run = backward if _is_plain(*kept, dout) else differential
@@ -64,8 +64,8 @@ def register(
             with torch._C._AutoDispatchBelowAutograd():
                 out, lse, *own = run(q, k, v, *settings)
             own = own[0] if keeping else []
-            kept = own if keeping else (out, lse)
-            kept = (q, k, v, *kept) if not keeping or keeping.inputs_too(settings) else kept
+            inputs = [q, k, v] if not keeping or keeping.inputs_too(settings) else []
+            kept = [*inputs, *(own if keeping else (out, lse))]
             # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*own)
@@ -77,7 +77,7 @@ def register(
         @staticmethod
         def backward(ctx, dout, dlse, *_):
             # what refuses second derivatives takes time, which is only well spent when someone asks for them
-            run = once_differentiable(gradients_of) if torch.is_grad_enabled() else gradients_of
+            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
             return run(ctx, dout, dlse)
 
     def differentiable(q, k, v, *settings):

@@ -10,7 +10,6 @@ graph. A rank begins to write into an inbox when its owner has raised *open*, at
 Nothing can wait in a circle: whatever waits for a peer waits for work that the peer has issued at or before the same send.
 """
 
-import logging
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,17 +17,15 @@ import torch
 from torch import Tensor
 
 from ringattn import driver
+from ringattn.inbox import Inbox, padded_bytes
 from ringattn.swap import Place, incoming
 from ringattn.transport import Block
 
 if TYPE_CHECKING:
     from ringattn.peers import PeerCopies
 
-log = logging.getLogger(__name__)
-
 MOST_SENDS = 64  # of a call
 OPEN = MOST_SENDS  # the flag after those of the sends
-ALIGNMENT = 256
 
 
 class Move(NamedTuple):
@@ -76,9 +73,7 @@ class PeerMailbox:
 
     def __init__(self, line: "PeerCopies") -> None:
         self.line = line
-        self.inbox: Tensor | None = None
-        self.inboxes: list[int] = []
-        self.kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
+        self.inbox = Inbox(line, "the exchange of heads", "heads have not been exchanged")
         self.flags, self.addresses = line.share(torch.int32, (MOST_SENDS + 1) * line.size)
         self.flags[OPEN * line.size :] = 1
         line.synchronise()
@@ -86,25 +81,6 @@ class PeerMailbox:
     def flag(self, rank: int, purpose: int, writer: int) -> int:
         """Address of a flag of `rank`."""
         return self.addresses[rank] + 4 * (purpose * self.line.size + writer)
-
-    def reserve(self, count: int, capturing: bool) -> None:
-        """Make the inbox `count` bytes long if it is shorter; all ranks ask for the same at the same time.
-
-        Raises:
-            RuntimeError: if it is too short in a CUDA graph.
-        """
-        if self.inbox is None or self.inbox.numel() < count:
-            if capturing:
-                raise RuntimeError(
-                    "heads have not been exchanged with these shapes: call it once before it is captured in a CUDA graph"
-                )
-            self.line.synchronise()  # nobody writes to the old one any more
-            self.inbox = None
-            count = max(1, -(-count >> 21)) << 21
-            log.info("rank %d: an inbox of %d MiB for the exchange of heads over NVLink", self.line.rank, count >> 20)
-            self.inbox, self.inboxes = self.line.share(torch.uint8, count)
-        if capturing:
-            self.kept.setdefault(self.inbox.data_ptr(), self.inbox)
 
 
 class PeerSwap:
@@ -122,15 +98,17 @@ class PeerSwap:
         starts = []
         for x in into:
             starts.append(self.total)
-            size = x.shape[0] * max(lengths) * x.shape[2:].numel() * x.element_size()
-            self.total += -(-size // ALIGNMENT) * ALIGNMENT
+            self.total += padded_bytes(x, max(lengths))
         return _Image(self, into, lengths, starts, sends)
 
     def begin_send(self) -> int:
         """The number of a new send; the side streams wait for what is computed so far."""
         number, self.sends = self.sends, self.sends + 1
         if number == 0:
-            self.box.reserve(self.total, torch.cuda.is_current_stream_capturing())
+            capturing = torch.cuda.is_current_stream_capturing()
+            self.box.inbox.reserve(self.total, capturing)
+            if capturing:
+                self.box.inbox.keep()
         assert number < MOST_SENDS, "one call sends few blocks"
         self.ready.record(self.main)
         self.outward.wait_event(self.ready)
@@ -158,10 +136,11 @@ class _Image:
 
     def send(self, block: Block, take: Place, put: Place) -> None:
         swap, box, line = self.swap, self.swap.box, self.swap.line
+        others = line.others
         block = tuple(x if _in_rows(x) else x.contiguous() for x in block)
         number, out = swap.begin_send(), swap.outward.cuda_stream
         if number == 0:
-            driver.take_flags([box.flag(line.rank, OPEN, peer) for peer in line.others], out)
+            driver.take_flags([box.flag(line.rank, OPEN, peer) for peer in others], out)
         places = [
             (
                 _moves(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), line.rank),
@@ -171,10 +150,10 @@ class _Image:
             for x, y, start in zip(block, self.into, self.starts, strict=True)
         ]
         # every rank begins with the one after it, so that no two write to the same at the same time
-        for peer in (*line.others[line.rank :], *line.others[: line.rank]):
-            _start(places, peer, box.inboxes[peer], out)
-        driver.raise_flags([box.flag(peer, number, line.rank) for peer in line.others], out)
-        _start(places, line.rank, box.inboxes[line.rank], swap.inward.cuda_stream)
+        for peer in (*others[line.rank :], *others[: line.rank]):
+            _start(places, peer, box.inbox.addresses[peer], out)
+        driver.raise_flags([box.flag(peer, number, line.rank) for peer in others], out)
+        _start(places, line.rank, box.inbox.addresses[line.rank], swap.inward.cuda_stream)
         self.awaited.append(number)
         swap.sent.append(block)
         self.left -= 1
@@ -190,7 +169,7 @@ class _Image:
         driver.take_flags(flags, stream.cuda_stream)
         for y, start in zip(self.into, self.starts, strict=True):
             if y.numel():
-                driver.copy(y.data_ptr(), box.inboxes[rank] + start, y.nbytes, stream.cuda_stream)
+                driver.copy(y.data_ptr(), box.inbox.addresses[rank] + start, y.nbytes, stream.cuda_stream)
         self.complete.record(stream)
 
     def wait(self) -> Block:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ringattn import driver
 from ringattn.cost import Fabric
+from ringattn.inbox import Inbox, padded_bytes
 from ringattn.peer_swap import PeerMailbox, PeerSwap
 from ringattn.schedule import Message, Schedule
 from ringattn.transport import Arrive, Block, Like
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 KINDS = ("traveller", "result")
 ARRIVED, CREDIT = range(2)  # flags, for each kind and step
-ALIGNMENT = 256
 HELD = 1 << 30  # bytes of results that all have a slot of their own, so that they can be added up at the end, in one go
 SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages may come two steps early; else two
 
@@ -107,8 +107,7 @@ class Slots:
         """Where the tensors of a message start in its slot, and where the last one ends."""
         ends = [0]
         for x in self.like[message.kind]:
-            size = x.shape[0] * len(message.rows) * x.shape[2:].numel() * x.element_size()
-            ends.append(ends[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+            ends.append(ends[-1] + padded_bytes(x, len(message.rows)))
         return ends
 
 
@@ -120,14 +119,13 @@ class PeerCopies:
         self.rank, self.size = group.rank(), group.size()
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
-        self._inbox: Tensor | None = None
-        self._inboxes: list[int] = []
-        self._kept: dict[int, Tensor] = {}  # inboxes whose addresses stand in CUDA graphs, by address
-        self._routes: dict[tuple, Route] = {}
-        self._mailbox: PeerMailbox | None = None
-        self._set_flags()
+        self._prepare()
 
-    def _set_flags(self) -> None:
+    def _prepare(self) -> None:
+        """What passes and swaps share. Waits for all ranks."""
+        self._routes: dict[tuple, Route] = {}
+        self._inbox = Inbox(self, "the hops", "the ring has not been run", let_go=self._routes.clear)
+        self._mailbox: PeerMailbox | None = None
         self._flags, self._flag_addresses = self.share(torch.int32, (1 + 4 * self._most_steps) * self.size)
 
     @property
@@ -152,8 +150,7 @@ class PeerCopies:
     @property
     def inbox_bytes(self) -> int:
         """Memory of the inboxes, which torch's allocator does not count."""
-        inboxes = self._inbox, self._mailbox and self._mailbox.inbox
-        return sum(x.numel() for x in inboxes if x is not None)
+        return self._inbox.nbytes + (self._mailbox.inbox.nbytes if self._mailbox else 0)
 
     @property
     def others(self) -> list[int]:
@@ -176,16 +173,12 @@ class PeerCopies:
         route = self._routes.get((schedule, shapes))
         if route is None:
             slots = Slots(schedule, like)
-            if capturing and (self._inbox is None or self._inbox.numel() < slots.total):
-                raise RuntimeError(
-                    "the ring has not been run with these shapes: call it once before it is captured in a CUDA graph"
-                )
-            self._reserve(slots.total)
+            self._inbox.reserve(slots.total, capturing)
             if len(self._routes) >= 64:  # packed documents bring new schedules all the time
                 self._routes.clear()
             route = self._routes[schedule, shapes] = self._plan(schedule, slots)
         if capturing:
-            self._kept.setdefault(self._inbox.data_ptr(), self._inbox)
+            self._inbox.keep()
         return _Pass(self, route)
 
     def swap(self) -> PeerSwap:
@@ -194,25 +187,15 @@ class PeerCopies:
             self._mailbox = PeerMailbox(self)
         return PeerSwap(self._mailbox)
 
-    def _reserve(self, count: int) -> None:
-        """Make the inbox `count` bytes long if it is shorter; all ranks ask for the same at the same time."""
-        if self._inbox is not None and self._inbox.numel() >= count:
-            return
-        self.synchronise()  # nobody writes to the old one any more
-        self._routes.clear()
-        self._inbox = None
-        count = max(1, -(-count >> 21)) << 21
-        log.info("rank %d: an inbox of %d MiB for the hops over NVLink", self.rank, count >> 20)
-        self._inbox, self._inboxes = self.share(torch.uint8, count)
-
     def _plan(self, schedule: Schedule, slots: Slots) -> Route:
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         told: set[int] = set()
         for t, step in enumerate(schedule.by_rank[self.rank]):
             for message in step.outgoing:
                 first = message.kind == "traveller" and message.dst not in told
+                if first:
+                    told.add(message.dst)
                 steps[t].pushes.append(self._push(t, message, slots, first))
-                told |= {message.dst} if first else set()
             steps[t].landings = [self._landing(t, message, slots) for message in step.incoming]
             steps[t - 1].results_follow = any(message.kind == "result" for message in step.outgoing)
         for kind in KINDS:
@@ -230,7 +213,7 @@ class PeerCopies:
         gates = [self._open(self.rank, dst)] if first else []
         if queue.index(message) >= slots.counts[kind]:
             gates.append(self._flag(self.rank, CREDIT, kind, t, dst))
-        place = self._inboxes[dst] + slots.places[message]
+        place = self._inbox.addresses[dst] + slots.places[message]
         targets = tuple(place + start for start in slots.extents(message)[:-1])
         return Push(message, gates, targets, self._flag(dst, ARRIVED, kind, t, self.rank))
 
@@ -240,7 +223,7 @@ class PeerCopies:
             shape = x.shape[0], len(message.rows), *x.shape[2:]
             start += slots.places[message]
             end = start + torch.Size(shape).numel() * x.element_size()
-            block.append(self._inbox[start:end].view(x.dtype).view(shape))
+            block.append(self._inbox.memory[start:end].view(x.dtype).view(shape))
         return Landing(tuple(block), self._flag(self.rank, ARRIVED, message.kind, t, message.src))
 
 

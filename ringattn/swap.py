@@ -13,6 +13,7 @@ or from several, so that attention can work on some heads while others are under
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,6 +76,7 @@ def begin(line: Transport) -> Swap:
     return Messages(line) if isinstance(line, Messenger) else line.swap()
 
 
+@lru_cache(maxsize=64)  # asked for at every landing
 def incoming(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
     """What a rank waits for, as messages to people tell it."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)

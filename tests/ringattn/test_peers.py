@@ -123,9 +123,8 @@ class Linked(PeerCopies):
         self.node, self.rank, self.size, self.device = node, rank, node.ranks, CPU
         self.fabric, self.watchdog = fabric("nvlink"), Unwatched()
         self.streams = {kind: Stream() for kind in peers_module.KINDS}
-        self._ready, self._sent, self._kept = Event(), Event(), {}
-        self._inbox, self._inboxes, self._routes, self._mailbox = None, [], {}, None
-        self._set_flags()
+        self._ready, self._sent = Event(), Event()
+        self._prepare()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
         return self.node.share(self.rank, dtype, count)
