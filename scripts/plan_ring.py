@@ -27,9 +27,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringattn import Layout, Mask  # noqa: E402
 from ringattn.cost import FLOPS_A_BYTE, STEP_SECONDS, SUM_FLOPS_A_BYTE, Fabric  # noqa: E402
+from ringattn.forecast import best_ulysses, exchange_seconds, exposed_seconds  # noqa: E402
 from ringattn.layout import KINDS  # noqa: E402
 from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, part_of_heads, passes, plan  # noqa: E402
-from ringattn.ulysses import best_ulysses, exchange_seconds, exposed_seconds, key_copies, parts_of  # noqa: E402
+from ringattn.ulysses import key_copies, parts_of  # noqa: E402
 
 SIZE = 2  # bytes of a bf16 number
 EXACT_RANKS, EXACT_ROWS = 16, 2**23  # ranks, and positions x ranks, up to which the schedules themselves are planned

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import dispatch
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.cost import attention_flops, fabric
-from ringattn.ulysses import best_ulysses
+from ringattn.forecast import best_ulysses
 from train import checkpoint, flops, memory, metrics, optim, parallel
 from train.config import Config, ConfigError, TrainerConfig, check
 from train.data import IGNORE, Batch, PackedDataset, load

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from ringattn import Layout, Mask
 from ringattn.cost import EXCHANGE_TIMES
+from ringattn.forecast import bytes_per_row
 from ringattn.layout import KINDS
 from ringattn.plan import plan
-from ringattn.ulysses import bytes_per_row
 from scripts import plan_ring
 from scripts.plan_ring import Cluster, Layer, closed_form, exchange, planned, predict, with_ulysses
 
