@@ -8,11 +8,12 @@ mask and heads, all rows, output and gradients: no speed is reported of a wrong 
 because clocks drift with heat; a figure is the median over rounds of calls back to back, on the slowest rank. `local` is the
 automatic schedule where every message is there already, as rows of this rank: what the ring would take if communication cost
 nothing; `ulysses-4-local` is what `ulysses-4` would take, its heads exchanged among four ranks. With `-graph` calls are
-replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is the longer one. FLOPs count 4 H
-pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over the GPUs. Memory is the peak of
-torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink transport comes on top (`inbox_bytes`).
-Of every ring its hops, the bytes that its busiest rank sends, and the time that it takes longer than `local` are told too. Rank
-0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
+replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is about as long as the GPU's.
+Backwards run in the calling thread, those of context_parallel too: autograd's own, woken for every call, takes half as long
+again. FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over the
+GPUs. Memory is the peak of torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink transport
+comes on top (`inbox_bytes`). Of every ring its hops, the bytes that its busiest rank sends, and the time that it takes longer
+than `local` are told too. Rank 0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
 """
 
 import argparse
@@ -49,7 +50,7 @@ from ringattn.balance import balanced_layout  # noqa: E402
 from ringattn.cost import Fabric  # noqa: E402
 from ringattn.peers import Slots  # noqa: E402
 from ringattn.ring import Ring  # noqa: E402
-from ringattn.schedule import Schedule  # noqa: E402
+from ringattn.schedule import Message, Schedule  # noqa: E402
 from ringattn.transport import Block, Like, Messenger, Pass, Transport, resolve  # noqa: E402
 from ringattn.ulysses import parts_of  # noqa: E402
 
@@ -141,8 +142,9 @@ def differentiated(attend: Callable[[], Tensor], shard: list[Tensor], around: Ca
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        out = attend()
-        return out.detach(), *torch.autograd.grad(out, inputs, dout)
+        with torch.autograd.set_multithreading_enabled(False):
+            out = attend()
+            return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
     return Steps(forward, both, around)
 
@@ -202,16 +204,18 @@ class Standstill(Messenger):
         steps = schedule.by_rank[self.rank]
 
         def arrived(t: int) -> list[Block]:
-            return [tuple(self._rows(x, m.kind, len(m.rows)) for x in like[m.kind]) for m in steps[t].incoming]
+            return [tuple(self._rows(x, i, m) for i, x in enumerate(like[m.kind])) for m in steps[t].incoming]
 
         if schedule not in self.holds:
             self.holds[schedule] = Slots(schedule, like).holds_results
         return SimpleNamespace(exchange=lambda t, _: partial(arrived, t), end=lambda: None, holds_results=self.holds[schedule])
 
-    def _rows(self, x: Tensor, kind: str, rows: int) -> Tensor:
+    def _rows(self, x: Tensor, i: int, message: Message) -> Tensor:
+        """What comes for tensor `i`, like x. Every result has memory of its own, as it would if it came from elsewhere."""
+        kind, rows = message.kind, len(message.rows)
         if kind == "traveller" and rows <= x.shape[1]:
             return x[:, :rows]
-        key = kind, rows, x.shape, x.dtype
+        key = (message.src if kind == "result" else None), i, rows, x.shape, x.dtype
         if key not in self.rows:
             shape = x.shape[0], rows, *x.shape[2:]
             make = torch.zeros if kind == "result" else torch.randn

@@ -217,7 +217,9 @@ def take_step(run: Run, step: int, consumed: int) -> dict[str, float]:
     loss = torch.zeros((), device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
         share = share_of_loss(run, batch, mask, num_valid)
-        share.backward()
+        # in this thread: another one would be woken for every backward, and hold Python's lock in turns with it
+        with torch.autograd.set_multithreading_enabled(False):
+            share.backward()
         loss += share.detach()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.optim.clip).full_tensor()
