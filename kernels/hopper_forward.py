@@ -104,7 +104,7 @@ TILES = {  # by padded head dim
     64: dict(consumers=3, keys=128, stages=3, registers=160, turns=True, hold=False),
     128: dict(consumers=3, keys=64, stages=3, registers=160, turns=False, hold=HOLD),
 }
-# with few rows in all heads, items of fewer rows leave fewer processors idle
+# with few rows that see something in all heads, items of fewer rows leave fewer processors idle
 FEW_ROWS = 2**16
 TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD)}
 
@@ -607,7 +607,7 @@ def _launch(
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     m, l, o, out, lse = results
-    few = batch * num_queries * num_heads <= FEW_ROWS
+    few = intervals.num_seeing * (batch // intervals.batch) * num_heads <= FEW_ROWS
     config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
     blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))

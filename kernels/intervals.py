@@ -121,10 +121,15 @@ class Intervals:
         return tables.by_length(first, end, walks, *self.lo.shape)
 
     @cached_property
+    def num_seeing(self) -> int:
+        """How many rows, of all masks together, see some key."""
+        lo, hi = self.host
+        return int((lo < hi).sum())
+
+    @property
     def all_see(self) -> bool:
         """Whether every row sees some key."""
-        lo, hi = self.host
-        return bool((lo < hi).all())
+        return self.num_seeing == self.lo.numel()
 
     def items(
         self,

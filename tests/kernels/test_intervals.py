@@ -217,6 +217,7 @@ def test_items_of_rows_that_see_nothing_may_be_left_out():
     nothing = Intervals.of(lo, lo, 10).items(8, 4, 1, 2, 1, 3, seeing=True)
     assert nothing.shape[1:] == (1, 8) and not nothing.any()
     assert not intervals.all_see and intervals.cut(slice(20, 40), slice(0, 10)).all_see
+    assert intervals.num_seeing == 20
 
 
 @pytest.mark.parametrize("lengths", [[8192], [50, 2000, 700, 4000, 90, 1100, 252]], ids=str)
