@@ -7,6 +7,18 @@ from train.loss import CHUNK
 from train.model import padded_vocabulary, round_up
 
 GIB = 2**30
+SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
+
+
+def stay_whole(model: ModelConfig, bf16: bool) -> bool:
+    """Whether the blocks' parameters, once gathered in the forward, stay whole until the backward."""
+    return (2 if bf16 else 4) * model.layers * _block_parameters(model) <= SMALL
+
+
+def _block_parameters(model: ModelConfig) -> int:
+    head_dim = model.head_dim or model.dim // model.heads
+    ffn_dim = model.ffn_dim or round_up(8 * model.dim // 3, 64)
+    return model.dim * (2 * (model.heads + model.kv_heads) * head_dim + 3 * ffn_dim)
 
 
 def estimate(
@@ -30,7 +42,8 @@ def estimate(
     head_dim = model.head_dim or model.dim // model.heads
     ffn_dim = model.ffn_dim or round_up(8 * model.dim // 3, 64)
     query, keys = model.heads * head_dim, 2 * model.kv_heads * head_dim
-    block = model.dim * (2 * query + keys + 3 * ffn_dim)
+    block = _block_parameters(model)
+    whole = model.layers if stay_whole(model, bf16) else 2  # blocks at a time
     ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
@@ -45,7 +58,7 @@ def estimate(
         activations = rows * model.layers * kept
     return {
         "parameters, gradients and optimizer, fp32": 16 * total / ranks,
-        "whole parameters and gradients in use": (2 * size + 4) * (ends + 2 * block),
+        "whole parameters and gradients in use": size * (ends + whole * block) + (size + 4) * (ends + 2 * block),
         "activations": activations,
         "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
         "logits of a chunk": 12 * min(rows, CHUNK) * vocab,

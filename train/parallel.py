@@ -21,6 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from train import memory
 from train.config import ConfigError
 from train.model import GPT
 
@@ -141,14 +142,18 @@ def shard(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool) -
     """Give a model built on the meta device its parameters, this rank's shards only, block by block.
 
     Every rank draws the same numbers and keeps its part, so the start does not depend on how many ranks there are.
-    With `bf16`, the model computes in bf16 from fp32 parameters, and gradients are summed in fp32.
+    With `bf16`, the model computes in bf16 from fp32 parameters, and gradients are summed in fp32. Those of a block are
+    gathered for its forward, and anew for its backward unless they are few (`memory.stay_whole`).
     """
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    options = dict(mesh=mesh.all, mp_policy=precision if bf16 else MixedPrecisionPolicy())
+    if memory.stay_whole(model.config, bf16):
+        options["reshard_after_forward"] = False
     generator = torch.Generator(device).manual_seed(seed)
     for module in (*model.blocks, model):
         _materialise(module, device)
         module.init_weights(generator)
-        fully_shard(module, mesh=mesh.all, mp_policy=precision if bf16 else MixedPrecisionPolicy())
+        fully_shard(module, **options)
         # the loss is already divided by the tokens of all ranks: gradients are summed, never averaged
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)

@@ -25,6 +25,14 @@ def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
     assert total(8192, 8, activation_checkpointing=True) < total(8192, 8)
 
 
+def test_few_parameters_stay_whole():
+    small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
+    assert memory.stay_whole(small, bf16=True) and not memory.stay_whole(LLAMA, bf16=True)
+    rows = dict(vocab_size=256, rows=1, ranks=8, bf16=True)
+    needed = memory.estimate(small, ParallelConfig(), **rows)["whole parameters and gradients in use"]
+    assert needed == pytest.approx(2 * 85e6 + 6 * 2 * 7.1e6, rel=0.02)  # of 12 blocks, and of two the gradients
+
+
 def test_what_cannot_fit_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
     memory.check({"activations": 79 * memory.GIB}, torch.device("cuda", 0))
