@@ -215,8 +215,22 @@ def _log_choice(direction: str, chosen: str, sums: dict[str, tuple[float, int]])
 
 def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
     """The intervals of `query_rank`'s positions, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
-    keys, queries = layout.positions(key_rank), layout.positions(query_rank)
-    return tuple(torch.searchsorted(keys, x[:, queries].contiguous(), out_int32=True) for x in mask.intervals(layout.seq_len))
+    rows_before = _rows_before(layout, key_rank)
+    return tuple(rows_before.take(x) for x in _bounds(mask, layout, query_rank))
+
+
+@lru_cache(maxsize=16)
+def _bounds(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
+    """The intervals of a rank's positions, counted in positions: int64 (B or 1, rows)."""
+    return tuple(x[:, layout.positions(rank)] for x in mask.intervals(layout.seq_len))
+
+
+@lru_cache(maxsize=16)
+def _rows_before(layout: Layout, rank: int) -> Tensor:
+    """How many of a rank's rows come before each position, and before the end, of the sequence: int32 (seq_len + 1,)."""
+    held = torch.zeros(layout.seq_len + 1, dtype=torch.int32)
+    held[layout.positions(rank) + 1] = 1
+    return held.cumsum(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=128)
@@ -235,13 +249,13 @@ class Meeting(NamedTuple):
 
 def _meeting(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> Meeting:
     lo, hi = _local(mask, layout, query_rank, key_rank)
-    sees = lo < hi
-    rows = sees.any(0).nonzero()
+    seen = (hi - lo).clamp(min=0)
+    rows = seen.sum(0).nonzero()
     if not len(rows):
         return Meeting(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
-    pairs = float((hi - lo).clamp(min=0).sum(dtype=torch.int64)) / len(lo)
-    return Meeting(queries, range(int(lo[sees].min()), int(hi[sees].max())), pairs)
+    lo, hi = lo[seen > 0], hi[seen > 0]
+    return Meeting(queries, range(int(lo.min()), int(hi.max())), float(seen.sum()) / len(seen))
 
 
 @lru_cache(maxsize=8)
