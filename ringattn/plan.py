@@ -254,15 +254,18 @@ def _meeting(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> Meet
     if not len(rows):
         return Meeting(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
-    lo, hi = lo[seen > 0], hi[seen > 0]
-    return Meeting(queries, range(int(lo.min()), int(hi.max())), float(seen.sum()) / len(seen))
+    blind = seen == 0
+    keys = range(int(lo.masked_fill(blind, layout.seq_len).min()), int(hi.masked_fill(blind, 0).max()))
+    return Meeting(queries, keys, float(seen.sum()) / len(seen))
 
 
 @lru_cache(maxsize=8)
 def meetings(mask: Mask, layout: Layout) -> tuple[tuple[Meeting, ...], ...]:
     """meetings[query rank][key rank]."""
     ranks = range(layout.ranks)
-    return tuple(tuple(_meeting(mask, layout, q, k) for k in ranks) for q in ranks)
+    # what is kept of keys is as long as the sequence: one rank's after the other
+    columns = [[_meeting(mask, layout, q, k) for q in ranks] for k in ranks]
+    return tuple(zip(*columns, strict=True))
 
 
 @lru_cache(maxsize=16)
