@@ -164,7 +164,7 @@ class Intervals:
                 items = items[items[:, 4] + items[:, 5] > 0]
             if group is None:
                 items = tables.split_last(items, programs, rows)
-                times = tables.forward_times(items, rows)
+                times = tables.forward_times(items)
             else:
                 times = tables.backward_times(items, group)
             self._tables[key] = _copy(tables.deal(items, times, programs), self.device, self.wait)

@@ -84,10 +84,10 @@ def split_last(items: Tensor, programs: int, rows: int) -> Tensor:
     return torch.cat((whole, most, rest[rest[:, 0] < rest[:, 1]]))
 
 
-def forward_times(items: Tensor, rows: int) -> Tensor:
-    """How long items of up to `rows` rows take, roughly: steps with half of the rows take more than half of the time."""
+def forward_times(items: Tensor) -> Tensor:
+    """How long items take, roughly: steps with half of the rows take more than half of the time."""
     computed = _ceil_div(items[:, 1] - items[:, 0], CONSUMER_ROWS)
-    return (items[:, 4] + items[:, 5] + FORWARD_ITEM) * (1 + computed) / (1 + rows // CONSUMER_ROWS)
+    return (items[:, 4] + items[:, 5] + FORWARD_ITEM) * (1 + computed)
 
 
 def backward_times(items: Tensor, group: int) -> Tensor:
@@ -98,6 +98,7 @@ def backward_times(items: Tensor, group: int) -> Tensor:
 def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
     """Items (N, 8) that take `times` (N,), dealt out in their order, each to the program that has least to do so far.
 
+    Times are integers, in any unit.
     Sections begin anew with the longest walks: if programs just took turns, some would get a seventh more than their share.
     Where the longest of the last sections would still begin too late, as under packed documents, they begin before their turn.
 
@@ -122,15 +123,14 @@ def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
     return dealt
 
 
-def _share_out(times: Tensor, programs: int) -> tuple[Tensor, float]:
+def _share_out(times: Tensor, programs: int) -> tuple[Tensor, int]:
     """(owner of each item, if that is the program that has least to do so far, when the last program ends)."""
-    shares = [(0.0, program) for program in range(programs)]
-    owners = []
-    for time in times.tolist():
-        share, program = shares[0]
-        owners.append(program)
-        heapreplace(shares, (share + time, program))
-    return torch.tensor(owners), max(shares)[0]
+    shares = list(range(programs))  # share * programs + program: a heap of numbers is the fastest
+    least = []
+    for time in (times.long() * programs).tolist():
+        least.append(shares[0])
+        heapreplace(shares, shares[0] + time)
+    return torch.tensor(least) % programs, max(shares) // programs
 
 
 def _early(times: Tensor, programs: int) -> Tensor:
