@@ -247,15 +247,15 @@ class Meeting(NamedTuple):
     pairs: float  # (query, key), the mean over batch rows
 
 
-def _meeting(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> Meeting:
-    lo, hi = _local(mask, layout, query_rank, key_rank)
+def _meeting(lo: Tensor, hi: Tensor, num_keys: int) -> Meeting:
+    """Of queries with the intervals lo, hi (B or 1, query rows) of a rank's `num_keys` rows."""
     seen = (hi - lo).clamp(min=0)
     rows = seen.sum(0).nonzero()
     if not len(rows):
         return Meeting(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
     blind = seen == 0
-    keys = range(int(lo.masked_fill(blind, layout.seq_len).min()), int(hi.masked_fill(blind, 0).max()))
+    keys = range(int(lo.masked_fill(blind, num_keys).min()), int(hi.masked_fill(blind, 0).max()))
     return Meeting(queries, keys, float(seen.sum()) / len(seen))
 
 
@@ -263,8 +263,11 @@ def _meeting(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> Meet
 def meetings(mask: Mask, layout: Layout) -> tuple[tuple[Meeting, ...], ...]:
     """meetings[query rank][key rank]."""
     ranks = range(layout.ranks)
-    # what is kept of keys is as long as the sequence: one rank's after the other
-    columns = [[_meeting(mask, layout, q, k) for q in ranks] for k in ranks]
+    bounds = [_bounds(mask, layout, rank) for rank in ranks]
+    columns = []
+    for rank in ranks:
+        before = _rows_before(layout, rank)
+        columns.append([_meeting(before.take(lo), before.take(hi), layout.rows(rank)) for lo, hi in bounds])
     return tuple(zip(*columns, strict=True))
 
 
