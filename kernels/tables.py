@@ -98,9 +98,9 @@ def backward_times(items: Tensor, group: int) -> Tensor:
 def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
     """Items (N, 8) that take `times` (N,), dealt out in their order, each to the program that has least to do so far.
 
-    Times are integers, in any unit.
-    Sections begin anew with the longest walks: if programs just took turns, some would get a seventh more than their share.
-    Where the longest of the last sections would still begin too late, as under packed documents, they begin before their turn.
+    Times are integers, of any unit. Sections begin anew with the longest walks: if programs just took turns, some would get a
+    seventh more than their share. Where the longest of the last sections would still begin too late, as under packed documents,
+    they begin before their turn.
 
     Returns:
         int32 (n, programs, 8), item by item of each program: first, end, begin, num_head, num_full, num_edge as in

@@ -14,7 +14,6 @@ Nothing can wait in a circle: a rank issues its work step by step, and everythin
 at or before that step. That holds even if a device runs all its streams one after the other.
 """
 
-import logging
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,8 +30,6 @@ from ringattn.peer_swap import PeerMailbox, PeerSwap
 from ringattn.schedule import Message, Schedule
 from ringattn.transport import Arrive, Block, Like
 from ringattn.watchdog import Watchdog
-
-log = logging.getLogger(__name__)
 
 KINDS = ("traveller", "result")
 ARRIVED, CREDIT = range(2)  # flags, for each kind and step

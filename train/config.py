@@ -12,6 +12,10 @@ class ConfigError(ValueError):
     """A setting, file or combination that cannot be honoured: the message says what, why and what to do."""
 
 
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
 @dataclass
 class ModelConfig:
     """A GPT."""
@@ -27,6 +31,16 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     window: int | None = None  # keys a query may see, itself included; None: all before it
+
+    @property
+    def head_features(self) -> int:
+        """Of a head: `head_dim`, where it is given."""
+        return self.head_dim or self.dim // self.heads
+
+    @property
+    def ffn_features(self) -> int:
+        """Between the two layers of SwiGLU: `ffn_dim`, where it is given."""
+        return self.ffn_dim or round_up(8 * self.dim // 3, 64)
 
 
 @dataclass
@@ -185,7 +199,7 @@ def _check_model(model: ModelConfig) -> None:
         )
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
-    head_dim = model.head_dim or model.dim // model.heads
+    head_dim = model.head_features
     if head_dim % 2 or head_dim > 256:
         raise ConfigError(
             f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most 256, so "

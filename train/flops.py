@@ -42,8 +42,7 @@ def step_flops(model: GPT, tokens: int, pairs: int) -> int:
         a sequence of S tokens, S (S + 1) / 2.
     """
     config = model.config
-    head_dim = config.head_dim or config.dim // config.heads
-    return 6 * matmul_parameters(model) * tokens + 12 * head_dim * config.heads * config.layers * pairs
+    return 6 * matmul_parameters(model) * tokens + 12 * config.head_features * config.heads * config.layers * pairs
 
 
 def peak_flops(device: torch.device) -> float | None:

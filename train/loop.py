@@ -135,9 +135,9 @@ def build(config: Config) -> Run:
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
     """How many of `sequence` ranks exchange heads, by rank 0's forecast, which leaves out documents: each step has others."""
     model = config.model
-    shape, head_dim = (config.trainer.batch_size, config.data.seq_len), model.head_dim or model.dim // model.heads
-    dtype = torch.bfloat16 if bf16 else torch.float32
-    q, k = (torch.empty(*shape, heads, head_dim, dtype=dtype, device="meta") for heads in (model.heads, model.kv_heads))
+    shape, dtype = (config.trainer.batch_size, config.data.seq_len), torch.bfloat16 if bf16 else torch.float32
+    counts = model.heads, model.kv_heads
+    q, k = (torch.empty(*shape, heads, model.head_features, dtype=dtype, device="meta") for heads in counts)
     inside, across = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)
     best = best_ulysses(
@@ -176,7 +176,7 @@ def _rows(config: Config, mesh: parallel.Mesh) -> int:
 def describe(run: Run, directory: Path) -> None:
     """Log what the settings amount to."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
-    head_dim = config.model.head_dim or config.model.dim // config.model.heads
+    head_dim = config.model.head_features
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     kernel = dispatch.choose(run.device, dtype, config.parallel.kernel, (head_dim, head_dim))
     needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16).values())

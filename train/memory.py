@@ -4,7 +4,7 @@ import torch
 
 from train.config import ConfigError, ModelConfig, ParallelConfig
 from train.loss import CHUNK
-from train.model import padded_vocabulary, round_up
+from train.model import padded_vocabulary
 
 GIB = 2**30
 SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
@@ -16,9 +16,7 @@ def stay_whole(model: ModelConfig, bf16: bool) -> bool:
 
 
 def _block_parameters(model: ModelConfig) -> int:
-    head_dim = model.head_dim or model.dim // model.heads
-    ffn_dim = model.ffn_dim or round_up(8 * model.dim // 3, 64)
-    return model.dim * (2 * (model.heads + model.kv_heads) * head_dim + 3 * ffn_dim)
+    return model.dim * (2 * (model.heads + model.kv_heads) * model.head_features + 3 * model.ffn_features)
 
 
 def estimate(
@@ -39,16 +37,14 @@ def estimate(
     """
     size = 2 if bf16 else 4
     vocab = padded_vocabulary(model, vocab_size)
-    head_dim = model.head_dim or model.dim // model.heads
-    ffn_dim = model.ffn_dim or round_up(8 * model.dim // 3, 64)
-    query, keys = model.heads * head_dim, 2 * model.kv_heads * head_dim
+    query, keys = model.heads * model.head_features, 2 * model.kv_heads * model.head_features
     block = _block_parameters(model)
     whole = model.layers if stay_whole(model, bf16) else 2  # blocks at a time
     ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
     # rotation, attention's output, and three of SwiGLU
-    kept = size * (4 * model.dim + 3 * query + 2 * keys + 4 * ffn_dim) + 4 * model.heads
+    kept = size * (4 * model.dim + 3 * query + 2 * keys + 4 * model.ffn_features) + 4 * model.heads
     checkpointed = size * (model.dim + query) + 4 * model.heads
     if exchanged:
         kept, checkpointed = kept + size * query, checkpointed + size * query

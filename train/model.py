@@ -15,14 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from train.config import ModelConfig
+from train.config import ModelConfig, round_up
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
@@ -52,8 +48,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head_dim = config.head_dim or config.dim // config.heads
-        ffn_dim = config.ffn_dim or round_up(8 * config.dim // 3, 64)
+        self.head_dim, ffn_dim = config.head_features, config.ffn_features
         self.attention_norm = nn.Parameter(torch.empty(config.dim))
         self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
         self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
