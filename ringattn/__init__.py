@@ -22,6 +22,7 @@ from ringattn.explain import explain
 from ringattn.flash import flash_attention
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.recompute import keep_attention
 from ringattn.state import PartialState
 from ringattn.transport import simulate
 from ringattn.ulysses import ulysses_attention
@@ -36,6 +37,7 @@ __all__ = [
     "decode_attention",
     "explain",
     "flash_attention",
+    "keep_attention",
     "ring_attention",
     "simulate",
     "ulysses_attention",

@@ -5,6 +5,7 @@ as the kernels of a short sequence take.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kernels.reference import state_dtype
+from ringattn.recompute import once
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
 
@@ -42,10 +44,10 @@ def register(
     """
     tags = (torch.Tag.pt2_compliant_tag,)
     inputs = "Tensor q, Tensor k, Tensor v"
-    results, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
+    returned, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
     if keeping:
-        results, saved = "Tensor, Tensor, Tensor[]", "Tensor[] kept"
-    _library.define(f"{name}({inputs}, {settings}) -> ({results})", tags=tags)
+        returned, saved = "Tensor, Tensor, Tensor[]", "Tensor[] kept"
+    _library.define(f"{name}({inputs}, {settings}) -> ({returned})", tags=tags)
     saved = f"{saved}, Tensor dout, Tensor? dlse"
     _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
     operator = getattr(torch.ops.ringattn, name).default
@@ -57,12 +59,15 @@ def register(
         run = backward if _is_plain(*kept, dout) else differential
         return *run(*([list(kept)] if keeping else kept), dout, dlse, *ctx.settings), None
 
+    def results(q, k, v, *settings):
+        run = forward if _is_plain(q, k, v) else operator
+        with torch._C._AutoDispatchBelowAutograd():
+            return run(q, k, v, *settings)
+
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, settings):
-            run = forward if _is_plain(q, k, v) else operator
-            with torch._C._AutoDispatchBelowAutograd():
-                out, lse, *own = run(q, k, v, *settings)
+            out, lse, *own = once(partial(results, q, k, v, *settings))
             own = own[0] if keeping else []
             inputs = [q, k, v] if not keeping or keeping.inputs_too(settings) else []
             kept = [*inputs, *(own if keeping else (out, lse))]

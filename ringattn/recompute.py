@@ -1,0 +1,84 @@
+"""Activation checkpointing that never attends twice: what attention returned is kept, all else is computed again.
+
+checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+
+with `torch.utils.checkpoint.checkpoint`. Its selective policies can do the same, but ask Python about every operation of the
+block, which takes the host longer than the short kernels of a block run.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+Attend = Callable[[], tuple]
+
+
+def keep_attention() -> tuple["_Keep", "_Repeat"]:
+    """The contexts of a pass and of its repetition: the second's attention calls return what the first's did, in order.
+
+    For the `context_fn` of `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Calls of `ring_attention`,
+    `ulysses_attention` and `flash_attention` count. The backward of a call gets the q, k and v that were computed again.
+    """
+    results: list[tuple] = []
+    return _Keep(results), _Repeat(results)
+
+
+def once(attend: Attend) -> tuple:
+    """What `attend` returns, tensors and lists of them; or what it returned in the pass that is being repeated."""
+    return attend() if _thread.innermost is None else _thread.innermost.run(attend)
+
+
+class _Context:
+    """A context that may be entered again, as a graph may be run through more than once."""
+
+    def __init__(self, results: list[tuple]) -> None:
+        self.results = results
+        self.outer: _Context | None = None
+
+    def __enter__(self) -> None:
+        self.outer, _thread.innermost = _thread.innermost, self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.innermost = self.outer
+
+    def run(self, attend: Attend) -> tuple:
+        raise NotImplementedError
+
+
+class _Keep(_Context):
+    def run(self, attend: Attend) -> tuple:
+        results = attend() if self.outer is None else self.outer.run(attend)
+        self.results.append(_detached(results))  # what is returned becomes part of a graph, which would keep itself alive
+        return results
+
+
+class _Repeat(_Context):
+    left: Iterator[tuple]
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.left = iter(self.results)
+
+    def run(self, attend: Attend) -> tuple:
+        results = next(self.left, None)
+        if results is None:
+            raise RuntimeError(
+                f"a pass called attention {len(self.results)} times and its repetition calls it once more: what is "
+                "checkpointed must do the same whenever it is called"
+            )
+        return _detached(results)
+
+
+class _Thread(threading.local):
+    innermost: _Context | None = None
+
+
+_thread = _Thread()
+
+
+def _detached(results: tuple) -> tuple:
+    with torch.no_grad():
+        return tree_map_only(Tensor, Tensor.detach, results)

@@ -1,0 +1,92 @@
+"""Activation checkpointing that keeps what attention returned: attention runs once, whatever surrounds it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ringattn import Layout, Mask, flash_attention, keep_attention, ring_attention
+from ringattn import attention as attention_module
+
+MASK = Mask.causal(documents=[5, 7])
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every forward of a ring."""
+    runs = []
+    honest = attention_module.Ring.forward
+    monkeypatch.setattr(attention_module.Ring, "forward", lambda *args, **options: runs.append(1) or honest(*args, **options))
+    return runs
+
+
+def inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (1, 12, 4, 8), (1, 12, 2, 8), (1, 12, 2, 8)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Two calls of attention, the second of what the first returns, its lse included."""
+    settings = dict(layout=Layout.contiguous(12, 1), mask=MASK)
+    x, lse = ring_attention(q.sin(), k.sin(), v.sin(), **settings, return_lse=True)
+    x = x * lse.sigmoid()[..., None]
+    return ring_attention(x.sin(), k.cos(), v.cos(), **settings).sin()
+
+
+def kept(*operands: Tensor, run=block) -> Tensor:
+    return checkpoint(run, *operands, use_reentrant=False, context_fn=keep_attention)
+
+
+def test_attention_runs_once_and_gradients_are_those_without_checkpoints(runs: list[int]) -> None:
+    operands = inputs()
+    expected = torch.autograd.grad(block(*operands).sum(), operands)
+    runs.clear()
+    out = kept(*operands)
+    found = torch.autograd.grad(out.sum(), operands)
+    assert all(map(torch.equal, found, expected))
+    assert len(runs) == 2
+
+
+def test_a_graph_may_be_run_through_again(runs: list[int]) -> None:
+    operands = inputs()
+    out = kept(*operands).sum()
+    first = torch.autograd.grad(out, operands, retain_graph=True)
+    assert all(map(torch.equal, torch.autograd.grad(out, operands), first))
+    assert len(runs) == 2
+
+
+def test_a_checkpoint_inside_a_checkpoint(runs: list[int]) -> None:
+    operands = inputs()
+    expected = torch.autograd.grad(block(*operands).sum(), operands)
+    runs.clear()
+    found = torch.autograd.grad(kept(*operands, run=kept).sum(), operands)
+    assert all(map(torch.equal, found, expected))
+    assert len(runs) == 2
+
+
+def test_what_ran_outside_is_not_kept() -> None:
+    """Calls after a checkpoint, and after one that failed, are their own."""
+    operands = inputs()
+
+    def fails(*operands: Tensor) -> Tensor:
+        raise KeyError(block(*operands).shape)
+
+    with pytest.raises(KeyError):
+        kept(*operands, run=fails)
+    out = kept(*operands)
+    other = flash_attention(*(x * 2 for x in operands), mask=MASK)
+    out.sum().backward()
+    assert torch.equal(other, flash_attention(*(x * 2 for x in operands), mask=MASK))
+    assert not torch.equal(other, out)
+
+
+def test_a_repetition_that_calls_more_is_refused() -> None:
+    operands = inputs()
+    keep, repeat = keep_attention()
+    with keep:
+        first = flash_attention(*operands, mask=MASK)
+    with repeat:
+        assert torch.equal(flash_attention(*(2 * x for x in operands), mask=MASK), first)
+        with pytest.raises(RuntimeError, match="called attention 1 times and its repetition calls it once more"):
+            flash_attention(*operands, mask=MASK)
