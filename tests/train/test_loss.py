@@ -1,7 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from train import loss as loss_module
 from train.data import IGNORE
 from train.loss import cross_entropy
 
@@ -34,6 +37,19 @@ def test_loss_and_gradients(chunk, vocab_size, dtype, tolerance):
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert grad.dtype == dtype
         torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+def test_compiled_it_is_the_same(monkeypatch):
+    """Traced whole, for chunks of two sizes; what a compiler makes of the trace is its own affair."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    loss_module._compiled.cache_clear()
+    results = []
+    for compiled in (False, True):
+        hidden, head, labels = problem(40, 57)
+        loss = cross_entropy(hidden, head, labels, 57, num_valid=10, chunk=32, compiled=compiled)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, head))))
+    loss_module._compiled.cache_clear()
+    torch.testing.assert_close(results[1], results[0])
 
 
 def test_ignored_tokens_get_no_gradient_and_padding_rows_neither():
