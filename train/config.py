@@ -64,7 +64,7 @@ class ParallelConfig:
 
     ring: int | None = None  # ranks that share one sequence; None: all ranks
     ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: the fastest by forecast
-    layout: str = "zigzag"  # contiguous | zigzag | striped | auto (the least work for the busiest rank, at every step)
+    layout: str = "auto"  # contiguous | zigzag | striped | auto: the least work for the busiest rank, at every step
     schedule: str = "auto"  # auto | state | kv
     kernel: str = "auto"  # auto | triton | tiled | reference
     activation_checkpointing: bool = False  # recompute blocks in the backward, attention excepted
@@ -97,7 +97,7 @@ class TrainerConfig:
     device: str = "auto"  # auto | cpu | cuda
     precision: str = "auto"  # auto (bf16 on cuda, else fp32) | fp32 | bf16
     deterministic: bool = False  # the same bits in every run; slower: the backward of attention on Hopper by some 1.6 times
-    compile: bool | None = None  # fuse what lies around attention with torch.compile; None: on cuda
+    compile: bool | None = None  # fuse what lies around attention, and the loss, with torch.compile; None: on cuda
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
     resume: str = "auto"  # auto (the newest in this run's directory, if any) | never | the path of a checkpoint

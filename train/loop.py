@@ -122,7 +122,7 @@ def build(config: Config) -> Run:
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
-    if device.type == "cuda" if config.trainer.compile is None else config.trainer.compile:
+    if _compiles(config, device):
         parallel.compile_blocks(model)
     if config.parallel.activation_checkpointing:
         parallel.checkpoint_activations(model)
@@ -130,6 +130,10 @@ def build(config: Config) -> Run:
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     return Run(config, device, mesh, tokenizer, data, bf16, model, optimizer, peak_flops)
+
+
+def _compiles(config: Config, device: torch.device) -> bool:
+    return device.type == "cuda" if config.trainer.compile is None else config.trainer.compile
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
@@ -280,7 +284,8 @@ def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
         exchange_again=run.config.parallel.activation_checkpointing,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
-    finish = partial(cross_entropy, labels=labels, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1))
+    options = dict(vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1), compiled=_compiles(run.config, run.device))
+    finish = partial(cross_entropy, labels=labels, **options)
     return run.model(tokens, layout.positions(rank).to(run.device), attend, finish)
 
 

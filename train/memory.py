@@ -8,11 +8,17 @@ from train.model import padded_vocabulary
 
 GIB = 2**30
 SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
+UNIT = 2**26  # bytes of parameters that travel together: for fewer the host takes longer than the links
 
 
 def stay_whole(model: ModelConfig, bf16: bool) -> bool:
     """Whether the blocks' parameters, once gathered in the forward, stay whole until the backward."""
     return (2 if bf16 else 4) * model.layers * _block_parameters(model) <= SMALL
+
+
+def unit(model: ModelConfig, bf16: bool) -> int:
+    """How many blocks' parameters are gathered, and their gradients summed, together."""
+    return min(max(UNIT // ((2 if bf16 else 4) * _block_parameters(model)), 1), model.layers)
 
 
 def _block_parameters(model: ModelConfig) -> int:
@@ -39,7 +45,8 @@ def estimate(
     vocab = padded_vocabulary(model, vocab_size)
     query, keys = model.heads * model.head_features, 2 * model.kv_heads * model.head_features
     block = _block_parameters(model)
-    whole = model.layers if stay_whole(model, bf16) else 2  # blocks at a time
+    units = min(2 * unit(model, bf16), model.layers)  # blocks of two units, one in use and one that travels
+    whole = model.layers if stay_whole(model, bf16) else units
     ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
@@ -54,10 +61,10 @@ def estimate(
         activations = rows * model.layers * kept
     return {
         "parameters, gradients and optimizer, fp32": 16 * total / ranks,
-        "whole parameters and gradients in use": size * (ends + whole * block) + (size + 4) * (ends + 2 * block),
+        "whole parameters and gradients in use": size * (ends + whole * block) + (size + 4) * (ends + units * block),
         "activations": activations,
         "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
-        "logits of a chunk": 12 * min(rows, CHUNK) * vocab,
+        "logits of a chunk": 14 * min(rows, CHUNK) * vocab,
     }
 
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
+from ringattn import keep_attention
 from train import memory
 from train.config import ConfigError
 from train.model import GPT
@@ -142,21 +143,23 @@ def shard(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool) -
     """Give a model built on the meta device its parameters, this rank's shards only, block by block.
 
     Every rank draws the same numbers and keeps its part, so the start does not depend on how many ranks there are.
-    With `bf16`, the model computes in bf16 from fp32 parameters, and gradients are summed in fp32. Those of a block are
-    gathered for its forward, and anew for its backward unless they are few (`memory.stay_whole`).
+    With `bf16`, the model computes in bf16 from fp32 parameters, and gradients are summed in fp32. Those of a unit of blocks
+    (`memory.unit`) are gathered for its forward, and anew for its backward unless all are few (`memory.stay_whole`).
     """
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     options = dict(mesh=mesh.all, mp_policy=precision if bf16 else MixedPrecisionPolicy())
     if memory.stay_whole(model.config, bf16):
         options["reshard_after_forward"] = False
     generator = torch.Generator(device).manual_seed(seed)
-    for module in (*model.blocks, model):
-        _materialise(module, device)
-        module.init_weights(generator)
-        fully_shard(module, **options)
+    size, blocks = memory.unit(model.config, bf16), list(model.blocks)
+    for unit in (*(blocks[start : start + size] for start in range(0, len(blocks), size)), [model]):
+        for module in unit:
+            _materialise(module, device)
+            module.init_weights(generator)
+        fully_shard(unit, **options)
         # the loss is already divided by the tokens of all ranks: gradients are summed, never averaged
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        unit[0].set_gradient_divide_factor(1.0)
+        unit[0].set_force_sum_reduction_for_comms(True)
 
 
 def _materialise(module: nn.Module, device: torch.device) -> None:
@@ -178,11 +181,7 @@ def checkpoint_activations(model: GPT) -> None:
     Attention is the dear part and its communication involves other ranks: neither ever runs twice. Where heads are exchanged
     q, k and v are exchanged once more (`exchange_again`), which is cheap beside the memory of what that brings.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _save_attention)
     for block in model.blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-
-
-def _save_attention(context, op, *args, **kwargs) -> CheckpointPolicy:
-    keep = op in (torch.ops.ringattn.ring_attention.default, torch.ops.ringattn.ulysses_attention.default)
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        block.forward = partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention
+        )

@@ -30,7 +30,15 @@ def test_few_parameters_stay_whole():
     assert memory.stay_whole(small, bf16=True) and not memory.stay_whole(LLAMA, bf16=True)
     rows = dict(vocab_size=256, rows=1, ranks=8, bf16=True)
     needed = memory.estimate(small, ParallelConfig(), **rows)["whole parameters and gradients in use"]
-    assert needed == pytest.approx(2 * 85e6 + 6 * 2 * 7.1e6, rel=0.02)  # of 12 blocks, and of two the gradients
+    assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)  # of 12 blocks, and of two units of four the gradients
+
+
+def test_small_blocks_travel_together():
+    small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
+    assert (memory.unit(small, bf16=True), memory.unit(small, bf16=False)) == (4, 2)
+    assert memory.unit(LLAMA, bf16=True) == 1
+    tiny = ModelConfig(layers=3, dim=64, heads=4, kv_heads=4)
+    assert memory.unit(tiny, bf16=True) == 3
 
 
 def test_what_cannot_fit_is_refused(monkeypatch):
