@@ -67,7 +67,8 @@ class ParallelConfig:
     layout: str = "auto"  # contiguous | zigzag | striped | auto: the least work for the busiest rank, at every step
     schedule: str = "auto"  # auto | state | kv
     kernel: str = "auto"  # auto | triton | tiled | reference
-    activation_checkpointing: bool = False  # recompute blocks in the backward, attention excepted
+    # recompute blocks in the backward, attention excepted; None: where a GPU's memory would else be short
+    activation_checkpointing: bool | None = None
     timeout_s: int = 600  # of a collective
 
 

@@ -82,6 +82,7 @@ class Run:
     tokenizer: Tokenizer
     data: PackedDataset
     bf16: bool
+    recompute: bool  # blocks in the backward, attention excepted
     model: GPT
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # of one device
@@ -118,18 +119,20 @@ def build(config: Config) -> Run:
     with parallel.agreed():
         data = load(config.data, tokenizer)
         _free_memory(device)
-        memory.check(_needed_memory(config, tokenizer, mesh, bf16), device)
+    recompute = _recompute(config, tokenizer, mesh, device, bf16)
+    with parallel.agreed():
+        memory.check(_needed_memory(config, tokenizer, mesh, bf16, recompute), device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
     if _compiles(config, device):
         parallel.compile_blocks(model)
-    if config.parallel.activation_checkpointing:
+    if recompute:
         parallel.checkpoint_activations(model)
     parallel.shard(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    return Run(config, device, mesh, tokenizer, data, bf16, model, optimizer, peak_flops)
+    return Run(config, device, mesh, tokenizer, data, bf16, recompute, model, optimizer, peak_flops)
 
 
 def _compiles(config: Config, device: torch.device) -> bool:
@@ -166,10 +169,17 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool) -> dict[str, float]:
+def _recompute(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, device: torch.device, bf16: bool) -> bool:
+    """Whether blocks are recomputed in the backward: as the settings say, or by the memory of rank 0's GPU."""
+    if config.parallel.activation_checkpointing is not None:
+        return config.parallel.activation_checkpointing
+    return parallel.share(memory.is_tight(_needed_memory(config, tokenizer, mesh, bf16, recompute=False), device))
+
+
+def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
     rows = config.trainer.batch_size * _rows(config, mesh)
     exchanged = mesh.ulysses.size() > 1
-    return memory.estimate(config.model, config.parallel, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged)
+    return memory.estimate(config.model, recompute, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged)
 
 
 def _rows(config: Config, mesh: parallel.Mesh) -> int:
@@ -183,7 +193,7 @@ def describe(run: Run, directory: Path) -> None:
     head_dim = config.model.head_features
     dtype = torch.bfloat16 if run.bf16 else torch.float32
     kernel = dispatch.choose(run.device, dtype, config.parallel.kernel, (head_dim, head_dim))
-    needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16).values())
+    needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16, run.recompute).values())
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
@@ -198,7 +208,8 @@ def describe(run: Run, directory: Path) -> None:
         "kernel": f"{kernel.backend}: {kernel.why}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "FLOPs": f"{flops_per_token:.3g} a token, in a sequence of one document",
-        "memory": f"about {needed / memory.GIB:.1f} GiB a rank",
+        "memory": f"about {needed / memory.GIB:.1f} GiB a rank"
+        + (", blocks but for their attention computed again in the backward" if run.recompute else ""),
     }
     for name, value in lines.items():
         log.info(f"{name:<12}{value}")
@@ -281,7 +292,7 @@ def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
         ring_group=run.mesh.ring.get_group(),
         schedule=run.config.parallel.schedule,
         backend=run.config.parallel.kernel,
-        exchange_again=run.config.parallel.activation_checkpointing,
+        exchange_again=run.recompute,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
     options = dict(vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1), compiled=_compiles(run.config, run.device))

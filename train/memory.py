@@ -2,12 +2,13 @@
 
 import torch
 
-from train.config import ConfigError, ModelConfig, ParallelConfig
+from train.config import ConfigError, ModelConfig
 from train.loss import CHUNK
 from train.model import padded_vocabulary
 
 GIB = 2**30
 SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
+COMFORTABLE = 0.8  # of a GPU's memory: estimates are rough, and a GPU may have other work
 UNIT = 2**26  # bytes of parameters that travel together: for fewer the host takes longer than the links
 
 
@@ -27,7 +28,7 @@ def _block_parameters(model: ModelConfig) -> int:
 
 def estimate(
     model: ModelConfig,
-    parallel: ParallelConfig,
+    recompute: bool,
     vocab_size: int,
     rows: int,
     ranks: int,
@@ -37,6 +38,7 @@ def estimate(
     """Bytes a rank needs, by what for. From shapes alone: what an allocator wastes and kernels borrow is not in it.
 
     Args:
+        recompute: whether blocks keep only their input and their attention's output for the backward.
         rows: tokens of a micro-step on this rank, batch_size * N.
         ranks: over how many the parameters are sharded.
         exchanged: whether ranks exchange heads, and so keep attention's output in both arrangements.
@@ -55,7 +57,7 @@ def estimate(
     checkpointed = size * (model.dim + query) + 4 * model.heads
     if exchanged:
         kept, checkpointed = kept + size * query, checkpointed + size * query
-    if parallel.activation_checkpointing:
+    if recompute:
         activations = rows * (model.layers * checkpointed + kept)
     else:
         activations = rows * model.layers * kept
@@ -66,6 +68,11 @@ def estimate(
         "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
         "logits of a chunk": 14 * min(rows, CHUNK) * vocab,
     }
+
+
+def is_tight(needed: dict[str, float], device: torch.device) -> bool:
+    """Whether a GPU would be too full for comfort; a CPU never is."""
+    return device.type == "cuda" and sum(needed.values()) > COMFORTABLE * torch.cuda.get_device_properties(device).total_memory
 
 
 def check(needed: dict[str, float], device: torch.device) -> None:
@@ -81,5 +88,5 @@ def check(needed: dict[str, float], device: torch.device) -> None:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         raise ConfigError(
             f"a rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), and has {available / GIB:.1f}: "
-            "use more ranks, a shorter data.seq_len, a smaller model or batch, or activation_checkpointing"
+            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )

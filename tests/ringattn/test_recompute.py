@@ -1,5 +1,8 @@
 """Activation checkpointing that keeps what attention returned: attention runs once, whatever surrounds it."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -63,6 +66,24 @@ def test_a_checkpoint_inside_a_checkpoint(runs: list[int]) -> None:
     found = torch.autograd.grad(kept(*operands, run=kept).sum(), operands)
     assert all(map(torch.equal, found, expected))
     assert len(runs) == 2
+
+
+def test_what_is_kept_is_given_back_with_the_graph() -> None:
+    contexts = []
+
+    def remembered() -> tuple:
+        pair = keep_attention()
+        contexts.append(weakref.ref(pair[1]))
+        return pair
+
+    operands = inputs()
+    gc.collect()
+    gc.disable()  # what only the collector finds would stay for long
+    try:
+        checkpoint(block, *operands, use_reentrant=False, context_fn=remembered).sum().backward()
+        assert [context() for context in contexts] == [None]
+    finally:
+        gc.enable()
 
 
 def test_what_ran_outside_is_not_kept() -> None:

@@ -4,32 +4,32 @@ import pytest
 import torch
 
 from train import memory
-from train.config import ConfigError, ModelConfig, ParallelConfig
+from train.config import ConfigError, ModelConfig
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
 
-def total(rows: int, ranks: int, **parallel) -> float:
+def total(rows: int, ranks: int, recompute: bool = False) -> float:
     """GiB a rank."""
-    needed = memory.estimate(LLAMA, ParallelConfig(**parallel), 128_256, rows, ranks, bf16=True)
+    needed = memory.estimate(LLAMA, recompute, 128_256, rows, ranks, bf16=True)
     return sum(needed.values()) / memory.GIB
 
 
 def test_sharded_state_is_16_bytes_a_parameter():
-    needed = memory.estimate(LLAMA, ParallelConfig(), 128_256, rows=1, ranks=8, bf16=True)
+    needed = memory.estimate(LLAMA, False, 128_256, rows=1, ranks=8, bf16=True)
     assert needed["parameters, gradients and optimizer, fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
 def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
     assert total(8192, 8) < total(8192, 4) < total(16384, 4)
-    assert total(8192, 8, activation_checkpointing=True) < total(8192, 8)
+    assert total(8192, 8, recompute=True) < total(8192, 8)
 
 
 def test_few_parameters_stay_whole():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert memory.stay_whole(small, bf16=True) and not memory.stay_whole(LLAMA, bf16=True)
     rows = dict(vocab_size=256, rows=1, ranks=8, bf16=True)
-    needed = memory.estimate(small, ParallelConfig(), **rows)["whole parameters and gradients in use"]
+    needed = memory.estimate(small, False, **rows)["whole parameters and gradients in use"]
     assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)  # of 12 blocks, and of two units of four the gradients
 
 
@@ -48,13 +48,19 @@ def test_what_cannot_fit_is_refused(monkeypatch):
         memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, torch.device("cuda", 0))
 
 
+@pytest.mark.parametrize(("needed", "tight"), [(60, False), (70, True)], ids=["comfortable", "tight"])
+def test_a_full_gpu_is_tight_and_a_cpu_never(needed, tight, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
+    assert memory.is_tight({"activations": needed * memory.GIB}, torch.device("cuda", 0)) == tight
+    assert not memory.is_tight({"activations": 1e30}, torch.device("cpu"))
+
+
 def test_a_cpu_is_not_checked():
     memory.check({"activations": 1e30}, torch.device("cpu"))
 
 
 def test_an_exchange_of_heads_keeps_one_more_output():
     alone, exchanged = (
-        memory.estimate(LLAMA, ParallelConfig(activation_checkpointing=True), 128_256, 8192, 8, True, exchanged)["activations"]
-        for exchanged in (False, True)
+        memory.estimate(LLAMA, True, 128_256, 8192, 8, True, exchanged)["activations"] for exchanged in (False, True)
     )
     assert exchanged - alone == 8192 * (LLAMA.layers + 1) * 2 * 4096

@@ -14,9 +14,10 @@ import ringattn.attention
 from ringattn import Mask
 from tests.distributed import run_ranks
 from tests.train.launch import write_corpus
-from train import loop, parallel
+from train import loop, memory, parallel
 from train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
 from train.generate import generate
+from train.model import Block
 
 STEPS = 20
 SEQUENCES = 4  # a step
@@ -168,9 +169,12 @@ def test_the_layout_follows_the_documents():
     assert layouts == {"contiguous/2": [2048, 2048], "dealt-128/2": [3000, 1096], "zigzag/2": [4096]}
 
 
-def test_activation_checkpointing_never_runs_attention_twice(results, monkeypatch):
-    calls = []
-    forward = ringattn.attention.Ring.forward
+@pytest.mark.parametrize("choice", [True, None], ids=["asked for", "where memory is short"])
+def test_activation_checkpointing_never_runs_attention_twice(choice, results, monkeypatch):
+    calls, blocks = [], []
+    forward, after = ringattn.attention.Ring.forward, Block.after
+    monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
+    monkeypatch.setattr(Block, "after", lambda *arguments: blocks.append(1) or after(*arguments))
 
     def count(*arguments, **options):
         calls.append(arguments)
@@ -181,8 +185,9 @@ def test_activation_checkpointing_never_runs_attention_twice(results, monkeypatc
     threads = torch.get_num_threads()
     parallel.start()
     try:
-        gradients(job(str(results / "corpus" / "*.txt"), 1, activation_checkpointing=True), results / "again.pt")
+        gradients(job(str(results / "corpus" / "*.txt"), 1, activation_checkpointing=choice), results / "again.pt")
     finally:
         parallel.stop()
         torch.set_num_threads(threads)
     assert len(calls) == SEQUENCES * 2  # micro-steps, layers
+    assert len(blocks) == 2 * len(calls)  # all else runs again
