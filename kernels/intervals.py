@@ -131,6 +131,13 @@ class Intervals:
         """Whether every row sees some key."""
         return self.num_seeing == self.lo.numel()
 
+    def lay_as(self, other: "Intervals") -> None:
+        """Make the tables that were asked of `other`, and of its transpose: those of a mask that kernels will use alike."""
+        for key in other._tables:
+            (self.tiles if len(key) == 4 else self.items)(*key)
+        if "transposed" in vars(other):
+            self.transposed.lay_as(other.transposed)
+
     def items(
         self,
         rows: int,

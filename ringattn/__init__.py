@@ -15,7 +15,7 @@ if getattr(kernels, "OWNER", None) != "ringattn":
     )
 
 from kernels.blocks import BlockMask
-from ringattn.attention import ring_attention
+from ringattn.attention import plan_ahead, ring_attention
 from ringattn.balance import balanced_layout
 from ringattn.decode import KVCache, decode_attention
 from ringattn.explain import explain
@@ -38,6 +38,7 @@ __all__ = [
     "explain",
     "flash_attention",
     "keep_attention",
+    "plan_ahead",
     "ring_attention",
     "simulate",
     "ulysses_attention",

@@ -134,6 +134,21 @@ def check_inputs(
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 
 
+def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
+    """Plan calls under a new mask before they come, as calls under an earlier one were planned when they came.
+
+    A call under a new mask plans first, for milliseconds, of many ranks up to a second, in which a GPU has nothing to do. While
+    the GPU still works on something else, that costs nothing. Without it all results are the same.
+
+    Args:
+        mask, layout: of the calls to come, of a ring: of a layout that is split, `layout.whole`.
+        like: the (mask, layout) of earlier calls; the calls to come have their shapes and options.
+        group, device: theirs, too.
+    """
+    rank, _ = rank_and_size(group)
+    plan(mask, layout, rank, device).prepare_as(plan(*like, rank, device))
+
+
 # The operators take the mask and the layout as values, so that a compiler may trace them and a plan is found by value.
 SETTINGS = (
     "Tensor documents, bool is_causal, SymInt window, str layout, SymInt seq_len, SymInt ranks, str group, str schedule, "

@@ -8,6 +8,8 @@ empty (striped). So chunks of the sequence are dealt as cards are: from the heav
 round, and those of a round such that the ranks draw level.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -36,6 +38,7 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     return tiles
 
 
+@lru_cache(maxsize=8)
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     """The layout whose busiest rank has least to do under `mask`: contiguous, zigzag, striped, or chunks dealt for this mask.
 

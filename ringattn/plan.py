@@ -139,6 +139,18 @@ class Plan:
             self._blocks[name, schedule] = {visit: self._block(name, visit) for visit in visits}
         return self._blocks[name, schedule]
 
+    def prepare_as(self, other: "Plan") -> None:
+        """Make what was asked of `other`, so that no pass waits for it: choices, schedules, blocks and the kernels' tables."""
+        if other is self:
+            return
+        for work, fabric in other._choices:
+            self.choose("auto", work, fabric)
+        for (name, *options), schedule in other._schedules.items():
+            if (name, schedule) in other._blocks:
+                ours, theirs = self.blocks(name, self.schedule(name, *options)), other.blocks(name, schedule)
+                for block, model in zip(ours.values(), theirs.values(), strict=False):
+                    block.intervals.lay_as(model.intervals)
+
     def _block(self, name: str, visit: Visit) -> Block:
         here, there = (visit.rank, range(self.layout.rows(visit.rank))), (visit.owner, visit.rows)
         queries, keys = (there, here) if name == "state" else (here, there)

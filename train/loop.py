@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kernels import dispatch
-from ringattn import Layout, Mask, balanced_layout, ulysses_attention
+from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
 from train import checkpoint, flops, memory, metrics, optim, parallel
@@ -86,6 +86,7 @@ class Run:
     model: GPT
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # of one device
+    fetched: tuple[int, list[Batch]] | None = None  # the last batches, and from which sequence on
 
     @property
     def sequences_per_step(self) -> int:
@@ -238,6 +239,8 @@ def take_step(run: Run, step: int, consumed: int) -> dict[str, float]:
         loss += share.detach()
     dist.all_reduce(loss)
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.optim.clip).full_tensor()
+    if step < run.config.trainer.steps:
+        prepare(run, consumed + run.sequences_per_step, masks[-1])
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped before this "
@@ -257,11 +260,21 @@ def fetch(run: Run, consumed: int) -> list[Batch]:
 
     In each micro-step every data-parallel rank takes the next `batch_size` sequences; the ranks of a ring share them.
     """
+    if run.fetched and run.fetched[0] == consumed:
+        return run.fetched[1]
     size, dp = run.config.trainer.batch_size, run.mesh.dp
     starts = [
         consumed + (micro_step * dp.size() + dp.get_local_rank()) * size for micro_step in range(run.config.trainer.accumulate)
     ]
-    return [run.data.batch(range(start, start + size)) for start in starts]
+    run.fetched = consumed, [run.data.batch(range(start, start + size)) for start in starts]
+    return run.fetched[1]
+
+
+def prepare(run: Run, consumed: int, last: Mask) -> None:
+    """Fetch and plan the next step while GPUs still work on this one, the mask of whose last micro-step is `last`."""
+    mask = mask_of(run.config, fetch(run, consumed)[0])
+    layout, like = (layout_of(run.config, run.mesh, x).whole for x in (mask, last))
+    plan_ahead(mask, layout, (last, like), group=run.mesh.ring.get_group(), device=run.device)
 
 
 def mask_of(config: Config, batch: Batch) -> Mask:

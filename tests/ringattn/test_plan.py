@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import intervals
-from ringattn import Layout, Mask
+from ringattn import Layout, Mask, balanced_layout
 from ringattn import plan as planning
 from ringattn.cost import fabric
 from ringattn.layout import KINDS
@@ -116,3 +116,35 @@ def test_passes_take_a_tenth_of_a_second_at_least() -> None:
         for limit, wanted in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
             patch.setattr(planning, "PASS_FLOPS", limit)
             assert planned.passes(q, k, k) == wanted
+
+
+def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
+    plans = []
+    for documents in ([700, 1348], [100, 1900, 48]):
+        mask = Mask.causal(documents=documents)
+        plans.append(planning.Plan(mask, balanced_layout(mask, 2048, 2), 1, CPU))
+
+    def ask(own: planning.Plan) -> list[torch.Tensor]:
+        own.choose("auto", forward_work(q, k, v), fabric("nvlink"))
+        forward = own.blocks("kv", own.schedule("kv", results=False, all_pairs=True)).values()
+        backward = own.blocks("kv", own.schedule("kv", results=True, all_pairs=True)).values()
+        tables = [block.intervals.items(128, 64, 1, 4, 1, 8) for block in forward]
+        tables += [block.intervals.tiles(128, 64) for block in forward]
+        return tables + [block.intervals.transposed.items(128, 64, 1, 4, 1, 8, True, 1) for block in backward]
+
+    ask(plans[0])
+    plans[1].prepare_as(plans[0])
+    plans[0].prepare_as(plans[0])
+    for module, name in (
+        (planning, "hop_costs"),
+        (planning, "circulate"),
+        (intervals.tables, "deal"),
+        (intervals.tables, "lay"),
+    ):
+        monkeypatch.setattr(module, name, None)
+    monkeypatch.setattr(planning.Intervals, "of", None)
+    found = ask(plans[1])
+    monkeypatch.undo()
+    expected = ask(planning.Plan(plans[1].mask, plans[1].layout, 1, CPU))
+    assert len(found) == len(expected) > 4 and all(map(torch.equal, found, expected))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import ringattn.attention
 from ringattn import Mask
+from ringattn import plan as planning
 from tests.distributed import run_ranks
 from tests.train.launch import write_corpus
 from train import loop, memory, parallel
@@ -167,6 +168,23 @@ def test_the_layout_follows_the_documents():
         assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
         layouts[layout.name] = lengths
     assert layouts == {"contiguous/2": [2048, 2048], "dealt-128/2": [3000, 1096], "zigzag/2": [4096]}
+
+
+def test_a_step_is_planned_before_it_begins(results, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
+    threads = torch.get_num_threads()
+    config = job(str(results / "corpus" / "*.txt"), 1)
+    config.trainer.steps, config.trainer.accumulate = 2, 1
+    parallel.start()
+    try:
+        run = loop.build(config)
+        loop.take_step(run, 1, 0)
+        for module, name in ((planning, "Plan"), (loop.PackedDataset, "batch")):
+            monkeypatch.setattr(module, name, None)
+        loop.take_step(run, 2, run.sequences_per_step)
+    finally:
+        parallel.stop()
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("choice", [True, None], ids=["asked for", "where memory is short"])
