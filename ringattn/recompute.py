@@ -3,7 +3,8 @@
 checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
 with `torch.utils.checkpoint.checkpoint`. Its selective policies can do the same, but ask Python about every operation of the
-block, which takes the host longer than the short kernels of a block run.
+block, which takes the host longer than the short kernels of a block run. `torch.compile` over a whole checkpoint takes such
+policies only, and says so.
 """
 
 import threading
