@@ -53,7 +53,7 @@ class Work(NamedTuple):
     batch: int
     row_bytes: RowBytes  # a batch row
     pair_flops: float  # of one (query, key) pair of a batch row
-    query_bytes: float = 0  # of memory, that kernels move to prepare and finish a row of queries that come to visit
+    query_bytes: float = 0  # of memory, that kernels move for a row of queries that come to visit, besides its pairs
 
     def scaled(self, scale: float) -> "Work":
         """With rows that each stand for `scale`."""
@@ -69,8 +69,12 @@ def _forward_flops(q: Tensor, v: Tensor) -> int:
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """The work of the forward: two products of every pair and head."""
-    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v))
+    """The work of the forward: two products of every pair and head.
+
+    Where queries travel, what they earn at a rank is written as a state, and read and merged with that of another.
+    """
+    query_bytes = 4 * max(q.element_size(), 4) * q.shape[2] * (v.shape[3] + 2)
+    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v), query_bytes)
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:

@@ -22,7 +22,7 @@ def test_every_hop_says_what_moves_and_what_hides_it() -> None:
     assert lines[3:7] == [
         "forward: kv schedule, k, v travel",
         "  less time, then fewer bytes, of the busiest rank at each hop: "
-        "kv 0.948 ms with 64.0 MiB, state 0.948 ms with 97.0 MiB",
+        "kv 0.948 ms with 64.0 MiB, state 1.09 ms with 97.0 MiB",
         "  hop 0: computes with rows 0:8192 of rank 0, sends k, v rows 0:4096 of rank 0 to rank 1, "
         "receives k, v rows 0:8192 of rank 1 from rank 1; 474 us of kernels beside 64.0 MiB in 215 us, hidden",
         "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels",

@@ -77,6 +77,16 @@ def test_auto_moves_the_smaller_operand(heads: int, key_heads: int, forward: str
     assert planned.choose("state", backward_work(q, k, k), slow) == "state"
 
 
+def test_where_links_are_fast_the_forward_moves_keys() -> None:
+    """States are written and merged, which no link hides: moving fewer bytes, under this mask, does not make up for that."""
+    q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 16))
+    mask = Mask.causal(documents=[20000, 12768])
+    planned = plan(mask, Layout.contiguous(32768, 2), 0, CPU)
+    costs = {name: planned.costs(name, forward_work(q, k, k), fabric("nvlink")) for name in ("kv", "state")}
+    assert planned.choose("auto", forward_work(q, k, k), fabric("nvlink")) == "kv"
+    assert sum(hop.bytes for hop in costs["state"]) < sum(hop.bytes for hop in costs["kv"])
+
+
 @pytest.mark.parametrize("travellers", ("queries", "keys"))
 def test_the_own_block_is_cut_by_work(travellers: str) -> None:
     """Of a causal block of N rows, the first x N queries see x^2 of the pairs, and the first x N keys 1 - (1 - x)^2."""
