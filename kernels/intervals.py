@@ -28,7 +28,7 @@ class Intervals:
     host: tuple[Tensor, Tensor] = field(repr=False)  # lo and hi on the CPU
     wait: bool  # for copies to the device
     of_keys: bool = False  # whether the rows are keys, and the "keys" queries: see `transposed`
-    _tables: dict[tuple[int, ...], Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)  # by the method's name and arguments
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
@@ -108,9 +108,9 @@ class Intervals:
             int32 (batch, T, 6) on the device: first, end, begin, num_head, num_full, num_edge, the latter the number of all
             steps to mask. The longest walks come first; empty tiles, all 0, fill up entries that have fewer.
         """
-        key = rows, step, cut, aligned
+        key = "tiles", rows, step, cut, aligned
         if key not in self._tables:
-            self._tables[key] = _copy(self._lay(*key), self.device, self.wait)
+            self._tables[key] = _copy(self._lay(rows, step, cut, aligned), self.device, self.wait)
         return self._tables[key]
 
     def _lay(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
@@ -133,8 +133,8 @@ class Intervals:
 
     def lay_as(self, other: "Intervals") -> None:
         """Make the tables that were asked of `other`, and of its transpose: those of a mask that kernels will use alike."""
-        for key in other._tables:
-            (self.tiles if len(key) == 4 else self.items)(*key)
+        for kind, *options in other._tables:
+            getattr(self, kind)(*options)
         if "transposed" in vars(other):
             self.transposed.lay_as(other.transposed)
 
@@ -163,7 +163,7 @@ class Intervals:
         Returns:
             int32 (n, programs, 8) on the device.
         """
-        key = rows, step, batch, heads, sections, programs, seeing, group
+        key = "items", rows, step, batch, heads, sections, programs, seeing, group
         if key not in self._tables:
             tiles = self._lay(rows, step, aligned=group is not None)
             items = tables.in_sections(tiles.expand(batch, -1, -1), heads, sections)

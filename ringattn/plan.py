@@ -53,14 +53,19 @@ class Work(NamedTuple):
     batch: int
     row_bytes: RowBytes  # a batch row
     pair_flops: float  # of one (query, key) pair of a batch row
-    query_bytes: float = 0  # of memory, that kernels move for a row of queries that come to visit, besides its pairs
+
+    @property
+    def query_bytes(self) -> float:
+        """Of memory, that kernels move for a row of queries that come to visit, besides its pairs.
+
+        A state is written, and read and merged with another; sums of dq are cleared, read, and written or added.
+        """
+        return 4 * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
         """With rows that each stand for `scale`."""
         state, kv = ((scale * traveller, scale * result) for traveller, result in (self.row_bytes.state, self.row_bytes.kv))
-        return self._replace(
-            row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops, query_bytes=scale * self.query_bytes
-        )
+        return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 
 
 def _forward_flops(q: Tensor, v: Tensor) -> int:
@@ -69,12 +74,8 @@ def _forward_flops(q: Tensor, v: Tensor) -> int:
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """The work of the forward: two products of every pair and head.
-
-    Where queries travel, what they earn at a rank is written as a state, and read and merged with that of another.
-    """
-    query_bytes = 4 * max(q.element_size(), 4) * q.shape[2] * (v.shape[3] + 2)
-    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v), query_bytes)
+    """The work of the forward: two products of every pair and head."""
+    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v))
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
@@ -83,8 +84,7 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
     Where keys travel a rank's own queries are prepared, and their dq is finished, once for all of them.
     """
     heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
-    query_bytes = 4 * max(q.element_size(), 4) * heads * dim  # sums of dq are cleared, read, and written or added
-    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim), query_bytes)
+    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim))
 
 
 def passes(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:

@@ -14,12 +14,16 @@ UNIT = 2**26  # bytes of parameters that travel together: for fewer the host tak
 
 def stay_whole(model: ModelConfig, bf16: bool) -> bool:
     """Whether the blocks' parameters, once gathered in the forward, stay whole until the backward."""
-    return (2 if bf16 else 4) * model.layers * _block_parameters(model) <= SMALL
+    return model.layers * _block_bytes(model, bf16) <= SMALL
 
 
 def unit(model: ModelConfig, bf16: bool) -> int:
     """How many blocks' parameters are gathered, and their gradients summed, together."""
-    return min(max(UNIT // ((2 if bf16 else 4) * _block_parameters(model)), 1), model.layers)
+    return min(max(UNIT // _block_bytes(model, bf16), 1), model.layers)
+
+
+def _block_bytes(model: ModelConfig, bf16: bool) -> int:
+    return (2 if bf16 else 4) * _block_parameters(model)
 
 
 def _block_parameters(model: ModelConfig) -> int:
@@ -72,7 +76,7 @@ def estimate(
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
     """Whether a GPU would be too full for comfort; a CPU never is."""
-    return device.type == "cuda" and sum(needed.values()) > COMFORTABLE * torch.cuda.get_device_properties(device).total_memory
+    return sum(needed.values()) > COMFORTABLE * _available(device)
 
 
 def check(needed: dict[str, float], device: torch.device) -> None:
@@ -81,12 +85,15 @@ def check(needed: dict[str, float], device: torch.device) -> None:
     Raises:
         ConfigError: with what needs how much.
     """
-    if device.type != "cuda":
-        return
-    available = torch.cuda.get_device_properties(device).total_memory
+    available = _available(device)
     if sum(needed.values()) > available:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         raise ConfigError(
             f"a rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), and has {available / GIB:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
+
+
+def _available(device: torch.device) -> float:
+    """Bytes of a GPU; a CPU is not asked."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")

@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,18 +89,25 @@ def work(corpus: str, directory: Path) -> None:
             gradients(config, directory / f"world{world_size}_{layout}.pt")
 
 
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """Jobs inside run in this process, which is the only rank."""
+    threads = torch.get_num_threads()
+    parallel.start()
+    try:
+        yield
+    finally:
+        parallel.stop()
+        torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ranks")
     corpus = write_corpus(directory / "corpus")
     run_ranks(work, 4, directory / "store", corpus, directory)
-    threads = torch.get_num_threads()
-    parallel.start()
-    try:
+    with one_rank():
         work(corpus, directory)
-    finally:
-        parallel.stop()
-        torch.set_num_threads(threads)
     return directory
 
 
@@ -172,19 +181,14 @@ def test_the_layout_follows_the_documents():
 
 def test_a_step_is_planned_before_it_begins(results, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
-    threads = torch.get_num_threads()
     config = job(str(results / "corpus" / "*.txt"), 1)
     config.trainer.steps, config.trainer.accumulate = 2, 1
-    parallel.start()
-    try:
+    with one_rank():
         run = loop.build(config)
         loop.take_step(run, 1, 0)
         for module, name in ((planning, "Plan"), (loop.PackedDataset, "batch")):
             monkeypatch.setattr(module, name, None)
         loop.take_step(run, 2, run.sequences_per_step)
-    finally:
-        parallel.stop()
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("choice", [True, None], ids=["asked for", "where memory is short"])
@@ -200,12 +204,7 @@ def test_activation_checkpointing_never_runs_attention_twice(choice, results, mo
 
     monkeypatch.setattr(ringattn.attention.Ring, "forward", count)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
-    threads = torch.get_num_threads()
-    parallel.start()
-    try:
+    with one_rank():
         gradients(job(str(results / "corpus" / "*.txt"), 1, activation_checkpointing=choice), results / "again.pt")
-    finally:
-        parallel.stop()
-        torch.set_num_threads(threads)
     assert len(calls) == SEQUENCES * 2  # micro-steps, layers
     assert len(blocks) == 2 * len(calls)  # all else runs again
