@@ -180,7 +180,10 @@ def _recompute(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, device
 def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
     rows = config.trainer.batch_size * _rows(config, mesh)
     exchanged = mesh.ulysses.size() > 1
-    return memory.estimate(config.model, recompute, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged)
+    compiled = _compiles(config, torch.device(mesh.all.device_type))
+    return memory.estimate(
+        config.model, recompute, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged, compiled
+    )
 
 
 def _rows(config: Config, mesh: parallel.Mesh) -> int:

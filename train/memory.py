@@ -38,6 +38,7 @@ def estimate(
     ranks: int,
     bf16: bool,
     exchanged: bool = False,
+    compiled: bool = False,
 ) -> dict[str, float]:
     """Bytes a rank needs, by what for. From shapes alone: what an allocator wastes and kernels borrow is not in it.
 
@@ -46,6 +47,7 @@ def estimate(
         rows: tokens of a micro-step on this rank, batch_size * N.
         ranks: over how many the parameters are sharded.
         exchanged: whether ranks exchange heads, and so keep attention's output in both arrangements.
+        compiled: whether torch.compile fuses what lies around attention: it keeps what products need and makes the rest anew.
     """
     size = 2 if bf16 else 4
     vocab = padded_vocabulary(model, vocab_size)
@@ -56,8 +58,10 @@ def estimate(
     ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
-    # rotation, attention's output, and three of SwiGLU
-    kept = size * (4 * model.dim + 3 * query + 2 * keys + 4 * model.ffn_features) + 4 * model.heads
+    # rotation, attention's output, and four of SwiGLU; compiled one norm, q k v once, and three of SwiGLU
+    once = 3 * model.dim + 2 * query + keys + 3 * model.ffn_features
+    again = model.dim + query + keys + model.ffn_features
+    kept = size * (once if compiled else once + again) + 4 * model.heads
     checkpointed = size * (model.dim + query) + 4 * model.heads
     if exchanged:
         kept, checkpointed = kept + size * query, checkpointed + size * query
@@ -70,7 +74,7 @@ def estimate(
         "whole parameters and gradients in use": size * (ends + whole * block) + (size + 4) * (ends + units * block),
         "activations": activations,
         "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
-        "logits of a chunk": 14 * min(rows, CHUNK) * vocab,
+        "logits of a chunk": (2 * size if compiled else 14) * min(rows, CHUNK) * vocab,
     }
 
 

@@ -1,0 +1,130 @@
+"""Training steps of our GPT as one writes them with stock PyTorch alone: the peer of `benchmark_training.py`.
+
+    torchrun --nproc-per-node 4 scripts/train_stock.py --model 1.4b --seq-len 65536 --output outputs/stock
+
+FSDP2 block by block, context_parallel over cuDNN's attention, torch.compile around it, fused AdamW, the loss over all logits at
+once; with --checkpointing torch's own activation checkpointing of whole blocks. Causal attention over random tokens. Rank 0
+writes summary.json as `train/run.py` does, with the same count of FLOPs.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+from train import flops, optim, parallel  # noqa: E402
+from train.config import ModelConfig, OptimConfig  # noqa: E402
+from train.loop import peak_memory_gib  # noqa: E402
+from train.model import GPT, padded_vocabulary  # noqa: E402
+
+
+def build(config: ModelConfig, mesh: DeviceMesh, checkpointing: bool) -> GPT:
+    """The model on this rank's GPU, sharded."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.device("cuda"):
+        model = GPT(config, config.vocab_size)
+    parallel.compile_blocks(model)
+    options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+    for block in model.blocks:
+        block.init_weights(generator)
+        if checkpointing:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        fully_shard(block, **options)
+    model.init_weights(generator)
+    return fully_shard(model, **options)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    # context_parallel replaces this attribute
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+@torch.compile
+def mean_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head).flatten(0, 1).float(), labels.flatten())
+
+
+def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, draw: Callable[[], Tensor]) -> None:
+    """One optimizer step on a sequence (1, S + 1) from `draw`, shared out over the mesh."""
+    sequence = draw()
+    tokens, labels = sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
+    positions = torch.arange(tokens.shape[1], device="cuda")[None]
+    buffers = [tokens, labels, positions]
+    around = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), around, torch.autograd.set_multithreading_enabled(False):
+        model(tokens, positions, attend, partial(mean_loss, labels=labels)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="1.4b", help="of configs/model; default: 1.4b")
+    parser.add_argument("--seq-len", type=int, default=65536, help="tokens, over all ranks; default: 65536")
+    parser.add_argument("--steps", type=int, default=8, help="the first is not timed; default: 8")
+    parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward, attention too")
+    parser.add_argument("--output", type=Path, required=True, help="a directory")
+    arguments = parser.parse_args()
+    config = ModelConfig(**OmegaConf.load(ROOT / "configs" / "model" / f"{arguments.model}.yaml"))
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("nccl", device_id=device)
+    set_rotate_method("allgather")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    model = build(config, mesh, arguments.checkpointing)
+    optimizer = optim.build(model, OptimConfig())
+    generator = torch.Generator(device).manual_seed(1)  # the same on every rank
+    shape = 1, arguments.seq_len + 1
+    draw = partial(torch.randint, padded_vocabulary(config, 0), shape, generator=generator, device=device)
+    seconds = []
+    for step in range(arguments.steps):
+        began = time.perf_counter()
+        take_step(model, optimizer, mesh, draw)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}/{arguments.steps}  {seconds[-1]:.3f} s", flush=True)
+    if dist.get_rank() == 0:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        summary = summarise(model, arguments.seq_len, statistics.median(seconds[1:]), device)
+        (arguments.output / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float]:
+    """As the training loop does, for a step of `seconds`."""
+    flops_per_s = flops.step_flops(model, seq_len, seq_len * (seq_len + 1) // 2) / seconds / dist.get_world_size()
+    peak = flops.peak_flops(device)
+    return {
+        "seconds_per_step": seconds,
+        "tokens_per_s": seq_len / seconds,
+        "tflops_per_rank": flops_per_s / 1e12,
+        "mfu": flops_per_s / peak if peak else None,
+        "peak_memory_gib": peak_memory_gib(device),
+    }
+
+
+if __name__ == "__main__":
+    main()
