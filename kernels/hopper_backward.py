@@ -16,13 +16,17 @@ step is one query tile, scores are transposed, (keys, queries):
                  dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
                  dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
 
-    barriers     q_full, dout_full and empty of each stage; ds_full and ds_empty of each stage and consumer; k_full, k_empty,
-                 v_full, v_empty. All phases run on from item to item
+    barriers     q_full, dout_full and empty of each stage; k_full, k_empty, v_full, v_empty. All phases run on from item to
+                 item
 
-dQ is that of the step before: no consumer waits for the other's dS. So an item ends with the product for its last step, beside
-which dv goes out; dk follows, and the next item's tiles come in meanwhile. The first step of an item repeats that product,
-with other keys, and sends it to a spare chunk: it needs no branch, and all barriers but those of K and V count the steps of all
-items as if they were one.
+dQ is that of the step before: no consumer waits for the other's dS of this step. That the other is done with the step before,
+which `empty` of that step's stage says, is all that consumers ask each other: its dS is written then, and that of one step
+earlier, whose memory this step's takes, is read.
+
+So an item ends with the product for its last step, beside which dv goes out; dk follows, and the next item's tiles come in
+meanwhile. The first step of an item repeats that product, with other keys, and sends it to a spare chunk: it needs no branch,
+and all barriers but those of K and V count the steps of all items as if they were one. The very first multiplies whatever the
+memory holds.
 
 dQ is summed over programs in fp32 by TMA's reduce-add, in the order in which registers hold it, which shared memory, whose
 bandwidth bounds this kernel, takes without bank conflicts. All products of a step end within it: one in flight across the
@@ -195,7 +199,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
     GROUP: gl.constexpr = CONFIG.group
     q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
     turn = gl.to_tensor(0)
     batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
     stage = 0
@@ -240,6 +244,18 @@ def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _opaque_zero():
+    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop, as a constant index would be."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_last_step(empty, stage, phase):
+    """Wait until both consumers are done with the step before the one that (stage, phase) stand for."""
+    mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
+
+
+@gluon.jit
 def _multiply_keys(ds_tiles, keys, stage, of, grad_q, ADD: gl.constexpr, HALF: gl.constexpr, CONFIG: gl.constexpr):
     """Issue grad_q (+)= dS^T K over the keys of consumer `of`, for the chunk of dQ that falls to consumer HALF."""
     COLUMNS: gl.constexpr = CONFIG.columns
@@ -252,13 +268,13 @@ def _multiply_keys(ds_tiles, keys, stage, of, grad_q, ADD: gl.constexpr, HALF: g
 
 
 @gluon.jit
-def _multiply_all_keys(ds_tiles, keys, ds_full, stage, phase, own, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dQ = dS^T K of the step that filled `stage`, for the chunk that falls to consumer HALF; `own` is HALF, too."""
+def _multiply_all_keys(ds_tiles, keys, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue dQ = dS^T K of the step that filled `stage`, for the chunk that falls to consumer HALF."""
     COLUMNS: gl.constexpr = CONFIG.columns
     CHUNK: gl.constexpr = CONFIG.chunk
+    own = HALF + _opaque_zero()  # or where to find the keys would be kept in registers from step to step
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, CHUNK)
     grad_q = _multiply_keys(ds_tiles, keys, stage, own, grad_q, False, HALF, CONFIG)
-    mbarrier.wait(ds_full.index(2 * stage + 1 - HALF), phase)
     return _multiply_keys(ds_tiles, keys, stage, 1 - own, grad_q, True, HALF, CONFIG)
 
 
@@ -281,7 +297,7 @@ def _step(
     LEFT: gl.constexpr = CONFIG.left
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
     mbarrier.wait(q_full.index(stage), phase)
@@ -295,12 +311,10 @@ def _step(
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), LEFT), dout, grad_v, is_async=True)
-    # this stage of dS is free once the other consumer has used what the step before the last wrote
-    mbarrier.wait(ds_empty.index(2 * stage + 1 - HALF), phase ^ 1 ^ stage)
+    _wait_for_last_step(empty, stage, phase)
     ds_tiles.index(2 * stage + HALF).store(ds)
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(2 * stage + HALF), count=1)
-    grad_q = _multiply_all_keys(ds_tiles, keys, ds_full, stage ^ 1, phase, HALF, HALF, CONFIG)
+    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, HALF, CONFIG)
     grad_k = warpgroup_mma(gl.convert_layout(ds, LEFT), query, grad_k, is_async=True)
     # dQ leaves while dK is computed
     tma.store_wait(0)
@@ -308,14 +322,7 @@ def _step(
     _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
     mbarrier.arrive(empty.index(stage), count=1)
-    mbarrier.arrive(ds_empty.index(2 * (stage ^ 1) + HALF), count=1)
     return grad_k, grad_v
-
-
-@gluon.jit
-def _opaque_zero():
-    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop before, as the same index would be."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -364,10 +371,8 @@ def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
     bounds, items, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
     num_masks, num_tiles, num_keys = sizes
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty = barriers
+    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
     log2_scale = scale * LOG2_E
-    # the very first step multiplies whatever the memory holds
-    mbarrier.arrive(ds_full.index(2 + HALF), count=1)
     turn = gl.to_tensor(0)
     batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
     stage = gl.to_tensor(0)
@@ -380,7 +385,8 @@ def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
             item, bounds, sizes, dq_sums, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
         )
         mbarrier.arrive(v_empty, count=1)
-        grad_q = _multiply_all_keys(ds_tiles, keys, ds_full, stage ^ 1, phase, HALF + _opaque_zero(), HALF, CONFIG)
+        _wait_for_last_step(empty, stage, phase)
+        grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, HALF, CONFIG)
         # asked for anew, these four take no registers from the steps
         last_batch, last_head, last_first, last_end, _, _, _, _ = _load_item(items, turn, CONFIG)
         place = last_batch, last_head, last_first + HALF * ROWS, last_end
@@ -443,8 +449,6 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    ds_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
-    ds_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BARRIER)
     mbarrier.init(k_full, count=1)
     mbarrier.init(k_empty, count=2)
     mbarrier.init(v_full, count=1)
@@ -453,14 +457,11 @@ def _main_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(2 * STAGES):
-        mbarrier.init(ds_full.index(i), count=1)
-        mbarrier.init(ds_empty.index(i), count=1)
     fence_async_shared()
     # constants stay out of these: a tuple in a variable turns them into tensors
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, rows, keys, values, ds_tiles, chunks
-    barriers = k_full, k_empty, v_full, v_empty, q_full, dout_full, empty, ds_full, ds_empty
+    barriers = k_full, k_empty, v_full, v_empty, q_full, dout_full, empty
     loading = q, k, v, dout, scalars, items, num_tiles, buffers, barriers
     computing = (query_lo, query_hi), items, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(

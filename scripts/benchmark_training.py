@@ -105,7 +105,8 @@ def plot(rows: list[Row], title: str) -> plt.Figure:
     axes.set(xlabel="tokens of the sequence, over all GPUs", ylabel="model TFLOP/s a GPU", ylim=(0, None), title=title)
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    if axes.lines:
+        axes.legend(frameon=False)
     return figure
 
 
@@ -117,7 +118,8 @@ def write(output: Path, head: dict[str, str], rows: list[Row]) -> None:
     plt.close(figure)
     note = (
         "One sequence a step over all GPUs. FLOPs count causal attention once, and nothing that is recomputed. Each line is a\n"
-        "job of its own, in this order; rates are of the median step.\n"
+        "job of its own, in this order; rates are of the median step. Peaks are of torch's allocator, to which `ringattn` adds\n"
+        "the inbox of its transport.\n"
     )
     title = f"# Training beside stock PyTorch, {head['date']}"
     parts = (title, f"{head['machine']}.", f"    {head['command']}", note + "\n" + table(rows))
@@ -132,7 +134,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument("--steps", type=int, default=8, help="of a job; the first is not timed; default: 8")
     parser.add_argument(
-        "--output", type=Path, default=ROOT / "benchmarks" / f"{datetime.date.today()}-training", help="a directory"
+        "--output", type=Path, default=ROOT / "benchmarks" / f"{datetime.date.today()}-training-stock", help="a directory"
     )
     return parser.parse_args(argv)
 

@@ -8,7 +8,7 @@ from train.model import padded_vocabulary
 
 GIB = 2**30
 SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
-COMFORTABLE = 0.8  # of a GPU's memory: estimates are rough, and a GPU may have other work
+COMFORTABLE = 0.85  # of a GPU's memory: estimates are rough, and a GPU may have other work
 UNIT = 2**26  # bytes of parameters that travel together: for fewer the host takes longer than the links
 
 
@@ -58,9 +58,9 @@ def estimate(
     ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
-    # rotation, attention's output, and four of SwiGLU; compiled one norm, q k v once, and three of SwiGLU
-    once = 3 * model.dim + 2 * query + keys + 3 * model.ffn_features
-    again = model.dim + query + keys + model.ffn_features
+    # rotation, attention's output, and four of SwiGLU; compiled q k v once, and three of SwiGLU
+    once = 4 * model.dim + 2 * query + keys + 3 * model.ffn_features
+    again = query + keys + model.ffn_features
     kept = size * (once if compiled else once + again) + 4 * model.heads
     checkpointed = size * (model.dim + query) + 4 * model.heads
     if exchanged:
