@@ -118,8 +118,8 @@ def write(output: Path, head: dict[str, str], rows: list[Row]) -> None:
     plt.close(figure)
     note = (
         "One sequence a step over all GPUs. FLOPs count causal attention once, and nothing that is recomputed. Each line is a\n"
-        "job of its own, in this order; rates are of the median step. Peaks are of torch's allocator, to which `ringattn` adds\n"
-        "the inbox of its transport.\n"
+        "job of its own, in this order; rates are of the median step. Peaks are of torch's allocator; the inbox of the\n"
+        "transport of `ringattn` comes on top.\n"
     )
     title = f"# Training beside stock PyTorch, {head['date']}"
     parts = (title, f"{head['machine']}.", f"    {head['command']}", note + "\n" + table(rows))
