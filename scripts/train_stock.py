@@ -36,12 +36,14 @@ from train.config import ModelConfig, OptimConfig  # noqa: E402
 from train.loop import peak_memory_gib  # noqa: E402
 from train.model import GPT, padded_vocabulary  # noqa: E402
 
+BYTES = 257  # tokens of the tokenizer that `train/run.py` uses by default
+
 
 def build(config: ModelConfig, mesh: DeviceMesh, checkpointing: bool) -> GPT:
     """The model on this rank's GPU, sharded."""
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.device("cuda"):
-        model = GPT(config, config.vocab_size)
+        model = GPT(config, BYTES)
     parallel.compile_blocks(model)
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
     for block in model.blocks:
@@ -97,7 +99,7 @@ def main() -> None:
     optimizer = optim.build(model, OptimConfig())
     generator = torch.Generator(device).manual_seed(1)  # the same on every rank
     shape = 1, arguments.seq_len + 1
-    draw = partial(torch.randint, padded_vocabulary(config, 0), shape, generator=generator, device=device)
+    draw = partial(torch.randint, padded_vocabulary(config, BYTES), shape, generator=generator, device=device)
     seconds = []
     for step in range(arguments.steps):
         began = time.perf_counter()
