@@ -16,8 +16,8 @@ step is one query tile, scores are transposed, (keys, queries):
                  dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
                  dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
 
-    barriers     q_full, dout_full and empty of each stage; k_full, k_empty, v_full, v_empty. All phases run on from item to
-                 item
+    barriers     q_full, dout_full and empty of each stage; k_full, k_empty, v_full, v_empty; the phases of all run on from
+                 item to item
 
 dQ is that of the step before: no consumer waits for the other's dS of this step. That the other is done with the step before,
 which `empty` of that step's stage says, is all that consumers ask each other: its dS is written then, and that of one step

@@ -55,7 +55,7 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
         summary = Path(directory) / "run" / "summary.json"
         if done.returncode or not summary.exists():
             return row | {"failed": reason(done.stderr)}
-        return row | json.loads(summary.read_text()) | {"ranks": ranks}
+        return row | json.loads(summary.read_text())
 
 
 def reason(text: str) -> str:

@@ -13,7 +13,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -35,15 +34,14 @@ from train import flops, optim, parallel  # noqa: E402
 from train.config import ModelConfig, OptimConfig  # noqa: E402
 from train.loop import peak_memory_gib  # noqa: E402
 from train.model import GPT, padded_vocabulary  # noqa: E402
-
-BYTES = 257  # tokens of the tokenizer that `train/run.py` uses by default
+from train.tokenizer import BytesTokenizer  # noqa: E402
 
 
 def build(config: ModelConfig, mesh: DeviceMesh, checkpointing: bool) -> GPT:
     """The model on this rank's GPU, sharded."""
     generator = torch.Generator("cuda").manual_seed(0)
     with torch.device("cuda"):
-        model = GPT(config, BYTES)
+        model = GPT(config, BytesTokenizer.vocab_size)
     parallel.compile_blocks(model)
     options = dict(mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
     for block in model.blocks:
@@ -67,9 +65,8 @@ def mean_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, head).flatten(0, 1).float(), labels.flatten())
 
 
-def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, draw: Callable[[], Tensor]) -> None:
-    """One optimizer step on a sequence (1, S + 1) from `draw`, shared out over the mesh."""
-    sequence = draw()
+def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, sequence: Tensor) -> None:
+    """One optimizer step on a `sequence` (1, S + 1), shared out over the mesh."""
     tokens, labels = sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1], device="cuda")[None]
     buffers = [tokens, labels, positions]
@@ -98,12 +95,11 @@ def main() -> None:
     model = build(config, mesh, arguments.checkpointing)
     optimizer = optim.build(model, OptimConfig())
     generator = torch.Generator(device).manual_seed(1)  # the same on every rank
-    shape = 1, arguments.seq_len + 1
-    draw = partial(torch.randint, padded_vocabulary(config, BYTES), shape, generator=generator, device=device)
+    shape, vocabulary = (1, arguments.seq_len + 1), padded_vocabulary(config, BytesTokenizer.vocab_size)
     seconds = []
     for step in range(arguments.steps):
         began = time.perf_counter()
-        take_step(model, optimizer, mesh, draw)
+        take_step(model, optimizer, mesh, torch.randint(vocabulary, shape, generator=generator, device=device))
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         if dist.get_rank() == 0:
@@ -115,15 +111,14 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float]:
+def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
     """As the training loop does, for a step of `seconds`."""
-    flops_per_s = flops.step_flops(model, seq_len, seq_len * (seq_len + 1) // 2) / seconds / dist.get_world_size()
-    peak = flops.peak_flops(device)
+    ranks, step_flops = dist.get_world_size(), flops.step_flops(model, seq_len, seq_len * (seq_len + 1) // 2)
     return {
+        "ranks": ranks,
         "seconds_per_step": seconds,
         "tokens_per_s": seq_len / seconds,
-        "tflops_per_rank": flops_per_s / 1e12,
-        "mfu": flops_per_s / peak if peak else None,
+        **flops.utilisation(step_flops / seconds / ranks, flops.peak_flops(device)),
         "peak_memory_gib": peak_memory_gib(device),
     }
 

@@ -45,6 +45,11 @@ def step_flops(model: GPT, tokens: int, pairs: int) -> int:
     return 6 * matmul_parameters(model) * tokens + 12 * config.head_features * config.heads * config.layers * pairs
 
 
+def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:
+    """Rates of one device by name: `tflops_per_rank`, and `mfu` of its `peak` FLOP/s, None where that is unknown."""
+    return {"tflops_per_rank": flops_per_s / 1e12, "mfu": flops_per_s / peak if peak else None}
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 FLOP/s of one device; None for a CPU and for a GPU not listed."""
     if device.type != "cuda":

@@ -396,8 +396,7 @@ def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
         "final_loss": statistics.fmean(row["loss"] for row in last),
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
-        "tflops_per_rank": flops_per_s / 1e12,
-        "mfu": flops_per_s / run.peak_flops if run.peak_flops else None,
+        **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device),
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from train.config import Config, ConfigError
+from train.flops import utilisation
 
 log = logging.getLogger(__name__)
 
@@ -67,9 +68,7 @@ class Recorder:
             return
         rates = {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
         if flops is not None:
-            rates["tflops_per_rank"] = flops / seconds / self._ranks / 1e12
-            if self._peak_flops is not None:
-                rates["mfu"] = flops / seconds / self._ranks / self._peak_flops
+            rates |= utilisation(flops / seconds / self._ranks, self._peak_flops)
         row = {"step": step} | {name: value for name, value in (values | rates).items() if value is not None}
         self._file.write(_json_line(row))
         self._file.flush()
