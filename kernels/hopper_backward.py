@@ -9,24 +9,22 @@ head, walked over by the query tiles that see them, for every query head of the 
 producer, moves tiles by TMA; the others, two consumers, are warpgroups that hold the dk and dv of 64 keys each in registers. A
 step is one query tile, scores are transposed, (keys, queries):
 
-    producer     for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it; after the
-                 first of an item V and K, once both consumers left those of the last item
+    producer     for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it; with the
+                 first of an item its K, into the slot that the item before the last had, and its V
     consumers    S = K Q^T, dP = V dO^T                     of their own keys
                  P = exp2(S - lse), dS = P (dP - delta)     in registers; dS also goes to shared memory
                  dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
                  dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
 
-    barriers     q_full, dout_full and empty of each stage; k_full, k_empty, v_full, v_empty; the phases of all run on from
-                 item to item
+    barriers     q_full, dout_full and empty of each stage, whose phases run on from item to item
 
 dQ is that of the step before: no consumer waits for the other's dS of this step. That the other is done with the step before,
 which `empty` of that step's stage says, is all that consumers ask each other: its dS is written then, and that of one step
 earlier, whose memory this step's takes, is read.
 
-So an item ends with the product for its last step, beside which dv goes out; dk follows, and the next item's tiles come in
-meanwhile. The first step of an item repeats that product, with other keys, and sends it to a spare chunk: it needs no branch,
-and all barriers but those of K and V count the steps of all items as if they were one. The very first multiplies whatever the
-memory holds.
+So the first step of an item multiplies what the last item's left, with the keys of that: hence two slots of K. K and V arrive
+with the first Q and dO of their item, and no barrier is theirs alone: all count the steps of all items as if they were one. The
+very first step multiplies whatever the memory holds, and sends it to a spare chunk; one product is left for the end.
 
 dQ is summed over programs in fp32 by TMA's reduce-add, in the order in which registers hold it, which shared memory, whose
 bandwidth bounds this kernel, takes without bank conflicts. All products of a step end within it: one in flight across the
@@ -171,82 +169,16 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @gluon.jit
 def _load_item(items, turn, CONFIG: gl.constexpr):
-    """(batch, key head, first key, end of the keys, first query tile, first and end of the steps all see, number of steps).
+    """(batch, key head, first key, end of the keys, first query tile, number of steps) of item number `turn` of this program.
 
-    Of item number `turn` of this program; the end of the keys is 0 after the last. Every partition asks for itself: what it is
-    handed arrives through shared memory. The producer is the first to ask.
+    The end of the keys is 0 after the last. Every partition asks for itself, the producer first: what a partition is handed
+    arrives through shared memory.
     """
     row = items + (turn * gl.num_programs(0) + gl.program_id(0)) * 8
     first, end, begin, num_head, num_full, num_edge = load_tile(row)
     head, batch = gl.load(row + 6), gl.load(row + 7)
     num_steps = gl.maximum(num_full + num_edge, 1)  # it is never 0: the loops need no test
-    return batch, head, first, end, begin // CONFIG.queries, num_head, num_head + num_full, num_steps
-
-
-@gluon.jit
-def _load_halves(tensor, batch, first, head, tiles, full, empty, phase):
-    """Load the keys, or values, of both consumers, once both have left those of the last item."""
-    mbarrier.wait(empty, phase)
-    mbarrier.expect(full, 2 * tensor.block_type.nbytes)
-    for half in gl.static_range(2):
-        tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(half), tensor))
-
-
-@gluon.jit
-def _produce(arguments, CONFIG: gl.constexpr):
-    """The loading partition."""
-    QUERIES: gl.constexpr = CONFIG.queries
-    GROUP: gl.constexpr = CONFIG.group
-    q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
-    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
-    turn = gl.to_tensor(0)
-    batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
-    stage = 0
-    phase = 1
-    while end > 0:
-        for member in range(GROUP):
-            head = key_head * GROUP + member
-            row = begin * QUERIES
-            packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
-            for step in range(num_steps):
-                mbarrier.wait(empty.index(stage), phase)
-                mbarrier.expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes)
-                tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
-                tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
-                mbarrier.expect(dout_full.index(stage), dout.block_type.nbytes)
-                tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
-                if (member == 0) & (step == 0):
-                    _load_halves(v, batch, first, key_head, values, v_full, v_empty, ~turn & 1)
-                    _load_halves(k, batch, first, key_head, keys, k_full, k_empty, ~turn & 1)
-                stage ^= 1
-                if stage == 0:
-                    phase ^= 1
-                row += QUERIES
-                packed += 2 * QUERIES
-        turn += 1
-        batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
-
-
-@gluon.jit
-def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
-    """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
-    QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores
-    query_lo, query_hi, offset, num_own, full_begin, full_end = view
-    if (start < full_begin) | (start >= full_end):
-        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
-        lo = gl.load(query_lo + offset + keys, mask=keys < num_own, other=NO_ROW)[:, None]
-        hi = gl.load(query_hi + offset + keys, mask=keys < num_own, other=0)[:, None]
-        scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
-    return gl.exp2(scores * log2_scale - lse[None, :])
-
-
-@gluon.jit
-def _opaque_zero():
-    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop, as a constant index would be."""
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    return batch, head, first, end, begin // CONFIG.queries, num_steps
 
 
 @gluon.jit
@@ -256,10 +188,109 @@ def _wait_for_last_step(empty, stage, phase):
 
 
 @gluon.jit
-def _multiply_keys(ds_tiles, keys, stage, of, grad_q, ADD: gl.constexpr, HALF: gl.constexpr, CONFIG: gl.constexpr):
+def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
+    """Announce BYTES, and MORE if so."""
+    mbarrier.expect(full, BYTES, pred=~more)
+    mbarrier.expect(full, BYTES + MORE, pred=more)
+
+
+@gluon.jit
+def _load_halves(tensor, coordinates, tiles, slot, full):
+    """Load the keys, or values, of both consumers."""
+    batch, first, head = coordinates
+    for half in gl.static_range(2):
+        tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(slot + half), tensor))
+
+
+@gluon.jit
+def _produce(arguments, CONFIG: gl.constexpr):
+    """The loading partition."""
+    QUERIES: gl.constexpr = CONFIG.queries
+    GROUP: gl.constexpr = CONFIG.group
+    q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
+    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    q_full, dout_full, empty = barriers
+    turn = gl.to_tensor(0)
+    batch, key_head, first, end, begin, num_steps = _load_item(items, turn, CONFIG)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    last_steps = gl.to_tensor(0)  # of the last item
+    while end > 0:
+        place = batch, first, key_head
+        for member in range(GROUP):
+            head = key_head * GROUP + member
+            row = begin * QUERIES
+            packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
+            for step in range(num_steps):
+                opens = (member == 0) & (step == 0)
+                mbarrier.wait(empty.index(stage), phase ^ 1)
+                _expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes, 2 * k.block_type.nbytes, opens)
+                tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
+                tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
+                if opens:
+                    # the slot was last read in the first step of the last item
+                    if last_steps == 1:
+                        _wait_for_last_step(empty, stage, phase)
+                    _load_halves(k, place, keys, (turn & 1) * 2, q_full.index(stage))
+                _expect(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, opens)
+                tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
+                if opens:
+                    _wait_for_last_step(empty, stage, phase)
+                    _load_halves(v, place, values, 0, dout_full.index(stage))
+                stage ^= 1
+                if stage == 0:
+                    phase ^= 1
+                row += QUERIES
+                packed += 2 * QUERIES
+        last_steps = num_steps * GROUP
+        turn += 1
+        batch, key_head, first, end, begin, num_steps = _load_item(items, turn, CONFIG)
+
+
+@gluon.jit
+def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
+    """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
+    QUERIES: gl.constexpr = CONFIG.queries
+    SCORES: gl.constexpr = CONFIG.scores
+    query_lo, query_hi, num_own, first_full, last_full = view
+    if (start < first_full) | (start > last_full):
+        keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
+        row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
+        lo = gl.load(query_lo + keys, mask=keys < num_own, other=NO_ROW)[:, None]
+        hi = gl.load(query_hi + keys, mask=keys < num_own, other=0)[:, None]
+        scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
+    return gl.exp2(scores * log2_scale - lse[None, :])
+
+
+@gluon.jit
+def _view(item, bounds, sizes, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """What `_probabilities` is to know of a consumer's keys of an item.
+
+    Where their bounds are, how many there are, first and last row from which on all of them see a whole query tile: from none
+    if keys are missing.
+    """
+    batch, key_head, first, end, begin, num_steps = item
+    query_lo, query_hi = bounds
+    num_masks, num_tiles, num_keys = sizes
+    own = first + HALF * ROWS
+    offset = gl.minimum(batch, num_masks - 1) * num_keys + own  # one mask may serve all
+    whole = own + ROWS <= end
+    first_full = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
+    last_full = gl.load(query_hi + offset, mask=whole, other=0) - CONFIG.queries
+    return query_lo + offset, query_hi + offset, end - own, first_full, last_full
+
+
+@gluon.jit
+def _opaque_zero():
+    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop, as a constant index would be."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _multiply_keys(ds_tiles, keys, stage, slot, of, grad_q, ADD: gl.constexpr, HALF: gl.constexpr, CONFIG: gl.constexpr):
     """Issue grad_q (+)= dS^T K over the keys of consumer `of`, for the chunk of dQ that falls to consumer HALF."""
     COLUMNS: gl.constexpr = CONFIG.columns
-    ds, key = ds_tiles.index(2 * stage + of), keys.index(of)
+    ds, key = ds_tiles.index(2 * stage + of), keys.index(slot + of)
     if CONFIG.queries == KEYS:
         ds = ds.slice(HALF * ROWS, ROWS, dim=1)
     else:
@@ -268,14 +299,14 @@ def _multiply_keys(ds_tiles, keys, stage, of, grad_q, ADD: gl.constexpr, HALF: g
 
 
 @gluon.jit
-def _multiply_all_keys(ds_tiles, keys, stage, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dQ = dS^T K of the step that filled `stage`, for the chunk that falls to consumer HALF."""
+def _multiply_all_keys(ds_tiles, keys, stage, slot, HALF: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue dQ = dS^T K of the step that filled `stage`, with the keys in `slot`, for the chunk that falls to consumer HALF."""
     COLUMNS: gl.constexpr = CONFIG.columns
     CHUNK: gl.constexpr = CONFIG.chunk
     own = HALF + _opaque_zero()  # or where to find the keys would be kept in registers from step to step
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, CHUNK)
-    grad_q = _multiply_keys(ds_tiles, keys, stage, own, grad_q, False, HALF, CONFIG)
-    return _multiply_keys(ds_tiles, keys, stage, 1 - own, grad_q, True, HALF, CONFIG)
+    grad_q = _multiply_keys(ds_tiles, keys, stage, slot, own, grad_q, False, HALF, CONFIG)
+    return _multiply_keys(ds_tiles, keys, stage, slot, 1 - own, grad_q, True, HALF, CONFIG)
 
 
 @gluon.jit
@@ -288,7 +319,7 @@ def _send(grad_q, staged, dq_sums, chunk, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _step(
-    grad_k, grad_v, dq_sums, view, start, last_chunk, buffers, barriers, stage, phase, log2_scale,
+    grad_k, grad_v, dq_sums, view, start, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """grad_k and grad_v after one query tile. The dQ sent off is that of the step before, to which both consumers gave dS."""
@@ -297,11 +328,11 @@ def _step(
     LEFT: gl.constexpr = CONFIG.left
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
+    q_full, dout_full, empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
     mbarrier.wait(q_full.index(stage), phase)
-    scores = warpgroup_mma(keys.index(HALF), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(keys.index(slot + HALF + _opaque_zero()), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(dout_full.index(stage), phase)
     dp = warpgroup_mma(values.index(HALF), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -314,7 +345,7 @@ def _step(
     _wait_for_last_step(empty, stage, phase)
     ds_tiles.index(2 * stage + HALF).store(ds)
     fence_async_shared()
-    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, HALF, CONFIG)
+    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, last_slot, HALF, CONFIG)
     grad_k = warpgroup_mma(gl.convert_layout(ds, LEFT), query, grad_k, is_async=True)
     # dQ leaves while dK is computed
     tma.store_wait(0)
@@ -327,7 +358,7 @@ def _step(
 
 @gluon.jit
 def _walk(
-    item, bounds, sizes, dq_sums, buffers, barriers, stage, phase, log2_scale,
+    item, view, num_tiles, dq_sums, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """(grad_k, grad_v, chunk of the last dQ, which is still to come, next stage, its phase) after all steps of an item."""
@@ -335,17 +366,9 @@ def _walk(
     GRADS: gl.constexpr = CONFIG.grads
     GROUP: gl.constexpr = CONFIG.group
     QUERIES: gl.constexpr = CONFIG.queries
-    query_lo, query_hi = bounds
-    num_masks, num_tiles, num_keys = sizes
-    batch, key_head, first, end, begin, full_begin, full_end, num_steps = item
-    own = first + HALF * ROWS
-    offset = gl.minimum(batch, num_masks - 1) * num_keys + own  # one mask may serve all
-    # where keys are missing no tile is seen by all
-    full_end = gl.where(own + ROWS <= end, full_end, 0)
-    view = query_lo, query_hi, offset, end - own, (begin + full_begin) * QUERIES, (begin + full_end) * QUERIES
+    batch, key_head, first, end, begin, num_steps = item
     grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
     grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
-    last_chunk = gl.to_tensor(SPARE)
     first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF + SPARE + 1
     # a count that the compiler knows would cost some instructions a step
     for _member in range(GROUP + _opaque_zero()):
@@ -353,16 +376,18 @@ def _walk(
         chunk = first_chunk + 0  # a plain second name would not be carried round the loop
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
-                grad_k, grad_v, dq_sums, view, start, last_chunk, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
-            )
+                grad_k, grad_v, dq_sums, view, start, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
+                HALF, CONFIG,
+            )  # fmt: skip
             last_chunk = chunk + 0
+            last_slot = slot + 0
             stage ^= 1
             if stage == 0:
                 phase ^= 1
             start += QUERIES
             chunk += 2
         first_chunk += 2 * num_tiles
-    return grad_k, grad_v, last_chunk, stage, phase
+    return grad_k, grad_v, last_chunk, last_slot, stage, phase
 
 
 @gluon.jit
@@ -371,40 +396,43 @@ def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
     bounds, items, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
     num_masks, num_tiles, num_keys = sizes
     queries, douts, rows, keys, values, ds_tiles, chunks = buffers
-    k_full, k_empty, v_full, v_empty, q_full, dout_full, empty = barriers
+    q_full, dout_full, empty = barriers
     log2_scale = scale * LOG2_E
     turn = gl.to_tensor(0)
-    batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
+    item = _load_item(items, turn, CONFIG)
+    view = _view(item, bounds, sizes, HALF, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    while end > 0:
-        item = batch, key_head, first, end, begin, full_begin, full_end, num_steps
-        mbarrier.wait(k_full, turn & 1)
-        mbarrier.wait(v_full, turn & 1)
-        grad_k, grad_v, last_chunk, stage, phase = _walk(
-            item, bounds, sizes, dq_sums, buffers, barriers, stage, phase, log2_scale, HALF, CONFIG
-        )
-        mbarrier.arrive(v_empty, count=1)
-        _wait_for_last_step(empty, stage, phase)
-        grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, HALF, CONFIG)
+    last_chunk = gl.to_tensor(SPARE)
+    last_slot = gl.to_tensor(0)
+    while item[3] > 0:
+        grad_k, grad_v, last_chunk, last_slot, stage, phase = _walk(
+            item, view, num_tiles, dq_sums, (turn & 1) * 2, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
+            HALF, CONFIG,
+        )  # fmt: skip
         # asked for anew, these four take no registers from the steps
-        last_batch, last_head, last_first, last_end, _, _, _, _ = _load_item(items, turn, CONFIG)
-        place = last_batch, last_head, last_first + HALF * ROWS, last_end
-        _put_rows(dv, grad_v, place, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
-        # in this order a barrier of all warps stands between the end of the product and the arrival
-        grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-        tma.store_wait(0)
-        mbarrier.arrive(k_empty, count=1)
-        _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
+        batch, key_head, first, end, _, _ = _load_item(items, turn, CONFIG)
+        place = batch, key_head, first + HALF * ROWS, end
         turn += 1
-        batch, key_head, first, end, begin, full_begin, full_end, num_steps = _load_item(items, turn, CONFIG)
-        _put_rows(dk, grad_k * scale, place, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
+        item = _load_item(items, turn, CONFIG)
+        view = _view(item, bounds, sizes, HALF, CONFIG)
+        tma.store_wait(0)
+        _put_rows(dv, grad_v, chunks.index(HALF), place, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
+        _put_rows(dk, grad_k * scale, chunks.index(HALF), place, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
+    _wait_for_last_step(empty, stage, phase)
+    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, last_slot, HALF, CONFIG)
+    grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
+    tma.store_wait(0)
+    _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
     tma.store_wait(0)  # the last chunk of dQ is read from shared memory, which ends with the program
 
 
 @gluon.jit
-def _put_rows(grads, tile, place, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write the rows of `tile` that the item has to its head of the contiguous (B, num_keys, heads, COLUMNS), or ADD them."""
+def _put_rows(grads, tile, staged, place, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
+    """Write the rows of `tile` that the item has to its head of the contiguous (B, num_keys, heads, COLUMNS), or ADD them.
+
+    What is not fp32 goes by way of `staged`, shared memory that must be free.
+    """
     batch, key_head, own, end = place
     base = grads + ((batch * num_keys + own).to(gl.int64) * CONFIG.num_key_heads + key_head) * COLUMNS
     dtype: gl.constexpr = base.dtype.element_ty
@@ -413,7 +441,12 @@ def _put_rows(grads, tile, place, num_keys, COLUMNS: gl.constexpr, ADD: gl.const
     # four lanes of an accumulator hold 8 columns: in fp32 a whole sector of memory, in 16 bits half of one
     GRADS: gl.constexpr = CONFIG.grads
     STORED: gl.constexpr = GRADS if dtype == gl.float32 else WHOLE_ROWS
-    tile = gl.convert_layout(tile.to(dtype), STORED)
+    tile = tile.to(dtype)
+    if dtype != gl.float32:
+        MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
+        in_order = hopper.reinterpret(staged, dtype, [ROWS, DIM], MATRIX)
+        in_order.store(tile)
+        tile = in_order.load(STORED)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
     pointers = base + rows.to(gl.int64)[:, None] * (CONFIG.num_key_heads * COLUMNS) + columns[None, :]
@@ -438,21 +471,13 @@ def _main_kernel(
     queries = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     douts = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * QUERIES], scalars.layout)
-    keys = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
+    keys = gl.allocate_shared_memory(q.dtype, [4, ROWS, DIM], MATRIX)
     values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
     chunks = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGED)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=2)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
@@ -461,7 +486,7 @@ def _main_kernel(
     # constants stay out of these: a tuple in a variable turns them into tensors
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, rows, keys, values, ds_tiles, chunks
-    barriers = k_full, k_empty, v_full, v_empty, q_full, dout_full, empty
+    barriers = q_full, dout_full, empty
     loading = q, k, v, dout, scalars, items, num_tiles, buffers, barriers
     computing = (query_lo, query_hi), items, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
