@@ -132,6 +132,17 @@ def test_many_items_a_program_in_the_backward(dim, group, device):
             assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_items_of_one_step_in_the_backward(dim, device):
+    """Keys of the item before the last are read until the last item, too, is done."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_keys = processors * 128 + 40
+    problem = make_problem(*intervals_of("full", 60, num_keys), num_keys, torch.bfloat16, 1, (4, 4), (dim, dim), device)
+    expected = problem.double().backward(reference)
+    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(hopper_backward), expected, strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize("nobody", [False, True])
 def test_keys_that_nobody_sees_have_no_gradient(nobody, device):
     """Not even where a key is NaN."""
