@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.blocks import BlockMask
+from kernels.checks import MAX_HEAD_DIM
 from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from kernels.reference import Delta, Gradients, State
@@ -47,6 +48,9 @@ def choose(
         raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
     if backend == "triton" and dtype not in TRITON_DTYPES:
         raise ValueError(f"the Triton kernels have no {dtype}: use fp16, bf16 or fp32, or backend='tiled'")
+    no_triton = None if 1 <= min(dims) <= max(dims) <= MAX_HEAD_DIM else f"head dims {dims[0]} and {dims[1]}"
+    if backend == "triton" and no_triton:
+        raise ValueError(f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, not {no_triton}: use backend='tiled'")
     if backend == "hopper":
         reason = _no_hopper(device, dtype, dims, plain)
         if reason is not None:
@@ -57,6 +61,8 @@ def choose(
         return Choice("tiled", f"no GPU kernel runs on {device.type}")
     if dtype not in TRITON_DTYPES:
         return Choice("tiled", f"{dtype} has no Triton kernel")
+    if no_triton:
+        return Choice("tiled", f"no Triton kernel has {no_triton}")
     reason = _no_hopper(device, dtype, dims, plain)
     return Choice("hopper", "fastest on sm_90") if reason is None else Choice("triton", f"no Hopper kernel: {reason}")
 

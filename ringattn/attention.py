@@ -15,6 +15,8 @@ from ringattn.messages import Group, rank_and_size
 from ringattn.plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def ring_attention(
     q: Tensor,
@@ -68,7 +70,8 @@ def ring_attention(
             waits for a peer, the process prints the reason and ends. RINGATTN_TIMEOUT sets the seconds of patience.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    _check_ring(q, layout, group, schedule, transport)
+    check_choices(schedule, transport)
+    _check_ring(q, layout, group)
     if first_head < 0:
         raise ValueError(f"first_head = {first_head}: give the number of query heads before this ring's, 0 or more")
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
@@ -81,12 +84,20 @@ def ring_attention(
     return (out, lse) if return_lse else out
 
 
-def _check_ring(q: Tensor, layout: Layout, group: Group | None, schedule: str, transport: str) -> None:
+def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
     rank, size = rank_and_size(group)
     if size != layout.ranks:
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
+
+
+def check_choices(schedule: str, transport: str) -> None:
+    """Refuse a schedule or a transport that there is not.
+
+    Raises:
+        ValueError: naming those that there are.
+    """
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}: choose one of {', '.join(SCHEDULES)}")
     if transport not in transports.TRANSPORTS:
@@ -129,7 +140,9 @@ def check_inputs(
     if not 0 <= dropout_p < 1 or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and 0 <= seed < 2**63")
     mask.check(seq_len, batch)
-    dispatch.choose(q.device, q.dtype, backend)
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
+    dispatch.choose(q.device, q.dtype, backend, (head_dim, v.shape[3]), plain=dropout_p == 0)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 

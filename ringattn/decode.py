@@ -109,6 +109,8 @@ class KVCache:
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
         """Refuse tokens that do not fit; allocate on the first call, at least `rows` rows."""
+        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
+            raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give k (B, N, Hkv, D) and v (B, N, Hkv, Dv)")
         if self.length + num_tokens > self.capacity:
             raise ValueError(
                 f"{self.length} + {num_tokens} tokens exceed the cache's capacity of {self.capacity}: make it larger"

@@ -61,6 +61,7 @@ def explain(
     here = here if rank is None else rank
     if not 0 <= here < layout.ranks:
         raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
+    mask.check(layout.seq_len, q.shape[0])
     planned = plan(mask, layout, here, torch.device("cpu"))
     lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]
     if (count := planned.passes(q, k, v)) > 1:
@@ -72,7 +73,7 @@ def explain(
 
 
 def _ring(layout: Layout, joined: Fabric) -> str:
-    way = "every pair linked" if joined.all_pairs else "neighbours only, blocks are relayed"
+    way = "every pair linked" if joined.all_pairs else "blocks are relayed by neighbours"
     return (
         f"{layout.ranks} ranks over {joined.name}, {way}: {joined.bytes_per_second / 1e9:.0f} GB/s and "
         f"{1e6 * joined.latency:.0f} us a message, {joined.flops / 1e12:.3g} TFLOP/s a rank"

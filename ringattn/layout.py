@@ -116,9 +116,10 @@ class Layout:
         """
         if isinstance(x, Tensor):
             x = self._gather(x, group, dim)
+        held, rows = [shard.shape[dim] for shard in x], [self.rows(rank) for rank in range(self.ranks)]
+        if held != rows:
+            raise ValueError(f"the shards hold {held} rows along dimension {dim} but the layout's hold {rows}")
         whole = torch.cat(list(x), dim)
-        if whole.shape[dim] != self.seq_len:
-            raise ValueError(f"the shards hold {whole.shape[dim]} rows but the layout's sequence has {self.seq_len}")
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
@@ -128,6 +129,8 @@ class Layout:
         if self.ranks == 1:
             return [x]
         rows = [self.rows(rank) for rank in range(self.ranks)]
+        if x.shape[dim] != rows[rank := dist.get_rank(group)]:
+            raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)
         padded = x.new_zeros(max(rows), *x.shape[1:])
         padded[: len(x)] = x

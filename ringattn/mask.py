@@ -18,7 +18,7 @@ def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
     """One tuple of lengths a batch row; a flat list is one row that all share."""
     if documents is None:
         return None
-    rows = tuple(documents)
+    rows = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # tensors and arrays are as good as lists
     if not rows or not all(isinstance(row, Sequence) for row in rows):
         rows = (rows,)
     return tuple(tuple(int(length) for length in row) for row in rows)
@@ -121,8 +121,9 @@ def _intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tens
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
-        lo = torch.maximum(lo, position - mask.window + 1)
-        hi = torch.minimum(hi, position + mask.window)
+        window = min(mask.window, seq_len + num_queries)  # as good as any wider one, and int64 holds its sums
+        lo = torch.maximum(lo, position - window + 1)
+        hi = torch.minimum(hi, position + window)
     return lo, hi.clamp(min=0)
 
 

@@ -67,7 +67,7 @@ def register(
     class Differentiable(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, settings):
-            out, lse, *own = once(partial(results, q, k, v, *settings))
+            out, lse, *own = once(partial(results, q, k, v, *settings), q)
             own = own[0] if keeping else []
             inputs = [q, k, v] if not keeping or keeping.inputs_too(settings) else []
             kept = [*inputs, *(own if keeping else (out, lse))]
@@ -81,9 +81,11 @@ def register(
 
         @staticmethod
         def backward(ctx, dout, dlse, *_):
-            # what refuses second derivatives takes time, which is only well spent when someone asks for them
-            run = once_differentiable(gradients) if torch.is_grad_enabled() else gradients
-            return run(ctx, dout, dlse)
+            if not torch.is_grad_enabled():
+                return gradients(ctx, dout, dlse)
+            # someone asks for second derivatives: refused, if only gradients come in that require one
+            dout, dlse = (x if x is None or x.requires_grad else x.detach().requires_grad_() for x in (dout, dlse))
+            return once_differentiable(gradients)(ctx, dout, dlse)
 
     def differentiable(q, k, v, *settings):
         # as one argument the settings cost autograd nothing

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_map_only
 
 Attend = Callable[[], tuple]
@@ -27,9 +29,14 @@ def keep_attention() -> tuple["_Keep", "_Repeat"]:
     return _Keep(results), _Repeat(results)
 
 
-def once(attend: Attend) -> tuple:
-    """What `attend` returns, tensors and lists of them; or what it returned in the pass that is being repeated."""
-    return attend() if _thread.innermost is None else _thread.innermost.run(attend)
+def once(attend: Attend, like: Tensor) -> tuple:
+    """What `attend` returns, tensors and lists of them; or what it returned in the pass that is being repeated.
+
+    Where a compiler traces, with `like` that hold nothing, there is nothing to keep.
+    """
+    if _thread.innermost is None or isinstance(like, FakeTensor | FunctionalTensor):
+        return attend()
+    return _thread.innermost.run(attend)
 
 
 class _Context:

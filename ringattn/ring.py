@@ -6,7 +6,7 @@ merged; partial results stay fp32 (fp64 for fp64 inputs) from the kernel to the 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ringattn import plan as planning
 from ringattn.plan import Plan, part_of_heads
 from ringattn.schedule import Schedule, Visit
 from ringattn.state import PartialState
-from ringattn.transport import Block, Transport, completed, cut
+from ringattn.transport import Block, Transport, completed, cut, watched
 
 
 def circulate(
@@ -60,13 +60,17 @@ def circulate(
             for message in step.outgoing
         ]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
-        arrive = journey.exchange(t, departing)
-        for here in step.visits:
-            if here.owner == rank:
-                visit(here, cut(traveller, here.rows), cut(home, here.rows))
-            elif (partial := visit(here, held[here.owner], None)) is not None:
-                partial = tuple(x.contiguous() for x in partial)
-                results[here.owner] = merge(results[here.owner], partial) if here.owner in results else partial
+        try:
+            arrive = watched(partial(journey.exchange, t, departing), transport, hop)
+            for here in step.visits:
+                if here.owner == rank:
+                    visit(here, cut(traveller, here.rows), cut(home, here.rows))
+                elif (earned := visit(here, held[here.owner], None)) is not None:
+                    earned = tuple(x.contiguous() for x in earned)
+                    results[here.owner] = merge(results[here.owner], earned) if here.owner in results else earned
+        except BaseException:
+            transport.watchdog.withdraw(hop)
+            raise
         held = {}
         for message, block in zip(step.incoming, completed(arrive, transport, hop), strict=True):
             owner = message.owner

@@ -11,8 +11,8 @@ computes. What the traveller earns there, its *result*, is sent home:
 
 Two schedules do this, and one executor runs both:
 
-    relay     every rank talks to its neighbours only: travellers are handed on from rank to rank, and their results follow one
-              hop behind them. For rings that span several hosts.
+    relay     travellers are handed on from neighbour to neighbour, and their results follow one hop behind them, from the last
+              rank that they visit straight home. For rings that span several hosts.
     direct    every pair of ranks is linked: a traveller comes from its owner, and its result goes straight home. Each round
               pairs the ranks so that each serves one and is served by one, and no link carries two blocks at a time.
 
@@ -159,7 +159,7 @@ def _own_visits(need: Need, travels: bool, results: bool, cuts: tuple[int, ...] 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, cuts: tuple[int, ...] | None = None) -> Schedule:
-    """The shortest ring pass, between neighbours only, that lets every traveller meet the ranks that need it.
+    """The shortest ring pass, handed on by neighbours, that lets every traveller meet the ranks that need it.
 
     A traveller goes as far as the last rank that needs it, with the rows that any of them need, and the ring turns the way
     that takes fewer hops. Arguments as for `direct`.

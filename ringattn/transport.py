@@ -75,15 +75,22 @@ class Transport(Protocol):
         """Start a pass of `schedule`, on every rank of the ring."""
 
 
-def completed(arrive: Callable[[], T], line: Transport, hop: Hop | None) -> T:
-    """What a watched hop brings; an error of the network is told as what is known of the ranks."""
+def watched(talk: Callable[[], T], line: Transport, hop: Hop | None) -> T:
+    """What a part of a hop returns; an error of the network is told as what is known of the ranks."""
     try:
-        result = arrive()
+        return talk()
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         fault = line.watchdog.fault(hop, error)
         if fault is error:
             raise
         raise fault from error
+
+
+def completed(arrive: Callable[[], T], line: Transport, hop: Hop | None) -> T:
+    """What a watched hop brings."""
+    result = watched(arrive, line, hop)
     line.watchdog.passed(hop)
     return result
 
@@ -249,11 +256,11 @@ def simulate(
             several times as long, and not all kernels can bear them; but only then may ranks wait for each other otherwise.
 
     Raises:
-        Exception: the first one that a rank raised, once all have ended.
+        BaseException: the first one that a rank raised, once all have ended.
     """
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
-    failures: list[Exception] = []
+    failures: list[BaseException] = []
 
     def run(rank: int) -> None:
         group = SimulatedRank(ring, rank)
@@ -261,7 +268,7 @@ def simulate(
         try:
             with ring.turn:
                 results[rank] = function(rank, group)
-        except Exception as failure:
+        except BaseException as failure:  # SystemExit too: else the others would wait for ever
             failures.append(failure)
             ring.abort()
         finally:

@@ -18,15 +18,17 @@ from torch import Tensor
 
 from kernels.reference import state_dtype
 from ringattn import operator
-from ringattn.attention import SETTINGS, check_inputs, ring_attention, ring_of
+from ringattn.attention import SETTINGS, check_choices, check_inputs, ring_attention, ring_of
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group, rank_and_size
+from ringattn.peer_swap import MOST_SENDS
 from ringattn.ring import Ring
 from ringattn.swap import Heads, Landing, Rows, begin
 from ringattn.transport import Block, Transport, resolve
 
 FULL_ROWS = 2**15  # rows in all heads of a part: with fewer, its kernels leave processors idle
+MOST_PARTS = MOST_SENDS // 2  # a part is sent there and back
 
 
 def ulysses_attention(
@@ -76,6 +78,7 @@ def ulysses_attention(
     """
     (ring_rank, ring), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    check_choices(schedule, transport)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
     if size == 1:
@@ -126,7 +129,7 @@ def parts_of(rows: int, heads: int, key_heads: int) -> int:
     Args:
         rows, heads, key_heads: those that a rank attends with; rows of all batch rows.
     """
-    counts = [n for n in range(1, key_heads + 1) if key_heads % n == 0 and rows * heads >= n * FULL_ROWS]
+    counts = [n for n in range(1, min(key_heads, MOST_PARTS) + 1) if key_heads % n == 0 and rows * heads >= n * FULL_ROWS]
     return max(counts, default=1)
 
 
@@ -166,12 +169,13 @@ def _sized(x: Tensor, rows: int, heads: int) -> Tensor:
 
 # A call is one operator, as the ring is one: what a compiler sees as a node. It keeps what each part attended with, or, where
 # that is exchanged again, the inputs and the parts' results.
+SEQ_LEN = [setting.split()[1] for setting in SETTINGS.split(", ")].index("seq_len")
 _SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, bool exchange_again, {SETTINGS}"
 
 
 def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
     ring, schedule = ring_of(q, *settings)
-    parts = parts_of(q.shape[0] * sum(rows), q.shape[2] // len(rows), k.shape[2] // len(rows))
+    parts = _parts(q, k, len(rows), settings)
     line = resolve(group, q.device, transport)
     exchange = _Exchange(rows, line, parts)
     inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
@@ -192,7 +196,11 @@ def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settin
     size = 2 if again else 5
     saved = [kept[i : i + size] for i in range(0, len(kept), size)]
     ring, schedule = ring_of(dout, *settings)
-    dlses = [None] * len(saved) if dlse is None or not with_lse else _swap_heads(dlse, rows, group).chunk(len(saved), 2)
+    dlses = [None] * len(saved)
+    if with_lse:
+        # on some ranks lse may have a gradient and on others none
+        dlse = dout.new_zeros(dout.shape[:3], dtype=saved[0][-1].dtype) if dlse is None else dlse
+        dlses = _swap_heads(dlse, rows, group).chunk(len(saved), 2)
     line = resolve(group, dout.device, transport)
     exchange = _Exchange(rows, line, len(saved))
     outputs = exchange.to_heads(*inputs, dout)
@@ -206,6 +214,12 @@ def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settin
     results = grads.wait()
     exchange.swap.end()
     return results
+
+
+def _parts(q: Tensor, k: Tensor, ulysses: int, settings: tuple) -> int:
+    """`parts_of` a call. From the mean rows of a rank of the ring: all must work in as many parts, whatever rows each has."""
+    seq_len, ring = settings[SEQ_LEN : SEQ_LEN + 2]
+    return parts_of(q.shape[0] * (seq_len // ring), q.shape[2] // ulysses, k.shape[2] // ulysses)
 
 
 def _of_part(ring: Ring, part: int, q: Tensor, line: Transport) -> Ring:
@@ -242,7 +256,7 @@ def _swap_heads(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
 
 def _fake_results(q, k, v, rows, group, transport, with_lse, again, *settings):
     ranks, total = len(rows), sum(rows)
-    parts = parts_of(q.shape[0] * total, q.shape[2] // ranks, k.shape[2] // ranks)
+    parts = _parts(q, k, ranks, settings)
     block = [_sized(x, total, x.shape[2] // (ranks * parts)) for x in (q, k, v)]
     lse_dtype = state_dtype(q.dtype)
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]

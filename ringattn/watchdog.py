@@ -69,6 +69,8 @@ class Unwatched:
 
     def passed(self, hop: None) -> None: ...
 
+    def withdraw(self, hop: None) -> None: ...
+
     def fault(self, hop: None, error: Exception) -> Exception:
         return error
 
@@ -111,6 +113,11 @@ class Watchdog:
             driver.write_flag(ctypes.addressof(self._over), hop.number, stream)
         else:
             self._over.value = hop.number % _WORD
+
+    def withdraw(self, hop: Hop | None) -> None:
+        """An exception ends the pass: this rank does not wait for the hop any more."""
+        if hop in self.under_way:
+            self.under_way.remove(hop)
 
     def fault(self, hop: Hop | None, error: Exception) -> Exception:
         """What to raise for an error that a hop ended with: once it is known who is missing."""

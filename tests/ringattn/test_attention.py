@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from kernels.intervals import Intervals
 from ringattn import Layout, Mask, ring_attention, simulate
 from ringattn import plan as planning
 from ringattn.layout import KINDS
 from ringattn.ring import Ring
+from ringattn.watchdog import Watchdog
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
 RANKS = (1, 2, 3, 4, 8, 64)
@@ -178,6 +180,8 @@ REFUSED = {
     "unknown-schedule": ({"schedule": "star"}, "unknown schedule 'star'"),
     "unknown-transport": ({"transport": "pigeon"}, "unknown transport 'pigeon'"),
     "unknown-backend": ({"backend": "cuda"}, "unknown kernel backend 'cuda'"),
+    "head-dim-of-no-kernel": (dict.fromkeys("qkv", torch.zeros(1, 8, 4, 300)) | {"backend": "triton"}, "head dims 300 and 300"),
+    "integers": (dict.fromkeys("qkv", torch.zeros(1, 8, 4, 8, dtype=torch.int64)), "q, k, v are torch.int64"),
     "backend-without-the-dtype": ({"backend": "triton"}, "Triton kernels have no torch.float64"),
     "documents-of-another-length": ({"mask": Mask.causal(documents=[3, 4])}, "documents sum to 7 tokens"),
     "documents-of-another-batch": ({"mask": Mask.causal(documents=[[8]] * 3)}, "documents for 3 batch rows"),
@@ -190,11 +194,30 @@ def test_contradictions_are_refused(changes: dict, message: str) -> None:
         _call(**changes)
 
 
-def test_a_failing_rank_ends_the_simulation() -> None:
+@pytest.mark.parametrize("kind", (RuntimeError, SystemExit), ids=lambda kind: kind.__name__)
+def test_a_failing_rank_ends_the_simulation(kind: type[BaseException]) -> None:
     def rank_1_fails(rank: int, group) -> None:
         if rank == 1:
-            raise RuntimeError("rank 1 is out")
+            raise kind("rank 1 is out")
         _call(ranks=3, group=group, seq_len=9)
 
-    with pytest.raises(RuntimeError, match="rank 1 is out"):
+    with pytest.raises(kind, match="rank 1 is out"):
         simulate(3, rank_1_fails)
+
+
+def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the watchdog would end a process that has caught the error."""
+    watchdog = Watchdog(dist.HashStore(), rank=0, size=2, device=torch.device("cpu"))
+    watchdog.stop()
+
+    def fail(*_args, **_options) -> None:
+        raise MemoryError("no room")
+
+    def caught(rank: int, group) -> None:
+        group.watchdog = watchdog
+        with pytest.raises(MemoryError, match="no room"):
+            _call(ranks=2, group=group)
+
+    monkeypatch.setattr("kernels.dispatch.forward", fail)
+    simulate(2, lambda rank, group: caught(rank, group) if rank == 0 else None)
+    assert watchdog.issued == 1 and not watchdog.under_way

@@ -152,6 +152,9 @@ def test_what_is_refused() -> None:
     cache.prefill(x, x, layout)
     with pytest.raises(ValueError, match="holds 4 tokens already"):
         cache.prefill(x, x, layout)
+    for values in (x[:, :3], x[:, :, :1]):
+        with pytest.raises(ValueError, match="give k .B, N, Hkv, D. and v .B, N, Hkv, Dv."):
+            KVCache(4).prefill(x, values, layout)
     with pytest.raises(ValueError, match="exceed the cache's capacity of 5"):
         cache.append(x, x)
     with pytest.raises(ValueError, match="batch, heads, head dim and dtype"):

@@ -49,7 +49,7 @@ def test_a_group_is_asked_for_its_own_ring() -> None:
     layout, mask = Layout.contiguous(12, 3), Mask.causal(window=3)
     q = torch.zeros(1, 4, 2, 8)
     texts = simulate(3, lambda rank, group: explain(q, q, q, layout=layout, mask=mask, group=group, schedule="state"))
-    assert all("neighbours only" in text and "asked for" in text for text in texts)
+    assert all("relayed by neighbours" in text and "asked for" in text for text in texts)
     assert "rank 2 holds 4 of 12" in texts[2]
 
 
@@ -57,5 +57,7 @@ def test_refusals() -> None:
     q, layout = shapes(4), Layout.zigzag(8, 2)
     with pytest.raises(ValueError, match="rank 2 of a ring of 2"):
         explain(*q, layout=layout, mask=Mask.causal(), rank=2)
+    with pytest.raises(ValueError, match="documents sum to 5 tokens but the sequence has 8"):
+        explain(*q, layout=layout, mask=Mask.causal(documents=[5]))
     with pytest.raises(ValueError, match="transport 'pigeon'"):
         explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")

@@ -34,9 +34,11 @@ def run_rings(rank: int, store: str, what: str, fault: str, transport: str) -> N
     for ring in range(1000):
         if rank == VICTIM and ring == 2:
             time.sleep(2)  # long enough to have been seen alive
-            if fault == "dead":
+            if fault in ("dead", "gone"):
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(1000)
+        if fault == "gone" and ring == 2:
+            time.sleep(4)  # the victim is out before the others call
         attend(q, k, v, **options)
         if backend == "nccl" and ring < 2:
             torch.cuda.synchronize()  # the first ones compile kernels
@@ -48,8 +50,9 @@ def _on_gpus(transport: str):
 
 
 @pytest.mark.parametrize("transport", ("gloo", _on_gpus("nvlink"), _on_gpus("p2p")))
-@pytest.mark.parametrize("fault", ("dead", "stuck"))
-@pytest.mark.parametrize("what", ("ring", "exchange"))
+@pytest.mark.parametrize(
+    "what, fault", (("ring", "dead"), ("ring", "gone"), ("ring", "stuck"), ("exchange", "dead"), ("exchange", "stuck"))
+)
 def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_path: Path) -> None:
     command = [sys.executable, str(Path(__file__)), str(tmp_path / "store"), what, fault, transport]
     patience = 5 if transport == "gloo" else 25  # the first rings on GPUs compile kernels
@@ -61,7 +64,7 @@ def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert time.monotonic() - start < patience + 60
     assert all(rank.returncode for rank in ranks)
-    how = "gives no sign of life, last seen in" if fault == "dead" else "is stuck in"
+    how = "is stuck in" if fault == "stuck" else "gives no sign of life, last seen in"
     where = "forward of the KV ring" if what == "ring" else "exchange of heads"
     message = rf"ringattn: rank {VICTIM} {how} {where}, hop \d of \d.*; rank \d waited \d+ s in {where}"
     said = {match.group() for text in texts for match in re.finditer(r"ringattn: rank .* the run ends here", text)}

@@ -85,5 +85,7 @@ def test_what_is_refused() -> None:
         Layout.zigzag(8, 2).positions(2)
     with pytest.raises(ValueError, match="dimension 1 has 7 rows"):
         Layout.zigzag(8, 2).shard(torch.zeros(1, 7), 0)
+    with pytest.raises(ValueError, match="hold .2, 6. rows along dimension 1 but the layout's hold .4, 4."):
+        Layout.zigzag(8, 2).unshard([torch.zeros(1, 2), torch.zeros(1, 6)])
     with pytest.raises(ValueError, match="unshard passes no gradient"):
         Layout.zigzag(8, 2).unshard(torch.zeros(1, 4, requires_grad=True))

@@ -1,5 +1,7 @@
 """Masks as intervals, against masks written out from their definition."""
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -53,6 +55,19 @@ def test_each_batch_row_has_its_own_documents() -> None:
 def test_a_mask_survives_its_lengths(documents: list | None) -> None:
     mask = Mask.causal(window=4, documents=documents)
     assert Mask.from_lengths(True, 4, mask.lengths, 6) == mask
+
+
+@pytest.mark.parametrize("is_causal", (False, True))
+def test_a_window_may_be_as_wide_as_an_integer_can_be(is_causal: bool) -> None:
+    wide, none = Mask(is_causal, window=sys.maxsize), Mask(is_causal)
+    assert all(map(torch.equal, wide.intervals(9), none.intervals(9)))
+    assert all(map(torch.equal, wide.intervals(9, 12), none.intervals(9, 12)))
+
+
+@pytest.mark.parametrize("documents", (torch.tensor([2, 3]), [torch.tensor([2, 3]), torch.tensor([5])]), ids=("one", "per-row"))
+def test_documents_may_be_tensors(documents) -> None:
+    lists = [2, 3] if isinstance(documents, torch.Tensor) else [[2, 3], [5]]
+    assert Mask.causal(documents=documents) == Mask.causal(documents=lists)
 
 
 def test_bad_masks_are_refused() -> None:

@@ -51,6 +51,15 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(both, inputs(), fast_mode=True)
 
 
+def test_second_derivatives_are_refused() -> None:
+    """Even of a sum, whose gradient does not depend on the output."""
+    q, k, v = inputs()
+    out = ring_attention(q, k, v, layout=Layout.contiguous(12, 1), mask=Mask.causal())
+    (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.square().sum().backward()
+
+
 def test_compile_sees_one_node_and_honours_every_mask() -> None:
     """Traced once with no graph break; documents that change from batch to batch change the result."""
     graphs = []

@@ -68,6 +68,17 @@ def test_a_checkpoint_inside_a_checkpoint(runs: list[int]) -> None:
     assert len(runs) == 2
 
 
+def test_a_compiler_may_trace_inside(runs: list[int]) -> None:
+    operands = inputs()
+    compiled = torch.compile(block, backend="aot_eager")
+    expected = torch.autograd.grad(block(*operands).sum(), operands)
+    runs.clear()
+    for _ in range(2):  # traced, and again
+        for x, y in zip(torch.autograd.grad(kept(*operands, run=compiled).sum(), operands), expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    assert len(runs) == 2 * 2
+
+
 def test_what_is_kept_is_given_back_with_the_graph() -> None:
     contexts = []
 

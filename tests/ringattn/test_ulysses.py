@@ -105,7 +105,11 @@ def check_mesh(ulysses: int) -> None:
     for schedule in ("state", "kv"):
         got = on_rank(case, layout, mask, rank, **groups, schedule=schedule)
         assert_close([layout.unshard(x) for x in got], expected, 1e-5)
-    ulysses_module.FULL_ROWS = 1  # as many parts as a rank has key heads, each with a ring of its own; this process ends here
+    # half of the ring's ranks have the rows for two parts, if they were asked alone; this process ends here
+    ulysses_module.FULL_ROWS = 2 * HEADS["grouped"][0] // ulysses * (33 // ring + 1) // 2
+    got = on_rank(case, layout, mask, rank, **groups)
+    assert_close([layout.unshard(x) for x in got], expected, 1e-5)
+    ulysses_module.FULL_ROWS = 1  # as many parts as a rank has key heads, each with a ring of its own
     for again in (False, True):
         got = on_rank(case, layout, mask, rank, **groups, exchange_again=again)
         assert_close([layout.unshard(x) for x in got], expected, 1e-5)
@@ -182,6 +186,7 @@ def test_parts_keep_processors_busy() -> None:
     assert parts_of(2**16, 8, 2) == 2  # no part without a key head
     assert parts_of(2**16, 6, 3) == 3
     assert parts_of(2**10, 4, 4) == 1
+    assert parts_of(2**20, 64, 64) == 32  # as many as a call can send
 
 
 @pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
@@ -214,6 +219,22 @@ def test_the_output_without_gradient_of_lse_and_the_reverse() -> None:
         got = [layout.split(2).unshard([grads[i] for grads in ranks]) for i in range(3)]
         for x, y in zip(got, alone, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def test_a_gradient_of_lse_on_one_rank_alone() -> None:
+    case, layout, mask = random_case(12, "grouped"), Layout.contiguous(12, 1).split(2), Mask.causal()
+
+    def gradients(rank: int, group, layout: Layout = layout) -> tuple[torch.Tensor, ...]:
+        inputs = [layout.shard(x, rank).requires_grad_() for x in (case.q, case.k, case.v)]
+        options = dict(layout=layout, mask=mask, ulysses_group=group, return_lse=True)
+        out, lse = ulysses_attention(*inputs, **options)
+        rows = slice(0, 6 if group is None else len(lse[0]) if rank == 0 else 0)  # those of the first rank
+        loss = out.square().sum() + (lse[:, rows].sum() if rank == 0 else 0)
+        return torch.autograd.grad(loss, inputs)
+
+    ranks, alone = simulate(2, gradients), gradients(0, None, Layout.contiguous(12, 1))
+    for i, expected in enumerate(alone):
+        torch.testing.assert_close(layout.unshard([grads[i] for grads in ranks]), expected, rtol=1e-9, atol=1e-10)
 
 
 def test_selective_checkpointing_runs_attention_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,5 +289,8 @@ def test_what_is_refused() -> None:
     refused("give one dtype", y, y, y.double())
     refused("have 4, 3, 4 dimensions", y, y[0], y)
     refused("q has 3 rows and k 3, but the shard of rank . has 4", y[:, :3], y[:, :3], y[:, :3])
+    for choice in ({"schedule": "star"}, {"transport": "star"}):
+        with pytest.raises(ValueError, match="unknown (schedule|transport) 'star'"):
+            simulate(4, lambda rank, group, choice=choice: call(y, y, y, layout=layout, ulysses_group=group, **choice))
     with pytest.raises(ValueError, match="over 2 x 1 ranks but there are a ring of 1"):
         call(y, y, y, layout=Layout.contiguous(8, 2))
