@@ -19,7 +19,6 @@ than `local` are told too. Rank 0 writes README.md, ring.json and a picture to -
 import argparse
 import contextlib
 import datetime
-import os
 import shlex
 import statistics
 import sys
@@ -39,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import gpus  # noqa: E402
 import ring_report  # noqa: E402
 from cases import GROUP, TOLERANCE, Case  # noqa: E402
 
@@ -439,10 +439,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device = gpus.join()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "scripts/benchmark_ring.py", *argv])
     machine = f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     head, rows = {"date": str(datetime.date.today()), "machine": machine, "command": command}, {}

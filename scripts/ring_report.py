@@ -1,7 +1,7 @@
 """Tables and a picture of what `benchmark_ring.py` measured: from its ring.json again, or from those of several runs.
 
-    python scripts/ring_report.py benchmarks/2026-11-22-ring
-    python scripts/ring_report.py benchmarks/2026-11-23-ring --join short/ring.json long/ring.json
+    python scripts/ring_report.py outputs/ring
+    python scripts/ring_report.py outputs/ring --join short/ring.json long/ring.json
 
 Writes README.md to the directory, over what stands there, and lengths.png if two lengths of causal attention were measured.
 With --join it first writes ring.json, of the rows of all runs: they must be of one machine, and no case may be in two of them,

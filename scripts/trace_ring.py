@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile, schedule  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import gpus  # noqa: E402
 from benchmark_ring import CASES, VARIANTS, is_ring, ring_step  # noqa: E402
 
 WARM_UP = 5  # calls
@@ -187,10 +188,8 @@ def main(argv: list[str]) -> None:
     if arguments.draw:
         save_picture(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".png"))
         return
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    gpus.join()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     hosts = dist.new_group(backend="gloo")  # for hosts to meet without a kernel
     case = CASES[arguments.case]
     step = ring_step(case, arguments.variant, case.shard()).both

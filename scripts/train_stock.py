@@ -9,7 +9,6 @@ writes summary.json as `train/run.py` does, with the same count of FLOPs.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -29,7 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT)]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+import gpus  # noqa: E402
+
 from train import flops, optim, parallel  # noqa: E402
 from train.config import ModelConfig, OptimConfig  # noqa: E402
 from train.loop import peak_memory_gib  # noqa: E402
@@ -87,9 +88,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="a directory")
     arguments = parser.parse_args()
     config = ModelConfig(**OmegaConf.load(ROOT / "configs" / "model" / f"{arguments.model}.yaml"))
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group("nccl", device_id=device)
+    device = gpus.join()
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = build(config, mesh, arguments.checkpointing)

@@ -31,6 +31,8 @@ from train.config import ConfigError
 
 T = TypeVar("T")
 
+STEP = re.compile(r"step_\d{8}")
+
 # The classes that make up DCP's index, and nothing that acts on being called.
 _INDEX_CLASSES = {
     ("torch", "Size"),
@@ -80,6 +82,8 @@ def read_meta(path: Path) -> dict:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: no such directory; give the path of a step_... directory")
+    if not (path / "meta.json").exists() and not STEP.fullmatch(path.name):
+        raise CheckpointError(f"{path} is no checkpoint: give the path of a step_... directory")
     try:
         meta = json.loads((path / "meta.json").read_text())
         if not isinstance(meta["step"], int) or not all(isinstance(size, int) for size in meta["files"].values()):
@@ -212,7 +216,7 @@ def _clear(directory: Path) -> None:
 
 def _steps(directory: Path) -> list[Path]:
     """The finished checkpoints, oldest first: eight digits sort by name."""
-    return sorted(path for path in directory.glob("step_*") if re.fullmatch(r"step_\d{8}", path.name))
+    return sorted(path for path in directory.glob("step_*") if STEP.fullmatch(path.name))
 
 
 def _sync(directory: Path) -> None:

@@ -12,6 +12,11 @@ class ConfigError(ValueError):
     """A setting, file or combination that cannot be honoured: the message says what, why and what to do."""
 
 
+def name_of(data: "DataConfig") -> str:
+    """Where documents come from, as on the command line."""
+    return f"data.source={data.source}" + (f" data.path={data.path}" if data.path else "")
+
+
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -69,7 +74,7 @@ class ParallelConfig:
     kernel: str = "auto"  # auto | triton | tiled | reference
     # recompute blocks in the backward, attention excepted; None: where a GPU's memory would else be short
     activation_checkpointing: bool | None = None
-    timeout_s: int = 600  # of a collective
+    timeout_s: int = 600  # of a collective, and of a hop unless RINGATTN_TIMEOUT is set
 
 
 @dataclass
@@ -120,7 +125,7 @@ class LoggerConfig:
 class Config:
     """A whole run. `name` is its directory under `outputs/`; the same name again resumes it."""
 
-    name: str | None = None  # None: the time of the launch
+    name: str | None = None  # configs/train.yaml: the time of the launch
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -176,7 +181,7 @@ def check(config: Config, world_size: int) -> None:
     for names, bound, holds in (
         (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
         (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
-        (POSITIVE, "positive", lambda value: value > 0),
+        (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
     ):
         for name in names:
             value = attrgetter(name)(config)
@@ -187,9 +192,24 @@ def check(config: Config, world_size: int) -> None:
             "trainer.deterministic=true and parallel.kernel=hopper contradict each other: those kernels sum gradients in no "
             "fixed order; use parallel.kernel=auto"
         )
+    _check_data(config.data)
     _check_model(config.model)
     _check_ring(config, world_size)
     _check_optim(config.optim, config.trainer.steps)
+
+
+def _check_data(data: DataConfig) -> None:
+    """What the source has no use for would train on something else than is meant."""
+    if data.source == "stdlib" and data.path is not None:
+        raise ConfigError(
+            f"data.path={data.path}, but data.source=stdlib reads no file: choose data=text, jsonl, parquet or hub"
+        )
+    if data.source != "hub" and data.subset is not None:
+        raise ConfigError(
+            f"data.subset={data.subset}, but only datasets of the hub have subsets: choose data=hub, or leave it out"
+        )
+    if data.source in ("stdlib", "text") and data.column != DataConfig.column:
+        raise ConfigError(f"data.column={data.column}, but data.source={data.source} has no columns: leave it out")
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -233,6 +253,10 @@ def _check_optim(optim: OptimConfig, steps: int) -> None:
         raise ConfigError(f"optim.betas={list(optim.betas)}: AdamW takes two numbers from 0 to below 1, such as [0.9,0.95]")
     if not 0 < optim.decay_fraction <= 1:
         raise ConfigError(f"optim.decay_fraction={optim.decay_fraction} is a share of the steps: above 0, at most 1")
+    if optim.schedule != "wsd" and optim.decay_fraction != OptimConfig.decay_fraction:
+        raise ConfigError(
+            f"optim.decay_fraction={optim.decay_fraction}, but a {optim.schedule} schedule has no such phase: choose optim=wsd"
+        )
     if not optim.min_lr_ratio <= 1:
         raise ConfigError(f"optim.min_lr_ratio={optim.min_lr_ratio} is a share of optim.lr: from 0 to 1")
     if (optim.warmup_steps or 0) > steps:

@@ -1,16 +1,19 @@
 """Documents to tokens to full sequences, read at random so that resuming needs one integer.
 
-    documents --Dataset.map--> tokens + [EOS], on disk
+    documents --Dataset.map--> [EOS] + tokens, on disk
     epoch e  = all documents in an order drawn from (seed, e), joined into one stream of T tokens
     sequence = S tokens of the stream, and the one after them as the last label: floor((T - 1) / S) an epoch
 
-No padding; the tail of an epoch that fills no sequence is dropped. Documents are cut where a sequence ends and continue
-in the next. The only state is the number of sequences consumed.
+EOS stands between documents, as the first token of each: the last token of one is followed by it, and it is followed by the
+first of the next. No padding; the tail of an epoch that fills no sequence is dropped. Documents are cut where a sequence ends
+and continue in the next. The only state is the number of sequences consumed.
 """
 
 import glob
+import itertools
 import re
 import sysconfig
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,15 +23,15 @@ import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from train.config import ConfigError, DataConfig
+from train.config import ConfigError, DataConfig, name_of
 from train.tokenizer import Tokenizer
-
-IGNORE = -100  # a label that no loss is taken on
 
 TOKENS = datasets.Features(
     {"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")},
 )
+_loads = itertools.count()  # the same on every rank
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
@@ -37,8 +40,7 @@ class Batch:
     """B sequences of S tokens.
 
     tokens: (B, S) int64.
-    labels: (B, S) int64, the token after each; IGNORE at the last token (EOS) of every document, for what follows it
-        belongs to another one. They are shifted here, before any sharding.
+    labels: (B, S) int64, the token after each: EOS after the last of a document. They are shifted here, before any sharding.
     documents: per row, the lengths of the parts of documents in it, in order; they sum to S.
     """
 
@@ -51,7 +53,7 @@ class PackedDataset:
     """Sequences 0, 1, 2, ... without end, each a function of (documents, seq_len, seed, index) alone."""
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int):
-        """`documents` has a row a document: `tokens` int32, ending in EOS, and their number `length`.
+        """`documents` has a row a document: `tokens` int32, beginning with EOS, and their number `length`.
 
         Raises ConfigError when they do not fill one sequence.
         """
@@ -85,11 +87,8 @@ class PackedDataset:
             begin = int(ends[place]) - len(tokens)
             parts.append(tokens[max(start - begin, 0) : stop + 1 - begin].to_numpy())
         stream = np.concatenate(parts).astype(np.int64)
-        cuts = ends[first:last] - start
-        labels = stream[1:].copy()
-        labels[cuts - 1] = IGNORE
-        edges = np.unique([0, *cuts, self.seq_len])
-        return stream[:-1], labels, tuple(np.diff(edges).tolist())
+        edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
+        return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def _shuffled(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The order of the documents in this epoch, and where each ends in its stream."""
@@ -123,9 +122,9 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
         except ConfigError:
             raise
         except Exception as error:  # each reader, and the hub, has its own
-            raise ConfigError(f"{_name(config)} cannot be read: {_reason(error)}; {_advice(config)}") from error
+            raise ConfigError(f"{name_of(config)} cannot be read: {_reason(error)}; {_advice(config)}") from error
     if len(tokens) == 0:
-        raise ConfigError(f"{_name(config)} holds no text: give files or rows that are not empty")
+        raise ConfigError(f"{name_of(config)} holds no text: give files or rows that are not empty")
     return PackedDataset(tokens, config.seq_len, config.seed)
 
 
@@ -176,35 +175,33 @@ def _hub_name(config: DataConfig) -> str:
 def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) -> None:
     columns = documents.features
     if column not in columns:
-        raise ConfigError(f"{_name(config)} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+        raise ConfigError(f"{name_of(config)} has no column {column!r}: set data.column to one of {', '.join(columns)}")
     if getattr(columns[column], "dtype", None) not in ("string", "large_string"):
-        raise ConfigError(f"{_name(config)}: column {column!r} holds {columns[column]}, not text: set data.column")
+        raise ConfigError(f"{name_of(config)}: column {column!r} holds {columns[column]}, not text: set data.column")
 
 
 def _tokenise(texts: list[str | None], tokenizer: Tokenizer) -> dict[str, list]:
     """Rows of TOKENS; a row without text makes none."""
-    tokens = [np.append(tokenizer.encode(text), np.int32(tokenizer.eos)) for text in texts if text]
+    tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.eos) for text in texts if text]
     return {"tokens": tokens, "length": [len(document) for document in tokens]}
 
 
 @contextmanager
 def _rank_zero_first() -> Iterator[None]:
-    """Rank 0 fills the cache, and shows its progress, while the others wait; they then find it filled."""
+    """Rank 0 fills the cache, and shows its progress, while the others wait, however long; they then find it filled."""
     if not dist.is_initialized():
         yield
         return
+    store, filled = _get_default_store(), f"corpus/{next(_loads)}"
     if dist.get_rank() != 0:
         datasets.disable_progress_bars()
-        dist.barrier()
+        while not store.check([filled]):
+            time.sleep(0.1)
     try:
         yield
     finally:
         if dist.get_rank() == 0:
-            dist.barrier()
-
-
-def _name(config: DataConfig) -> str:
-    return f"data.source={config.source}" + (f" data.path={config.path}" if config.path else "")
+            store.set(filled, "")
 
 
 def _reason(error: BaseException) -> str:

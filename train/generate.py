@@ -29,7 +29,7 @@ def generate(
     temperature: float = 0.8,
     seed: int = 0,
 ) -> list[int]:
-    """The prompt and `num_tokens` more; all ranks take part and return the same.
+    """The prompt and `num_tokens` more, or fewer where the model ends the document; all ranks take part and return the same.
 
     The rank that holds the last position picks the next token and tells the others.
 
@@ -52,6 +52,8 @@ def generate(
             token = _pick(logits[0, :vocab_size].float().cpu(), temperature, generator)
         dist.broadcast(token, group=group, group_src=ranks - 1)
         rows, positions = token.view(1, 1), torch.tensor([len(tokens)])
+        if token == eos:
+            break
         tokens.append(int(token))
     return tokens[1:]
 

@@ -7,6 +7,8 @@ import math
 import resource
 import statistics
 import time
+import zlib
+from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,14 +24,24 @@ from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attentio
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
 from train import checkpoint, flops, memory, metrics, optim, parallel
-from train.config import Config, ConfigError, TrainerConfig, check
-from train.data import IGNORE, Batch, PackedDataset, load
+from train.config import Config, ConfigError, TrainerConfig, check, name_of
+from train.data import Batch, PackedDataset, load
 from train.generate import generate
-from train.loss import cross_entropy
+from train.loss import IGNORE, cross_entropy
 from train.model import GPT
 from train.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
+
+
+DECISIVE = ("model", "data", "optim", "trainer")  # groups of settings that decide what is trained
+FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
+FREE = (
+    *("data.path", "optim.warmup_steps"),  # compared as the corpus; kept
+    *("trainer.steps", "trainer.seed", "trainer.device", "trainer.compile", "trainer.resume", "trainer.peak_tflops"),
+    *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
+    *("trainer.sample_tokens", "trainer.sample_prompt"),
+)
 
 
 class Diverged(RuntimeError):
@@ -53,7 +65,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     describe(run, directory)
     done, consumed = resume(run, directory)
     if done >= config.trainer.steps:
-        return read_summary(directory, done)
+        return read_summary(run, directory, done)
     gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
     with parallel.agreed():
         recorder = metrics.Recorder(config, directory, done, run.peak_flops)
@@ -116,10 +128,10 @@ def build(config: Config) -> Run:
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = parallel.build_mesh(device.type, sequence, ulysses)
-    parallel.set_timeout(mesh, config.parallel.timeout_s)
     with parallel.agreed():
         data = load(config.data, tokenizer)
         _free_memory(device)
+    parallel.set_timeout(mesh, config.parallel.timeout_s)  # only now: to tokenise may take long
     recompute = _recompute(config, tokenizer, mesh, device, bf16)
     with parallel.agreed():
         memory.check(_needed_memory(config, tokenizer, mesh, bf16, recompute), device)
@@ -204,7 +216,7 @@ def describe(run: Run, directory: Path) -> None:
     lines = {
         "directory": directory,
         "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
-        "data": f"{run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
+        "data": f"{name_of(config.data)}, {run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
         "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
@@ -322,7 +334,7 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
     newest = parallel.share(checkpoint.latest(directory / "checkpoints"))
     if choice == "never" and newest is not None:
         raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
-    path = Path(choice) if choice not in ("auto", "never") else newest
+    path = Path(choice).expanduser() if choice not in ("auto", "never") else newest
     if path is None:
         return 0, 0
     with parallel.agreed():
@@ -332,17 +344,46 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
                 f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
                 "nothing: resume with the data, data.seq_len and data.seed it was saved with"
             )
+        changed = changes(meta["config"], run.config)
+        if fixed := [name for name in changed if name.startswith(FIXED)]:
+            raise ConfigError(
+                f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
+            )
+        if changed and meta["step"] >= run.config.trainer.steps:
+            raise ConfigError(
+                f"{path} has done all {meta['step']} steps, with {_listed(changed, changed)}: give the run another name, or "
+                "raise trainer.steps"
+            )
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
-    log.info(f"{'resumed':<12}{path}")
+    log.info(f"{'resumed':<12}{path}" + (f", which was trained with {_listed(changed, changed)}" if changed else ""))
+    if run.config.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
+        run.config.optim.warmup_steps = meta["config"]["optim"]["warmup_steps"]
     if not checkpoint.load_rng(path):
         log.info(f"{'':<12}on another number of ranks: random generators start anew")
     return meta["step"], meta["consumed"]
 
 
+def changes(saved: dict[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
+    """Settings that decide what is trained and are not as they were `saved`, by name: (then, now)."""
+    now = json.loads(json.dumps(asdict(config)))
+    pairs = {
+        f"{group}.{name}": (then, now[group][name])
+        for group in DECISIVE
+        for name, then in saved[group].items()
+        if name in now[group]
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE}
+
+
+def _listed(changed: dict[str, tuple[Any, Any]], names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={changed[name][0]} (now {changed[name][1]})" for name in names)
+
+
 def corpus(run: Run) -> dict[str, int]:
     """What gives a number of sequences its meaning as a position in the data."""
     data = run.data
-    return {"tokens_per_epoch": data.tokens_per_epoch, "seq_len": data.seq_len, "seed": data.seed}
+    order = zlib.crc32(data.lengths.tobytes())  # another order of the same documents is another corpus
+    return {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "seq_len": data.seq_len, "seed": data.seed}
 
 
 def is_due(step: int, trainer: TrainerConfig) -> bool:
@@ -353,7 +394,9 @@ def is_due(step: int, trainer: TrainerConfig) -> bool:
 def save(run: Run, directory: Path, step: int, consumed: int) -> None:
     """Write a checkpoint from which `resume` goes on with the very same numbers."""
     tensors = checkpoint.train_state(run.model, run.optimizer) | checkpoint.rng_state()
-    meta = {"consumed": consumed, "corpus": corpus(run), "config": asdict(run.config)}
+    config = asdict(run.config)
+    config["optim"]["warmup_steps"] = optim.warmup(run.config.trainer.steps, run.config.optim)
+    meta = {"consumed": consumed, "corpus": corpus(run), "config": config}
     checkpoint.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)
 
 
@@ -367,25 +410,30 @@ def peak_memory_gib(device: torch.device) -> float:
 def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
     """Sample from the model, plot the loss, and write and return the summary."""
     text = sample(run) if run.config.trainer.sample_tokens else None
-    summary = summarise(run, rows)
+    losses = [row["loss"] for row in parallel.share(metrics.read(directory / "metrics.jsonl"))]
+    summary = summarise(run, rows, losses)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
         if text is not None:
             log.info(f"sample      {text!r}")
-            (directory / "sample.txt").write_text(text)
+            (directory / "sample.txt").write_text(text, encoding="utf-8")
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return summary
 
 
-def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
+def summarise(run: Run, rows: list[dict[str, float]], losses: list[float]) -> dict[str, Any]:
     """What a job comes down to.
 
     The loss is a mean over the last tenth of all steps, since it depends on the text of a step. Rates are of the median
     step; the first, which warms up, counts only when alone.
+
+    Args:
+        rows: of the steps since the job was started, or resumed.
+        losses: of all steps.
     """
     world_size = dist.get_world_size()
-    steady, last = rows[1:] or rows, rows[-max(run.config.trainer.steps // 10, 1) :]
+    steady, last = rows[1:] or rows, losses[-max(run.config.trainer.steps // 10, 1) :]
     seconds = statistics.median(row["seconds"] for row in steady)
     flops_per_s = statistics.median(row["flops"] / row["seconds"] for row in steady) / world_size
     return {
@@ -393,7 +441,7 @@ def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
         "ranks": world_size,
         "ring": run.mesh.sequence.size(),
         "steps": run.config.trainer.steps,
-        "final_loss": statistics.fmean(row["loss"] for row in last),
+        "final_loss": statistics.fmean(last),
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
@@ -401,14 +449,18 @@ def summarise(run: Run, rows: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def read_summary(directory: Path, done: int) -> dict[str, Any]:
-    """The summary of a job that has nothing left to train."""
+def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
+    """The summary of a job that has nothing left to train; made now if it was ended before it had one."""
     path = directory / "summary.json"
+    log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
+    if (text := parallel.share(path.read_text() if path.exists() else None)) is not None:
+        return json.loads(text)
+    rows = parallel.share(metrics.read(directory / "metrics.jsonl", until=done))
     with parallel.agreed():
-        if not path.exists():
+        if not rows:
             raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
-        log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
-        return json.loads(path.read_text())
+    ranks = dist.get_world_size()
+    return finish(run, directory, [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows])
 
 
 def sample(run: Run) -> str:

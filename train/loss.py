@@ -6,8 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from train.data import IGNORE
-
+IGNORE = -100  # a label that no loss is taken on
 CHUNK = 2048  # tokens whose logits are held at a time
 
 

@@ -17,6 +17,11 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=fused)
 
 
+def warmup(steps: int, config: OptimConfig) -> int:
+    """Steps until `lr` is reached: a tenth of all, unless they are given."""
+    return steps // 10 if config.warmup_steps is None else config.warmup_steps
+
+
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The learning rate of `step`, counted from 1, in a run of `steps`.
 
@@ -24,12 +29,12 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
         cosine: half a cosine from lr to min_lr_ratio * lr at the last step;
         wsd: lr held, then a straight line to min_lr_ratio * lr over the last `decay_fraction` of all steps.
     """
-    warmup = steps // 10 if config.warmup_steps is None else config.warmup_steps
-    if step <= warmup:
-        return config.lr * step / warmup
+    warmup_steps = warmup(steps, config)
+    if step <= warmup_steps:
+        return config.lr * step / warmup_steps
     if config.schedule == "cosine":
-        share = (1 + math.cos(math.pi * (step - warmup) / (steps - warmup))) / 2
+        share = (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))) / 2
     else:
-        decay = min(round(config.decay_fraction * steps), steps - warmup)
+        decay = min(round(config.decay_fraction * steps), steps - warmup_steps)
         share = min((steps - step) / max(decay, 1), 1.0)
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import keep_attention
+from ringattn import keep_attention, watchdog
 from train import memory
 from train.config import ConfigError
 from train.model import GPT
@@ -134,7 +134,8 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """How long a collective may take before its ranks fail."""
+    """How long a collective, or a hop of a ring, may take before its ranks fail; the environment has the last word on hops."""
+    os.environ.setdefault(watchdog.TIMEOUT, str(seconds))
     for group in (None, *(axis.get_group() for axis in (mesh.dp, mesh.sequence, mesh.ring, mesh.ulysses, mesh.all))):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 

@@ -45,6 +45,10 @@ def main() -> int:
     store = parallel.start()
     try:
         status = lead(store) if dist.get_rank() == 0 else follow()
+    except KeyboardInterrupt:
+        if store.add("failures", 1) == 1:
+            print("interrupted; the same name resumes from the newest checkpoint", file=sys.stderr, flush=True)
+        os._exit(130)
     except Exception:
         crash(store)
     parallel.stop()
@@ -68,6 +72,8 @@ def lead(store: dist.Store) -> int:
         overrides = [override for override in context.overrides.task if not override.startswith("hydra")]
         try:
             config, directory = typed(settings), Path(context.runtime.output_dir)
+            if config.name is None:
+                raise ConfigError("name=null names no directory: give a name, or leave it out for the time of the launch")
             parallel.share((config, directory))
             outcomes.append(sweep.Outcome(overrides, train(config, directory)))
         except USER_ERRORS as error:

@@ -12,7 +12,7 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"
 
 
 class Tokenizer(Protocol):
-    """Ids are 0 .. vocab_size - 1; `eos` closes every document and is never produced by `encode`."""
+    """Ids are 0 .. vocab_size - 1; `eos` leads every document and is never produced by `encode`."""
 
     vocab_size: int
     eos: int

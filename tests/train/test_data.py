@@ -1,4 +1,3 @@
-import itertools
 import json
 
 import datasets
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from tests.distributed import run_ranks
 from train import data
 from train.config import ConfigError, DataConfig
-from train.data import IGNORE, PackedDataset, load
+from train.data import PackedDataset, load
 from train.tokenizer import BytesTokenizer
 
 EOS = 256
@@ -28,7 +27,7 @@ def cache(tmp_path, monkeypatch):
 
 def pack(documents: list[list[int]], seq_len: int, seed: int = 0) -> PackedDataset:
     """`documents` without their EOS, packed."""
-    rows = [[*document, EOS] for document in documents]
+    rows = [[EOS, *document] for document in documents]
     columns = {"tokens": rows, "length": [len(row) for row in rows]}
     return PackedDataset(datasets.Dataset.from_dict(columns, features=data.TOKENS), seq_len, seed)
 
@@ -54,13 +53,12 @@ def test_an_epoch_is_its_documents_in_some_order(corpus, seq_len, seed, epoch):
     dataset = pack(corpus, seq_len, seed)
     order, _ = dataset._shuffled(epoch)
     assert sorted(order) == list(range(len(corpus)))
-    stream = [token for index in order for token in [*corpus[index], EOS]]
+    stream = [token for index in order for token in [EOS, *corpus[index]]]
     count = (len(stream) - 1) // seq_len
     assert dataset.sequences_per_epoch == count
     assert epoch_tokens(dataset, epoch) == stream[: count * seq_len]
     labels = dataset.batch(range(epoch * count, (epoch + 1) * count)).labels.flatten().tolist()
-    following = itertools.pairwise(stream[: count * seq_len + 1])
-    assert labels == [IGNORE if token == EOS else label for token, label in following]
+    assert labels == stream[1 : count * seq_len + 1]
 
 
 @settings(deadline=None, max_examples=60)
@@ -72,7 +70,7 @@ def test_document_lengths_agree_with_eos(corpus, seq_len):
     batch = dataset.batch(range(2 * dataset.sequences_per_epoch))
     for tokens, lengths in zip(batch.tokens.tolist(), batch.documents, strict=True):
         assert sum(lengths) == seq_len
-        starts = [0] + [place + 1 for place, token in enumerate(tokens) if token == EOS and place + 1 < seq_len]
+        starts = [0] + [place for place, token in enumerate(tokens) if token == EOS and place > 0]
         assert lengths == tuple(np.diff([*starts, seq_len]).tolist())
 
 
@@ -91,8 +89,8 @@ def test_a_batch_does_not_depend_on_what_was_read_before(indices, before):
 
 def test_a_batch_by_hand():
     batch = pack([[1, 2, 3, 4, 5, 6, 7]], 3).batch([0, 1])
-    assert batch.tokens.tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert batch.labels.tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert batch.tokens.tolist() == [[EOS, 1, 2], [3, 4, 5]]
+    assert batch.labels.tolist() == [[1, 2, 3], [4, 5, 6]]
     assert batch.documents == ((3,), (3,))
     assert batch.tokens.dtype == batch.labels.dtype == torch.int64
 
@@ -165,7 +163,7 @@ def test_rows_are_documents(rows):
     source, path = rows
     dataset = load(config(source, path=path, column="body"), BytesTokenizer())
     assert dataset.lengths.tolist() == [6, 5]
-    assert epoch_tokens(dataset, 0)[:5] in ([*b"alpha"], [*b"beta", EOS])
+    assert epoch_tokens(dataset, 0)[:5] in ([EOS, *b"alph"], [EOS, *b"beta"])
 
 
 def test_part_of_a_split(rows):

@@ -41,7 +41,10 @@ def recomputed(model: GPT, prompt: list[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         rows = torch.tensor([tokens])
         logits = model(rows, torch.arange(len(tokens)), attend, lambda hidden, head: head @ hidden[0, -1])
-        tokens.append(int(logits[:VOCAB].argmax()))
+        token = int(logits[:VOCAB].argmax())
+        if token == EOS:
+            break
+        tokens.append(token)
     return tokens[1:]
 
 

@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from train import loss as loss_module
-from train.data import IGNORE
-from train.loss import cross_entropy
+from train.loss import IGNORE, cross_entropy
 
 
 def problem(tokens: int, vocab_size: int, dtype=torch.float32):

@@ -1,3 +1,5 @@
+import json
+import statistics
 import subprocess
 import sys
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 
 from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
-from train import loop, parallel, run
+from train import loop, metrics, parallel, run
 from train.config import ConfigError, TrainerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -50,6 +52,12 @@ BAD = {
     "missing data file": (["data.path=/missing/*.txt"], "data.path=/missing/*.txt matches no file"),
     "no data path": (["data.path=null"], "data.source=text needs data.path"),
     "corpus shorter than a sequence": (["data.seq_len=1000000"], "data.seq_len=1000000 needs 1,000,001"),
+    "path without a use": (["data.source=stdlib"], "but data.source=stdlib reads no file"),
+    "subset of files": (["data.subset=en"], "data.subset=en, but only datasets of the hub have subsets"),
+    "column of files": (["data.column=body"], "data.column=body, but data.source=text has no columns"),
+    "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
+    "no name": (["name=null"], "name=null names no directory"),
+    "a directory that is no checkpoint": (["trainer.resume=."], "is no checkpoint: give the path of a step_... directory"),
     "missing checkpoint": (["trainer.resume=/missing"], "/missing is no checkpoint"),
     "W&B without a login": (["logger.wandb=online"], "W&B is not logged in"),
 }
@@ -79,9 +87,20 @@ def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, mon
 
     assert main(monkeypatch, *settings) == 0  # the same again finds nothing left to do
     assert "all 3 steps" in capfd.readouterr().out
+    summary = tmp_path / "outputs" / "a" / "summary.json"
+    final_loss = json.loads(summary.read_text())["final_loss"]
+    summary.unlink()  # as if it had been killed before
+    assert main(monkeypatch, *settings) == 0
+    assert json.loads(summary.read_text())["final_loss"] == final_loss
 
     assert main(monkeypatch, *settings, "trainer.steps=4", "model.dim=64") == 1
-    assert_one_error(capfd, "model.embedding has shape (320, 32), in this run (320, 64)")
+    assert_one_error(
+        capfd, "step_00000003 was trained with model.dim=32 (now 64): resume with the same, or give the run another"
+    )
+    assert main(monkeypatch, *settings, "trainer.steps=4", "model.rope_theta=3") == 1
+    assert_one_error(capfd, "was trained with model.rope_theta=10000.0 (now 3.0)")
+    assert main(monkeypatch, *settings, "optim.lr=0.5") == 1
+    assert_one_error(capfd, "step_00000003 has done all 3 steps, with optim.lr=0.002 (now 0.5): give the run another name")
 
     assert main(monkeypatch, *settings, "trainer.steps=4", "data.seed=1") == 1
     assert_one_error(capfd, "stands in another corpus")
@@ -94,6 +113,18 @@ def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, mon
     assert main(monkeypatch, *settings, "trainer.resume=never") == 1
     assert_one_error(capfd, "step_00000003 would be overwritten: give the run another name")
     assert main(monkeypatch, *settings, "name=b", "trainer.steps=1", "trainer.resume=never") == 0
+
+
+def test_more_steps_do_not_begin_another_warmup(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.checkpoint_every=0"]
+    assert main(monkeypatch, *settings, "trainer.steps=20") == 0
+    assert main(monkeypatch, *settings, "trainer.steps=220", "optim.lr=1e-3") == 0
+    assert "which was trained with optim.lr=0.002 (now 0.001)" in capfd.readouterr().out
+    rows = metrics.read(tmp_path / "outputs" / "a" / "metrics.jsonl")
+    assert [row["lr"] for row in rows[:2]] == [1e-3, 2e-3]
+    assert 0.98e-3 < rows[20]["lr"] < 1e-3 and rows[20]["lr"] > rows[21]["lr"]
+    summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text())
+    assert summary["final_loss"] == pytest.approx(statistics.fmean(row["loss"] for row in rows[-22:]))
 
 
 def test_divergence_stops_with_the_step(corpus, monkeypatch, capfd):

@@ -1,0 +1,21 @@
+"""How scripts under torchrun start: a GPU for every rank, and NCCL between them."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def join() -> torch.device:
+    """This rank's GPU, once all ranks have joined. Where there is none for each, the process ends, one of them saying so."""
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("error: start it by torchrun, a rank a GPU: torchrun --nproc-per-node 2 ...")
+    local_rank, local_ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if torch.cuda.device_count() < local_ranks:
+        text = f"error: {local_ranks} ranks need a GPU each, and this machine has {torch.cuda.device_count()}"
+        sys.exit(text if local_rank == 0 else 1)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
