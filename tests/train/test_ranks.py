@@ -60,8 +60,8 @@ def gradients(config: Config, path: Path) -> None:
 def greedy(config: Config, prompt: list[int]) -> list[int]:
     """Eight tokens after a prompt, by a fresh model."""
     run = loop.build(config)
-    group, vocab_size = run.mesh.sequence.get_group(), run.tokenizer.vocab_size
-    return generate(run.model, prompt, 8, group=group, device=run.device, vocab_size=vocab_size, eos=256, temperature=0.0)
+    options = dict(group=run.mesh.sequence.get_group(), device=run.device, temperature=0.0)
+    return generate(run.model, prompt, 8, **options, vocab_size=256, eos=256)  # eos is out of reach: no text ends early
 
 
 def work(corpus: str, directory: Path) -> None:
