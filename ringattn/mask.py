@@ -49,8 +49,8 @@ class Mask:
 
         Args:
             window: only the last `window` of them, its own included. None: all.
-            documents: lengths of packed documents that sum to S; a query sees its own document only. One list, or one a
-                batch row. None: the sequence is one document.
+            documents: lengths of packed documents that sum to S; a query sees its own document only. One list or tensor, or
+                one a batch row. None: the sequence is one document.
 
         Raises:
             ValueError: a window or a length below 1.

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -116,7 +117,7 @@ class Watchdog:
 
     def withdraw(self, hop: Hop | None) -> None:
         """An exception ends the pass: this rank does not wait for the hop any more."""
-        if hop in self.under_way:
+        with suppress(ValueError, IndexError):  # it is over, or the thread that watches takes others out meanwhile
             self.under_way.remove(hop)
 
     def fault(self, hop: Hop | None, error: Exception) -> Exception:
