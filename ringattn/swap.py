@@ -13,14 +13,14 @@ or from several, so that attention can work on some heads while others are under
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ringattn.schedule import Message
-from ringattn.transport import Addressed, Block, Messenger, Transport, completed
+from ringattn.transport import Addressed, Block, Messenger, Pending, Transport, completed, watched
 
 Finish = Callable[[], Block]
 
@@ -106,7 +106,7 @@ class _Exchanges:
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
         places = [(put(y, peer), peer) for peer in peers for y in self.into]
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in places]
-        pending = self.line.exchange(_not_empty(sent), _not_empty(received))
+        pending = self._begin(_not_empty(sent), _not_empty(received))
 
         def finish(sent: Addressed = sent) -> Block:  # which keeps what is being sent
             pending.wait()
@@ -115,6 +115,15 @@ class _Exchanges:
             return self.into
 
         self.finishes.append(finish)
+
+    def _begin(self, sent: Addressed, received: Addressed) -> Pending:
+        """An exchange; one that cannot begin, for a peer is gone, is told as a hop that failed."""
+        t, messages = len(self.finishes), incoming(self.line.rank, self.lengths)
+        hop = self.line.watchdog.start("exchange of heads", t, t + 1, messages)
+        try:
+            return watched(partial(self.line.exchange, sent, received), self.line, hop)
+        finally:
+            self.line.watchdog.withdraw(hop)
 
     def wait(self) -> Block:
         for t, finish in enumerate(self.finishes):
