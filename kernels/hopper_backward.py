@@ -62,6 +62,7 @@ from kernels.tiles import load_tile
 KEYS = gl.constexpr(128)  # of an item
 ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
 STAGES = gl.constexpr(2)
+SLOTS = gl.constexpr(2)  # of K, in which the keys of two items in a row lie
 NO_ROW = gl.constexpr(2**30)  # a query row past all others
 SPARE = gl.constexpr(0)  # a chunk before those of dQ, which nobody reads
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -361,7 +362,10 @@ def _walk(
     item, view, num_tiles, dq_sums, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
     HALF: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """(grad_k, grad_v, chunk of the last dQ, which is still to come, next stage, its phase) after all steps of an item."""
+    """(grad_k, grad_v, chunk of the last dQ, which is still to come, slot of its keys, next stage, its phase) after an item.
+
+    `slot`: of the item's own keys.
+    """
     DIM: gl.constexpr = CONFIG.dim
     GRADS: gl.constexpr = CONFIG.grads
     GROUP: gl.constexpr = CONFIG.group
@@ -471,7 +475,7 @@ def _main_kernel(
     queries = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     douts = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * QUERIES], scalars.layout)
-    keys = gl.allocate_shared_memory(q.dtype, [4, ROWS, DIM], MATRIX)
+    keys = gl.allocate_shared_memory(q.dtype, [2 * SLOTS, ROWS, DIM], MATRIX)
     values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
     chunks = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGED)

@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringattn.attention import check_choices
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group
-from ringattn.plan import SCHEDULES, Plan, Work, backward_work, forward_work, part_of_heads, plan
+from ringattn.plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
 from ringattn.schedule import Message, RankStep
-from ringattn.transport import TRANSPORTS, resolve
+from ringattn.transport import resolve
 
 MOVES = {  # what travels, and what comes back
     ("forward", "kv"): ("k, v", ""),
@@ -46,10 +47,7 @@ def explain(
     Raises:
         ValueError: a layout for another number of ranks than the group has, a rank outside it, or unknown names.
     """
-    if schedule not in SCHEDULES or transport not in TRANSPORTS:
-        raise ValueError(
-            f"schedule {schedule!r}, transport {transport!r}: choose from {', '.join(SCHEDULES)} and {', '.join(TRANSPORTS)}"
-        )
+    check_choices(schedule, transport)
     if group is None:
         speed = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
         joined, here = fabric("nccl" if transport == "p2p" else "nvlink", flops=speed), 0

@@ -114,21 +114,20 @@ class Layout:
         Args:
             x: this rank's rows, gathered over `group`; or a list with every rank's rows, put together without a group.
         """
+        rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
-            x = self._gather(x, group, dim)
-        held, rows = [shard.shape[dim] for shard in x], [self.rows(rank) for rank in range(self.ranks)]
-        if held != rows:
+            x = self._gather(x, rows, group, dim)
+        if (held := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards hold {held} rows along dimension {dim} but the layout's hold {rows}")
         whole = torch.cat(list(x), dim)
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
-    def _gather(self, x: Tensor, group: dist.ProcessGroup | None, dim: int) -> list[Tensor]:
+    def _gather(self, x: Tensor, rows: list[int], group: dist.ProcessGroup | None, dim: int) -> list[Tensor]:
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("unshard passes no gradient: detach the shard, or compute the loss on shards")
         if self.ranks == 1:
             return [x]
-        rows = [self.rows(rank) for rank in range(self.ranks)]
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)

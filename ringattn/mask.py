@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-Lengths = Sequence[int] | Sequence[Sequence[int]]
+Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:

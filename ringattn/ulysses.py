@@ -89,7 +89,9 @@ def ulysses_attention(
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
     whole = layout.whole
     rows = [layout.rows(ring_rank * size + peer) for peer in range(size)]
-    settings = rows, ulysses_group.group_name, transport, return_lse, exchange_again
+    # by the mean rows of a rank of the ring: all of them must work in as many parts, whatever rows each has
+    parts = parts_of(q.shape[0] * (layout.seq_len // ring), q.shape[2] // size, k.shape[2] // size)
+    settings = rows, ulysses_group.group_name, transport, return_lse, exchange_again, parts
     settings += mask.lengths, mask.is_causal, mask.window or 0, whole.kind, whole.seq_len, whole.ranks
     settings += "" if ring_group is None else ring_group.group_name, schedule, transport, scale, float(dropout_p), seed
     settings += rank * (q.shape[2] // size), backend, precision
@@ -169,13 +171,11 @@ def _sized(x: Tensor, rows: int, heads: int) -> Tensor:
 
 # A call is one operator, as the ring is one: what a compiler sees as a node. It keeps what each part attended with, or, where
 # that is exchanged again, the inputs and the parts' results.
-SEQ_LEN = [setting.split()[1] for setting in SETTINGS.split(", ")].index("seq_len")
-_SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, bool exchange_again, {SETTINGS}"
+_SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, bool exchange_again, SymInt parts, {SETTINGS}"
 
 
-def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
+def _forward(q, k, v, rows, group, transport, with_lse, again, parts, *settings):
     ring, schedule = ring_of(q, *settings)
-    parts = _parts(q, k, len(rows), settings)
     line = resolve(group, q.device, transport)
     exchange = _Exchange(rows, line, parts)
     inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
@@ -191,18 +191,18 @@ def _forward(q, k, v, rows, group, transport, with_lse, again, *settings):
     return out, lse, kept
 
 
-def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settings):
+def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, parts, *settings):
     inputs, kept = (tuple(kept[:3]), kept[3:]) if again else ((), kept)
     size = 2 if again else 5
     saved = [kept[i : i + size] for i in range(0, len(kept), size)]
     ring, schedule = ring_of(dout, *settings)
-    dlses = [None] * len(saved)
+    dlses = [None] * parts
     if with_lse:
         # on some ranks lse may have a gradient and on others none
         dlse = dout.new_zeros(dout.shape[:3], dtype=saved[0][-1].dtype) if dlse is None else dlse
-        dlses = _swap_heads(dlse, rows, group).chunk(len(saved), 2)
+        dlses = _swap_heads(dlse, rows, group).chunk(parts, 2)
     line = resolve(group, dout.device, transport)
-    exchange = _Exchange(rows, line, len(saved))
+    exchange = _Exchange(rows, line, parts)
     outputs = exchange.to_heads(*inputs, dout)
     grads = exchange.to_rows(*(inputs or _like_inputs(saved[0], dout)))
     for part, (*block, upstream) in enumerate(exchange.arrive(outputs, *inputs, dout)):
@@ -214,12 +214,6 @@ def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, *settin
     results = grads.wait()
     exchange.swap.end()
     return results
-
-
-def _parts(q: Tensor, k: Tensor, ulysses: int, settings: tuple) -> int:
-    """`parts_of` a call. From the mean rows of a rank of the ring: all must work in as many parts, whatever rows each has."""
-    seq_len, ring = settings[SEQ_LEN : SEQ_LEN + 2]
-    return parts_of(q.shape[0] * (seq_len // ring), q.shape[2] // ulysses, k.shape[2] // ulysses)
 
 
 def _of_part(ring: Ring, part: int, q: Tensor, line: Transport) -> Ring:
@@ -254,9 +248,8 @@ def _swap_heads(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
     return heads
 
 
-def _fake_results(q, k, v, rows, group, transport, with_lse, again, *settings):
+def _fake_results(q, k, v, rows, group, transport, with_lse, again, parts, *settings):
     ranks, total = len(rows), sum(rows)
-    parts = _parts(q, k, ranks, settings)
     block = [_sized(x, total, x.shape[2] // (ranks * parts)) for x in (q, k, v)]
     lse_dtype = state_dtype(q.dtype)
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]

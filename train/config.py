@@ -12,11 +12,6 @@ class ConfigError(ValueError):
     """A setting, file or combination that cannot be honoured: the message says what, why and what to do."""
 
 
-def name_of(data: "DataConfig") -> str:
-    """Where documents come from, as on the command line."""
-    return f"data.source={data.source}" + (f" data.path={data.path}" if data.path else "")
-
-
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
@@ -61,6 +56,11 @@ class DataConfig:
     seq_len: int = 1024  # tokens a sequence, over all ranks of its ring
     mask_documents: bool = True  # a token sees its own document only
     seed: int = 0  # of the order of documents, reshuffled every epoch
+
+    @property
+    def origin(self) -> str:
+        """Where documents come from, as on the command line."""
+        return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
 
 
 @dataclass

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from train.config import ConfigError, DataConfig, name_of
+from train.config import ConfigError, DataConfig
 from train.tokenizer import Tokenizer
 
 TOKENS = datasets.Features(
@@ -122,9 +122,9 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
         except ConfigError:
             raise
         except Exception as error:  # each reader, and the hub, has its own
-            raise ConfigError(f"{name_of(config)} cannot be read: {_reason(error)}; {_advice(config)}") from error
+            raise ConfigError(f"{config.origin} cannot be read: {_reason(error)}; {_advice(config)}") from error
     if len(tokens) == 0:
-        raise ConfigError(f"{name_of(config)} holds no text: give files or rows that are not empty")
+        raise ConfigError(f"{config.origin} holds no text: give files or rows that are not empty")
     return PackedDataset(tokens, config.seq_len, config.seed)
 
 
@@ -175,9 +175,9 @@ def _hub_name(config: DataConfig) -> str:
 def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) -> None:
     columns = documents.features
     if column not in columns:
-        raise ConfigError(f"{name_of(config)} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+        raise ConfigError(f"{config.origin} has no column {column!r}: set data.column to one of {', '.join(columns)}")
     if getattr(columns[column], "dtype", None) not in ("string", "large_string"):
-        raise ConfigError(f"{name_of(config)}: column {column!r} holds {columns[column]}, not text: set data.column")
+        raise ConfigError(f"{config.origin}: column {column!r} holds {columns[column]}, not text: set data.column")
 
 
 def _tokenise(texts: list[str | None], tokenizer: Tokenizer) -> dict[str, list]:

@@ -8,7 +8,6 @@ import resource
 import statistics
 import time
 import zlib
-from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,8 +22,8 @@ from kernels import dispatch
 from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
-from train import checkpoint, flops, memory, metrics, optim, parallel
-from train.config import Config, ConfigError, TrainerConfig, check, name_of
+from train import checkpoint, flops, memory, metrics, optim, parallel, resuming
+from train.config import Config, ConfigError, TrainerConfig, check
 from train.data import Batch, PackedDataset, load
 from train.generate import generate
 from train.loss import IGNORE, cross_entropy
@@ -32,16 +31,6 @@ from train.model import GPT
 from train.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)
-
-
-DECISIVE = ("model", "data", "optim", "trainer")  # groups of settings that decide what is trained
-FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
-FREE = (
-    *("data.path", "optim.warmup_steps"),  # compared as the corpus; kept
-    *("trainer.steps", "trainer.seed", "trainer.device", "trainer.compile", "trainer.resume", "trainer.peak_tflops"),
-    *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
-    *("trainer.sample_tokens", "trainer.sample_prompt"),
-)
 
 
 class Diverged(RuntimeError):
@@ -216,7 +205,7 @@ def describe(run: Run, directory: Path) -> None:
     lines = {
         "directory": directory,
         "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
-        "data": f"{name_of(config.data)}, {run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
+        "data": f"{config.data.origin}, {run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch",
         "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
@@ -344,39 +333,14 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
                 f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
                 "nothing: resume with the data, data.seq_len and data.seed it was saved with"
             )
-        changed = changes(meta["config"], run.config)
-        if fixed := [name for name in changed if name.startswith(FIXED)]:
-            raise ConfigError(
-                f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
-            )
-        if changed and meta["step"] >= run.config.trainer.steps:
-            raise ConfigError(
-                f"{path} has done all {meta['step']} steps, with {_listed(changed, changed)}: give the run another name, or "
-                "raise trainer.steps"
-            )
+        changed = resuming.differences(path, meta, run.config)
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
-    log.info(f"{'resumed':<12}{path}" + (f", which was trained with {_listed(changed, changed)}" if changed else ""))
+    log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))
     if run.config.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
         run.config.optim.warmup_steps = meta["config"]["optim"]["warmup_steps"]
     if not checkpoint.load_rng(path):
         log.info(f"{'':<12}on another number of ranks: random generators start anew")
     return meta["step"], meta["consumed"]
-
-
-def changes(saved: dict[str, Any], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Settings that decide what is trained and are not as they were `saved`, by name: (then, now)."""
-    now = json.loads(json.dumps(asdict(config)))
-    pairs = {
-        f"{group}.{name}": (then, now[group][name])
-        for group in DECISIVE
-        for name, then in saved[group].items()
-        if name in now[group]
-    }
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE}
-
-
-def _listed(changed: dict[str, tuple[Any, Any]], names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={changed[name][0]} (now {changed[name][1]})" for name in names)
 
 
 def corpus(run: Run) -> dict[str, int]:
@@ -410,8 +374,8 @@ def peak_memory_gib(device: torch.device) -> float:
 def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
     """Sample from the model, plot the loss, and write and return the summary."""
     text = sample(run) if run.config.trainer.sample_tokens else None
-    losses = [row["loss"] for row in parallel.share(metrics.read(directory / "metrics.jsonl"))]
-    summary = summarise(run, rows, losses)
+    final_loss = parallel.share(_final_loss(run, directory) if dist.get_rank() == 0 else None)
+    summary = summarise(run, rows, final_loss)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
         if text is not None:
@@ -422,18 +386,20 @@ def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str,
     return summary
 
 
-def summarise(run: Run, rows: list[dict[str, float]], losses: list[float]) -> dict[str, Any]:
+def _final_loss(run: Run, directory: Path) -> float:
+    """The mean over the last tenth of all steps, since the loss of one depends on its text."""
+    rows = metrics.read(directory / "metrics.jsonl")
+    return statistics.fmean(row["loss"] for row in rows[-max(run.config.trainer.steps // 10, 1) :])
+
+
+def summarise(run: Run, rows: list[dict[str, float]], final_loss: float) -> dict[str, Any]:
     """What a job comes down to.
 
-    The loss is a mean over the last tenth of all steps, since it depends on the text of a step. Rates are of the median
-    step; the first, which warms up, counts only when alone.
-
-    Args:
-        rows: of the steps since the job was started, or resumed.
-        losses: of all steps.
+    Rates are of the median step of `rows`, those since the job was started or resumed; the first, which warms up, counts only
+    when alone.
     """
     world_size = dist.get_world_size()
-    steady, last = rows[1:] or rows, losses[-max(run.config.trainer.steps // 10, 1) :]
+    steady = rows[1:] or rows
     seconds = statistics.median(row["seconds"] for row in steady)
     flops_per_s = statistics.median(row["flops"] / row["seconds"] for row in steady) / world_size
     return {
@@ -441,7 +407,7 @@ def summarise(run: Run, rows: list[dict[str, float]], losses: list[float]) -> di
         "ranks": world_size,
         "ring": run.mesh.sequence.size(),
         "steps": run.config.trainer.steps,
-        "final_loss": statistics.fmean(last),
+        "final_loss": final_loss,
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),

@@ -46,9 +46,7 @@ def main() -> int:
     try:
         status = lead(store) if dist.get_rank() == 0 else follow()
     except KeyboardInterrupt:
-        if store.add("failures", 1) == 1:
-            print("interrupted; the same name resumes from the newest checkpoint", file=sys.stderr, flush=True)
-        os._exit(130)
+        end(store, "interrupted: the same name resumes from the newest checkpoint", 130)
     except Exception:
         crash(store)
     parallel.stop()
@@ -141,9 +139,14 @@ def crash(store: dist.Store) -> NoReturn:
 
     Only the first rank to fail prints its traceback: the failures of the others follow from it.
     """
+    end(store, f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", 1)
+
+
+def end(store: dist.Store, text: str, status: int) -> NoReturn:
+    """End this process at once; only the first rank to do so says why."""
     if store.add("failures", 1) == 1:
-        print(f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
-    os._exit(1)
+        print(text, file=sys.stderr, flush=True)
+    os._exit(status)
 
 
 if __name__ == "__main__":

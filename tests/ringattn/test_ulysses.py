@@ -191,14 +191,13 @@ def test_parts_keep_processors_busy() -> None:
 
 @pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
 @pytest.mark.parametrize("with_lse", (False, True), ids=("out", "out-lse"))
-def test_the_operator_is_well_formed(with_lse: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Schema, fake tensors and autograd as PyTorch checks them, on a group of one."""
-    monkeypatch.setattr(ulysses_module, "FULL_ROWS", 4)
+def test_the_operator_is_well_formed(with_lse: bool, again: bool) -> None:
+    """Schema, fake tensors and autograd as PyTorch checks them, on a group of one, in two parts."""
 
     def check(rank: int, group) -> None:
         shapes = (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 5)
         inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        settings = [6], group.group_name, "auto", with_lse, again
+        settings = [6], group.group_name, "auto", with_lse, again, 2
         settings += Mask.causal().lengths, True, 0, "contiguous", 6, 1, "", "auto", "auto", 0.5, 0.0, 0, 0, "tiled", "ieee"
         torch.library.opcheck(torch.ops.ringattn.ulysses_attention.default, (*inputs, *settings))
 
