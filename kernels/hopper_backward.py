@@ -5,9 +5,9 @@ Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unles
 brings them, the first and the last launch surround all of them (`BlockwiseBackward`).
 
 One program a processor of the main kernel works off the items that `Intervals.items` deals out to it: up to 128 keys of one key
-head, walked over by the query tiles that see them, for every query head of the group in turn. One partition of warps, the
-producer, moves tiles by TMA; the others, two consumers, are warpgroups that hold the dk and dv of 64 keys each in registers. A
-step is one query tile, scores are transposed, (keys, queries):
+head, walked over by the query tiles that see them, for every query head of the group in turn. One warp, the producer, moves
+tiles by TMA; the other partitions, two consumers, are warpgroups that hold the dk and dv of 64 keys each in registers. A step
+is one query tile, scores are transposed, (keys, queries):
 
     producer     for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it; with the
                  first of an item its K, into the slot that the item before the last had, and its V
@@ -66,6 +66,7 @@ SLOTS = gl.constexpr(2)  # of K, in which the keys of two items in a row lie
 NO_ROW = gl.constexpr(2**30)  # a query row past all others
 SPARE = gl.constexpr(0)  # a chunk before those of dQ, which nobody reads
 CONSUMER_REGISTERS = gl.constexpr(240)
+PRODUCER_REGISTERS = gl.constexpr(24)
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -205,7 +206,7 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 
 @gluon.jit
 def _produce(arguments, CONFIG: gl.constexpr):
-    """The loading partition."""
+    """The loading partition, a single warp."""
     QUERIES: gl.constexpr = CONFIG.queries
     GROUP: gl.constexpr = CONFIG.group
     q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
@@ -335,21 +336,22 @@ def _step(
     mbarrier.wait(q_full.index(stage), phase)
     scores = warpgroup_mma(keys.index(slot + HALF + _opaque_zero()), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(dout_full.index(stage), phase)
-    dp = warpgroup_mma(values.index(HALF), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(values.index(HALF + _opaque_zero()), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     lse = rows.index(stage).slice(0, QUERIES).load(BY_QUERY)
     p = _probabilities(scores, lse, view, start, log2_scale, CONFIG)
-    delta = rows.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     dp = warpgroup_mma_wait(0, deps=(dp,))
+    delta = rows.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), LEFT), dout, grad_v, is_async=True)
     _wait_for_last_step(empty, stage, phase)
     ds_tiles.index(2 * stage + HALF).store(ds)
     fence_async_shared()
+    # the last chunk is long read: asked here, one barrier of the warpgroup's threads serves this and dS
+    tma.store_wait(0)
     grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, last_slot, HALF, CONFIG)
     grad_k = warpgroup_mma(gl.convert_layout(ds, LEFT), query, grad_k, is_async=True)
     # dQ leaves while dK is computed
-    tma.store_wait(0)
     grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
     _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
@@ -494,9 +496,9 @@ def _main_kernel(
     loading = q, k, v, dout, scalars, items, num_tiles, buffers, barriers
     computing = (query_lo, query_hi), items, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
-        [(_produce, (loading, CONFIG)), (_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG))],
-        [4, 4],
-        [CONSUMER_REGISTERS, CONSUMER_REGISTERS],
+        [(_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG))],
+        [4, 1],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 

@@ -1,14 +1,15 @@
 """Hopper forward: the contract of `kernels.reference.forward` for sm_90, in Gluon.
 
 One program a processor works off the items that `Intervals.items` deals out to it, each a tile of query rows of one head. One
-partition of warps, the producer, moves tiles by TMA; each of the others, the consumers, is a warpgroup with 64 of an item's
-rows, its scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
+warp, the producer, moves tiles by TMA; the other partitions, the consumers, are warpgroups with 64 of an item's rows each and
+hold their scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
 
     producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
-                 step K and V into the next stage, once all consumers have emptied it
+                 step K and V into the next stage, once all consumers have left what it held
     consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
 
-    barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots
+    barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
+                 Where K and V of a stage are left together, K's empty is V's
     slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is issued
     turns        a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
                  products while the others are at their softmax, instead of all waiting for all
@@ -72,6 +73,7 @@ class Config:
     consumers: int
     keys: int  # of a step
     stages: int  # of K and V
+    together: bool  # consumers leave K and V of a stage together
     registers: int  # of a consumer's threads
     turns: bool
     hold: bool  # see `_hold`
@@ -101,12 +103,13 @@ L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the outp
 # from triton 3.8 on, whose assembler is another, `_hold` would make it run all products one by one
 HOLD = hopper.TRITON_VERSION < (3, 8)
 TILES = {  # by padded head dim
-    64: dict(consumers=3, keys=128, stages=3, registers=160, turns=True, hold=False),
-    128: dict(consumers=3, keys=64, stages=3, registers=160, turns=False, hold=HOLD),
+    64: dict(consumers=3, keys=128, stages=3, together=False, registers=160, turns=True, hold=False),
+    128: dict(consumers=3, keys=64, stages=3, together=True, registers=160, turns=False, hold=HOLD),
 }
 # with few rows that see something in all heads, items of fewer rows leave fewer processors idle
 FEW_ROWS = 2**16
-TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, registers=240, turns=True, hold=HOLD)}
+TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, together=False, registers=240, turns=True, hold=HOLD)}
+PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -130,7 +133,7 @@ def _next(stage, phase, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(arguments, CONFIG: gl.constexpr):
-    """The loading partition."""
+    """The loading partition, a single warp."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     KEYS: gl.constexpr = CONFIG.keys
     q, k, v, items, buffers, barriers = arguments
@@ -160,6 +163,12 @@ def _produce(arguments, CONFIG: gl.constexpr):
         slot ^= 1
         item += gl.num_programs(0)
         batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
+
+
+@gluon.jit
+def _leave_keys(k_empty, stage, CONFIG: gl.constexpr):
+    if not CONFIG.together:
+        mbarrier.arrive(k_empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -308,7 +317,7 @@ def _step(
     growing = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
     _pass_turn(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    _leave_keys(k_empty, stage, CONFIG)
     begin, num_head, num_full, num_edge = plan
     if step < num_edge:
         scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
@@ -343,7 +352,7 @@ def _first_step(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     # the last item's output has been read from the other slot by now
     tma.store_wait(0)
-    mbarrier.arrive(k_empty.index(stage), count=1)
+    _leave_keys(k_empty, stage, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     begin, num_head, num_full, num_edge = plan
     if (num_edge > 0) | (num_full == 0):
@@ -368,7 +377,7 @@ def _stand_by(flow, q_empty, num_steps, stage, phase, CONSUMER: gl.constexpr, CO
         mbarrier.wait(k_full.index(stage), phase)
         _take_turn(CONSUMER, CONFIG)
         _pass_turn(CONSUMER, CONFIG)
-        mbarrier.arrive(k_empty.index(stage), count=1)
+        _leave_keys(k_empty, stage, CONFIG)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
         stage, phase = _next(stage, phase, CONFIG)
@@ -533,30 +542,33 @@ def _forward_kernel(
         mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
     fence_async_shared()
     buffers = queries, keys, values
+    if CONFIG.together:
+        k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     loading = q, k, v, items, buffers, barriers
     results = state_m, state_l, state_o, lse, out, out_tiles
     computing = lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale
+    # the first of them takes the registers that the others leave
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
-                (_produce, (loading, CONFIG)),
                 (_consume, (computing, 0, CONFIG)),
                 (_consume, (computing, 1, CONFIG)),
+                (_produce, (loading, CONFIG)),
             ],
-            [4, 4],
-            [CONFIG.registers, CONFIG.registers],
+            [4, 1],
+            [CONFIG.registers, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_produce, (loading, CONFIG)),
                 (_consume, (computing, 0, CONFIG)),
                 (_consume, (computing, 1, CONFIG)),
                 (_consume, (computing, 2, CONFIG)),
+                (_produce, (loading, CONFIG)),
             ],
-            [4, 4, 4],
-            [CONFIG.registers, CONFIG.registers, CONFIG.registers],
+            [4, 4, 1],
+            [CONFIG.registers, CONFIG.registers, PRODUCER_REGISTERS],
         )
 
 

@@ -11,8 +11,9 @@ when causal) and 2.5 times that backward.
 
 import argparse
 import importlib
+import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,15 +132,17 @@ def error_table(kernels: SimpleNamespace, dims: list[int], lengths: list[int], p
     return lines, failures
 
 
-def teraflops(function: Callable[[], object], flops: float) -> str:
-    """Median TFLOP/s of a call, or the name of the error that it raises."""
-    try:
-        return f"{flops / triton.testing.do_bench(function, return_mode='median') * 1e-9:.0f}"
-    except RuntimeError as error:
-        return type(error).__name__
+def teraflops(calls: Sequence[tuple[Callable[[], object], float]], rounds: int = 5) -> list[str]:
+    """TFLOP/s of each of `calls`, (function, FLOPs), by the median of several rounds.
+
+    All take turns in a round: the clock falls in the first tenths of a second, which would flatter what comes first.
+    """
+    times = [[triton.testing.do_bench(function, return_mode="median") for function, _ in calls] for _ in range(rounds)]
+    medians = map(statistics.median, zip(*times, strict=True))
+    return [f"{flops / milliseconds * 1e-9:.0f}" for (_, flops), milliseconds in zip(calls, medians, strict=True)]
 
 
-def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> Iterator[str]:
+def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
     """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums."""
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     block = make_intervals(mask, length), dim**-0.5
@@ -148,10 +151,14 @@ def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads:
     state = kernels.forward(q, k, v, *block)
     saved = dout, lse, reference.row_delta(out, dout), *block
     sums = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    yield teraflops(lambda: kernels.forward(q, k, v, *block, final=True), flops)
-    yield teraflops(lambda: kernels.forward(q, k, v, *block, state), flops)
-    yield teraflops(lambda: kernels.backward(q, k, v, *saved), 2.5 * flops)
-    yield teraflops(lambda: kernels.backward(q, k, v, *saved, *sums), 2.5 * flops)
+    return teraflops(
+        [
+            (lambda: kernels.forward(q, k, v, *block, final=True), flops),
+            (lambda: kernels.forward(q, k, v, *block, state), flops),
+            (lambda: kernels.backward(q, k, v, *saved), 2.5 * flops),
+            (lambda: kernels.backward(q, k, v, *saved, *sums), 2.5 * flops),
+        ]
+    )
 
 
 def time_table(kernels: SimpleNamespace, dims: list[int]) -> list[str]:
