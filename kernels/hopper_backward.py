@@ -450,7 +450,8 @@ def _put_rows(grads, tile, staged, place, num_keys, COLUMNS: gl.constexpr, ADD: 
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-        in_order = hopper.reinterpret(staged, dtype, [ROWS, DIM], MATRIX)
+        # all of the chunk's memory, of which the rows take a half if DIM is 64
+        in_order = hopper.reinterpret(staged, dtype, [2 * ROWS * CONFIG.columns // DIM, DIM], MATRIX).slice(0, ROWS)
         in_order.store(tile)
         tile = in_order.load(STORED)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
