@@ -1,6 +1,7 @@
 """One function a direction: picks the kernel by device, dtype and shape, and can say why."""
 
 import importlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -50,7 +51,9 @@ def choose(
         raise ValueError(f"the Triton kernels have no {dtype}: use fp16, bf16 or fp32, or backend='tiled'")
     no_triton = None if 1 <= min(dims) <= max(dims) <= MAX_HEAD_DIM else f"head dims {dims[0]} and {dims[1]}"
     if backend == "triton" and no_triton:
-        raise ValueError(f"the Triton kernels take head dims up to {MAX_HEAD_DIM}, not {no_triton}: use backend='tiled'")
+        raise ValueError(f"the Triton kernels take head dims from 1 to {MAX_HEAD_DIM}, not {no_triton}: use backend='tiled'")
+    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"the Triton kernels do not run on {device.type}: use backend='tiled', or 'auto'")
     if backend == "hopper":
         reason = _no_hopper(device, dtype, dims, plain)
         if reason is not None:
@@ -72,7 +75,7 @@ def _no_hopper(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], 
     if device.type != "cuda":
         return f"they do not run on {device.type}"
     if not plain:
-        return "it has no dropout, no block masks, and wants at least one key"
+        return "they have no dropout and no block masks, and want at least one key"
     try:
         hopper = importlib.import_module("kernels.hopper")
     except ImportError as error:

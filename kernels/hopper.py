@@ -99,7 +99,9 @@ def _template(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dty
     block = (1, rows, 1, dim)
     # the stride of a dimension of one says nothing, and may be one that TMA refuses
     strides = [stride if stride > 0 and stride % 8 == 0 else 8 for stride in strides[:-1]] + [1]
-    return TensorDescriptor(torch.empty(1, dtype=dtype), list(shape), strides, list(block), shared_layout(block, dtype))
+    return TensorDescriptor(
+        torch.empty(1, dtype=dtype, device="cpu"), list(shape), strides, list(block), shared_layout(block, dtype)
+    )
 
 
 def describe(x: Tensor, rows: int, dim: int) -> TensorDescriptor:

@@ -629,7 +629,7 @@ class BlockwiseBackward:
 @lru_cache(maxsize=256)
 def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
     """How TMA reads the scalars of a query tile, and adds a chunk of dq; of no tensors yet."""
-    nowhere, block = torch.empty(1), (2 * config.columns, 32)
+    nowhere, block = torch.empty(1, device="cpu"), (2 * config.columns, 32)
     num_rows = (config.chunk_size + num_pairs * config.queries * config.dim) // 32
     return (
         TensorDescriptor(nowhere, [num_pairs * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),

@@ -180,7 +180,7 @@ class Intervals:
 
 def full(num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Intervals:
     """The mask under which every query sees every key."""
-    lo = torch.zeros(1, num_queries, dtype=torch.int32)
+    lo = torch.zeros(1, num_queries, dtype=torch.int32, device="cpu")
     return Intervals.of(lo, torch.full_like(lo, num_keys), num_keys, device)
 
 

@@ -113,7 +113,7 @@ def forward(
         dropout, blocks, precision: see the module's docstring; default: off, off, "ieee".
 
     Returns:
-        The new state, or with `final` the pair (out in q's dtype, lse).
+        The new state, or with `final` the pair (out in q's dtype, lse); contiguous.
 
     Raises:
         ValueError: `dropout` or `blocks` do not fit q and k, or an unknown precision.
@@ -129,7 +129,8 @@ def forward(
         new = (_by_row(m)[..., 0], _by_row(p.sum(-1, keepdim=True))[..., 0], _by_row(o))
     if state is not None:
         new = merge(state, new)
-    return finalize(new, q.dtype) if final else tuple(x.contiguous() for x in new)
+    new = tuple(x.contiguous() for x in new)
+    return finalize(new, q.dtype) if final else new
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
@@ -169,7 +170,7 @@ def backward(
         q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
         lse: over all keys of the row, those of other blocks included. delta: from `row_delta`.
         dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; added into and returned. None: a
-            fresh tensor is returned.
+            fresh tensor is returned, a contiguous one.
         grad_dtype: of fresh gradients: q's dtype (None) or the state dtype.
 
     Raises:
@@ -187,7 +188,8 @@ def backward(
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     given, new = (dq, dk, dv), (new_dq, new_dk, new_dv)
-    return tuple(x.to(grad_dtype or dtype) if into is None else into.add_(x) for into, x in zip(given, new, strict=True))
+    fresh = grad_dtype or dtype
+    return tuple(x.to(fresh).contiguous() if into is None else into.add_(x) for into, x in zip(given, new, strict=True))
 
 
 def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:

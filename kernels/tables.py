@@ -16,10 +16,10 @@ CONSUMER_ROWS = 64  # of an item, that are computed, or left out, together
 
 def cut_rows(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
     """(first rows, ends) of the pieces of rows (B, N) inside which `bound` does not jump by `jump` from row to row; int64."""
-    starts = torch.ones(bound.shape, dtype=torch.bool)
+    starts = torch.ones(bound.shape, dtype=torch.bool, device="cpu")
     starts[:, 1:] = bound.diff() >= jump
     rows = starts.flatten().nonzero()[:, 0]
-    return rows, torch.cat((rows[1:], torch.tensor([bound.numel()])))
+    return rows, torch.cat((rows[1:], torch.tensor([bound.numel()], device="cpu")))
 
 
 def lay(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor, Tensor]:
@@ -52,7 +52,7 @@ def by_length(first: Tensor, end: Tensor, walks: tuple[Tensor, ...], batch: int,
     order = order[entry[order].argsort(stable=True)]
     tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *walks)], 1)[order]
     entry, place = _unroll(torch.bincount(entry, minlength=batch))
-    table = torch.zeros(batch, int(place.max()) + 1 if len(place) else 0, 6, dtype=torch.int32)
+    table = torch.zeros(batch, int(place.max()) + 1 if len(place) else 0, 6, dtype=torch.int32, device="cpu")
     table[entry, place] = tiles
     return table
 
@@ -63,11 +63,11 @@ def in_sections(tiles: Tensor, heads: int, sections: int) -> Tensor:
     The heads of the whole batch are worked off in sections, of as equal size as can be; in a section the longest walks first.
     """
     batch, num_tiles = tiles.shape[:2]
-    all_heads = torch.arange(batch * heads)
+    all_heads = torch.arange(batch * heads, device="cpu")
     entry = all_heads // heads
     place = torch.stack((all_heads % heads, entry), 1).int()
     items = torch.cat((tiles[entry], place[:, None].expand(-1, num_tiles, -1)), 2).flatten(0, 1)
-    turn = (all_heads * sections // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles)
+    turn = (all_heads * sections // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles, device="cpu")
     items = items[turn.flatten().argsort(stable=True)]
     return items[items[:, 0] < items[:, 1]]  # without tiles that fill up entries
 
@@ -118,7 +118,7 @@ def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
             items, owner = items[order], early_owner
     order = owner.argsort(stable=True)
     owner, place = _unroll(torch.bincount(owner))
-    dealt = torch.zeros(int(place.max()) + 2, programs, items.shape[1], dtype=items.dtype)
+    dealt = torch.zeros(int(place.max()) + 2, programs, items.shape[1], dtype=items.dtype, device="cpu")
     dealt[place, owner] = items[order]
     return dealt
 
@@ -130,7 +130,7 @@ def _share_out(times: Tensor, programs: int) -> tuple[Tensor, int]:
     for time in (times.long() * programs).tolist():
         least.append(shares[0])
         heapreplace(shares, shares[0] + time)
-    return torch.tensor(least) % programs, max(shares) // programs
+    return torch.tensor(least, device="cpu") % programs, max(shares) // programs
 
 
 def _early(times: Tensor, programs: int) -> Tensor:
@@ -143,7 +143,7 @@ def _early(times: Tensor, programs: int) -> Tensor:
 def _unroll(counts: Tensor) -> tuple[Tensor, Tensor]:
     """Of counts[i] elements of every owner i in a row, (their owner, their number among the owner's)."""
     owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
+    return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 
 
 def _ceil_div(x: Tensor, y: int) -> Tensor:

@@ -90,7 +90,9 @@ def backward(
     checks.check_options(q, k, dropout, blocks, precision)
     given, like = (dq, dk, dv), (q, k, v)
     dtype = state_dtype(q.dtype)
-    dq, dk, dv = (torch.zeros_like(y, dtype=dtype) if x is None else x for x, y in zip(given, like, strict=True))
+    dq, dk, dv = (
+        torch.zeros(y.shape, dtype=dtype, device=y.device) if x is None else x for x, y in zip(given, like, strict=True)
+    )
     for rows in _query_tiles(q.shape[1], blocks):
         by_row = [x[:, rows] for x in (dout, lse, delta)]
         for keys, part, options in _key_tiles(rows, intervals, dropout, blocks):

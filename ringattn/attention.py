@@ -9,6 +9,7 @@ from kernels import dispatch
 from kernels.checks import PRECISIONS
 from ringattn import operator
 from ringattn import transport as transports
+from ringattn.graphs import keep_if_captured
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group, rank_and_size
@@ -69,7 +70,7 @@ def ring_attention(
         RingFault: a rank of the ring does not answer. Where no exception can be raised, because the host waits for a GPU that
             waits for a peer, the process prints the reason and ends. RINGATTN_TIMEOUT sets the seconds of patience.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     check_choices(schedule, transport)
     _check_ring(q, layout, group)
     if first_head < 0:
@@ -90,6 +91,11 @@ def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    """The factor on the scores: `scale`, or D ** -0.5. Some number for a q without features, or one that will be refused."""
+    return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
 
 
 def check_choices(schedule: str, transport: str) -> None:
@@ -137,8 +143,8 @@ def check_inputs(
         )
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
-    if not 0 <= dropout_p < 1 or not 0 <= seed < 2**63:
-        raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and 0 <= seed < 2**63")
+    if not 0 <= dropout_p < 1 or isinstance(seed, float) or not 0 <= seed < 2**63:
+        raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and an integer 0 <= seed < 2**63")
     mask.check(seq_len, batch)
     if q.dtype not in DTYPES:
         raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
@@ -190,6 +196,7 @@ def ring_of(
     """The ring that the settings describe, and the schedule."""
     end = transports.resolve(group, q.device, transport)
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
+    planned = keep_if_captured(planned, q.device)
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
 
 

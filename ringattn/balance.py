@@ -26,10 +26,10 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     """Tiles that each pair of shards computes, for all batch rows of the mask together: int64 (query ranks, key ranks)."""
     ranks, (lo, hi) = range(layout.ranks), mask.intervals(layout.seq_len)
     ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
-    query_rank = torch.cat([torch.full((len(first),), rank) for rank, (first, _) in enumerate(ends)])
+    query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
     first, last = (torch.cat(x) for x in zip(*ends, strict=True))
     lo, hi = lo[:, first].contiguous(), hi[:, last].contiguous()
-    tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64)
+    tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64, device="cpu")
     for key_rank in ranks:
         keys = layout.positions(key_rank)
         begin, end = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
@@ -67,7 +67,7 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 def _tile_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last position of every tile of a shard."""
-    first = torch.arange(0, len(positions), TILE)
+    first = torch.arange(0, len(positions), TILE, device="cpu")
     return positions[first], positions[(first + TILE).clamp(max=len(positions)) - 1]
 
 
@@ -75,7 +75,8 @@ def _deal(mask: Mask, seq_len: int, ranks: int) -> Layout:
     tiles_a_chunk = max(1, -(-seq_len // (TILE * CHUNKS * ranks)))
     costs = _chunk_costs(mask, seq_len, tiles_a_chunk)
     order = costs.sum(1).argsort(descending=True, stable=True)
-    load, owners = torch.zeros(2, ranks, dtype=torch.float64), torch.empty(len(costs), dtype=torch.int64)
+    load = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")
+    owners = torch.empty(len(costs), dtype=torch.int64, device="cpu")
     load, owners, costs, order = (x.numpy() for x in (load, owners, costs, order))  # numpy starts small operations faster
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
@@ -92,10 +93,10 @@ def _deal(mask: Mask, seq_len: int, ranks: int) -> Layout:
 def _chunk_costs(mask: Mask, seq_len: int, tiles_a_chunk: int) -> Tensor:
     """Tiles seen by the queries and those seen of the keys of every chunk, were the sequence one shard: fp64 (chunks, 2)."""
     lo, hi = mask.intervals(seq_len)
-    first, last = _tile_ends(torch.arange(seq_len))
+    first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
     begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)
     # a tile of keys is seen by those tiles of queries that begin at or before it and have not ended
-    change = torch.zeros(len(first) + 1, dtype=torch.int64)
+    change = torch.zeros(len(first) + 1, dtype=torch.int64, device="cpu")
     for x, sign in ((begin, 1), (end, -1)):
         change += sign * torch.bincount(x.flatten(), minlength=len(change))
     tiles = torch.stack(((end - begin).sum(0), change.cumsum(0)[:-1]), 1).double()

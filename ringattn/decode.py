@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.intervals import Intervals
+from ringattn.attention import DTYPES, scale_of
 from ringattn.layout import Layout
 from ringattn.messages import Group, exchange, rank_and_size
 from ringattn.state import PartialState
@@ -60,6 +61,7 @@ class KVCache:
         Raises:
             ValueError: a cache that is not empty, a layout of other ranks or over capacity, or rows that are not its own.
         """
+        _check_pair(k, v)
         if self.length:
             raise ValueError(f"the cache holds {self.length} tokens already: prefill a new one")
         if layout.ranks != self.ranks or k.shape[1] != layout.rows(self.rank):
@@ -79,8 +81,9 @@ class KVCache:
         """Add the next tokens: k (B, N, Hkv, D), v (B, N, Hkv, Dv), the same on all ranks, of which each keeps its part.
 
         Raises:
-            ValueError: more tokens than the capacity, or another shape or dtype than before.
+            ValueError: more tokens than the capacity, another shape or dtype than before, or none that attention takes.
         """
+        _check_pair(k, v)
         self._reserve(k, v, k.shape[1], 0)
         k, v = k.detach(), v.detach()
         for i in range(k.shape[1]):
@@ -109,8 +112,6 @@ class KVCache:
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
         """Refuse tokens that do not fit; allocate on the first call, at least `rows` rows."""
-        if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give k (B, N, Hkv, D) and v (B, N, Hkv, Dv)")
         if self.length + num_tokens > self.capacity:
             raise ValueError(
                 f"{self.length} + {num_tokens} tokens exceed the cache's capacity of {self.capacity}: make it larger"
@@ -120,13 +121,24 @@ class KVCache:
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
             # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
             self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
-            self._positions = torch.full((rows,), torch.iinfo(torch.int64).max)
+            self._positions = torch.full((rows,), torch.iinfo(torch.int64).max, device="cpu")
         for new, kept in ((k, self._k), (v, self._v)):
             if (new.shape[0], *new.shape[2:], new.dtype) != (kept.shape[0], *kept.shape[2:], kept.dtype):
                 raise ValueError(
                     f"new keys or values {tuple(new.shape)} {new.dtype} in a cache of {tuple(kept.shape)} {kept.dtype}: batch, "
                     "heads, head dim and dtype must be the same"
                 )
+
+
+def _check_pair(k: Tensor, v: Tensor) -> None:
+    """Refuse keys and values that no attention could take."""
+    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.shape[2]:
+        raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give k (B, N, Hkv, D) and v (B, N, Hkv, Dv)")
+    if (k.dtype, k.device) != (v.dtype, v.device) or k.dtype not in DTYPES:
+        raise ValueError(
+            f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}: give one device, and one dtype of fp16, "
+            "bf16, fp32 and fp64"
+        )
 
 
 def decode_attention(
@@ -157,11 +169,13 @@ def decode_attention(
     Raises:
         ValueError: a group of another size, queries that do not fit the cache, or settings that make no sense.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
-    at = torch.arange(cache.length - q.shape[1], cache.length)
-    first = at - cache.length if window is None else at - window + 1
+    if not len(q):
+        return q.new_zeros(*q.shape[:3], v.shape[3])
+    at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
+    first = at - min(window or cache.length, cache.length) + 1  # int64 holds less than any window
     bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
     if len(q) == 1:  # a batch can only be cut evenly with what is allocated and not in use
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
@@ -216,8 +230,8 @@ def _intervals(
     lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
 ) -> Intervals:
     """Of `group` rows a query, against each of `num_splits` splits of `length` keys, for each of `batch` entries."""
-    begin = torch.arange(num_splits)[:, None] * length
-    bounds = (torch.tensor(x).repeat_interleave(group) - begin for x in (lo, hi))
+    begin = torch.arange(num_splits, device="cpu")[:, None] * length
+    bounds = (torch.tensor(x, device="cpu").repeat_interleave(group) - begin for x in (lo, hi))
     return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
 
 

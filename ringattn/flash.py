@@ -10,7 +10,8 @@ from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from ringattn import operator
-from ringattn.attention import check_inputs
+from ringattn.attention import check_inputs, scale_of
+from ringattn.graphs import keep_if_captured
 from ringattn.mask import Mask
 
 # once: a mask holds a tensor
@@ -64,8 +65,8 @@ def flash_attention(
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
     mask = mask or (_CAUSAL if is_causal else _FULL)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    check_inputs(q, k, v, mask, k.shape[1], scale, dropout_p, seed, backend, precision)
+    scale = scale_of(q, scale)
+    check_inputs(q, k, v, mask, k.shape[1] if k.ndim == 4 else 0, scale, dropout_p, seed, backend, precision)
     keep, size = (None, 0) if blocks is None else (blocks.keep, blocks.size)
     settings = mask.lengths, keep, mask.is_causal, mask.window or 0, size
     out, lse = _attention(q, k, v, *settings, scale, float(dropout_p), seed, backend, precision)
@@ -84,6 +85,20 @@ def _intervals(
 def _positions(num_rows: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_rows, seq_len, dtype=torch.int32, device=device)
 
+
+def _blocks(keep: Tensor, size: int) -> BlockMask:
+    """The block mask of `keep`, one of the last few: its lists are made once."""
+    if keep.is_inference():  # which does not tell when it is changed
+        return BlockMask(keep, size)
+    key = id(keep), keep._version, size
+    if key not in _block_masks:
+        while len(_block_masks) >= 8:
+            del _block_masks[next(iter(_block_masks))]
+        _block_masks[key] = BlockMask(keep, size)
+    return _block_masks[key]
+
+
+_block_masks: dict[tuple[int, int, int], BlockMask] = {}  # each holds its tensor, whose id is then no other's
 
 # The operators take the masks as values, so that a compiler may trace them.
 _SETTINGS = (
@@ -112,10 +127,10 @@ def _block(
     dropout = None
     if dropout_p:
         positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
-        dropout = Dropout(dropout_p, seed, *positions)
-    blocks = None if keep is None else BlockMask(keep, block_size)
+        dropout = Dropout(dropout_p, seed, *(keep_if_captured(x, q.device) for x in positions))
+    blocks = None if keep is None else keep_if_captured(_blocks(keep, block_size), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
-    return (intervals, scale), options
+    return (keep_if_captured(intervals, q.device), scale), options
 
 
 def _forward(q, k, v, *settings):

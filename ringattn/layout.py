@@ -148,7 +148,7 @@ def _short(kind: str) -> str:
 def _chunks(kind: str) -> tuple[int, Tensor]:
     """The rows of a chunk and the chunks' owners, from "dealt-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("dealt-").partition(":")
-    return int(rows), torch.tensor([int(owner) for owner in owners.split(",")])
+    return int(rows), torch.tensor([int(owner) for owner in owners.split(",")], device="cpu")
 
 
 def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
@@ -170,10 +170,12 @@ def _positions(layout: Layout, rank: int) -> Tensor:
         return whole[part * len(whole) // layout.parts : (part + 1) * len(whole) // layout.parts]
     if layout.kind.startswith("dealt-"):
         rows, owners = _chunks(layout.kind)
-        positions = owners.eq(rank).nonzero() * rows + torch.arange(rows)
+        positions = owners.eq(rank).nonzero() * rows + torch.arange(rows, device="cpu")
         return positions[positions < layout.seq_len]
     if layout.kind == "striped":
-        return torch.arange(rank, max(rank, layout.seq_len), layout.ranks)
+        return torch.arange(rank, max(rank, layout.seq_len), layout.ranks, device="cpu")
     chunks = [rank] if layout.kind == "contiguous" else [rank, 2 * layout.ranks - 1 - rank]
     total = layout.ranks * len(chunks)
-    return torch.cat([torch.arange(i * layout.seq_len // total, (i + 1) * layout.seq_len // total) for i in chunks])
+    return torch.cat(
+        [torch.arange(i * layout.seq_len // total, (i + 1) * layout.seq_len // total, device="cpu") for i in chunks]
+    )

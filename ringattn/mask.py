@@ -21,6 +21,8 @@ def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
     rows = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # tensors and arrays are as good as lists
     if not rows or not all(isinstance(row, Sequence) for row in rows):
         rows = (rows,)
+    if any(isinstance(length, float) for row in rows for length in row):
+        raise ValueError(f"documents of {rows} tokens: lengths are integers")
     return tuple(tuple(int(length) for length in row) for row in rows)
 
 
@@ -35,13 +37,14 @@ class Mask:
     lengths: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window = {self.window}: a query sees at least itself; give a window of 1 or more, or None")
+        if self.window is not None and (isinstance(self.window, float) or self.window < 1):
+            raise ValueError(f"window = {self.window}: a query sees itself and whole keys before; give 1 or more, or None")
         for row in self.documents or ():
             if any(length < 1 for length in row):
                 raise ValueError(f"a document of {min(row)} tokens: every length must be at least 1")
         lengths = [length for row in self.documents or () for length in row]
-        object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64))
+        with torch.inference_mode(False):  # a mask that an evaluation made may serve training, too
+            object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     @classmethod
     def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
@@ -53,7 +56,7 @@ class Mask:
                 one a batch row. None: the sequence is one document.
 
         Raises:
-            ValueError: a window or a length below 1.
+            ValueError: a window or a length that is no integer, or below 1.
         """
         return cls(True, window, _per_row(documents))
 
@@ -87,7 +90,8 @@ class Mask:
         Raises:
             ValueError: documents, and queries that stand before the first of them.
         """
-        return _intervals(self, seq_len, seq_len if num_queries is None else num_queries)
+        lo, hi = _intervals(self, seq_len, seq_len if num_queries is None else num_queries)
+        return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int) -> list[int]:
         """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask."""
@@ -109,9 +113,9 @@ class Mask:
 
 @lru_cache(maxsize=8)
 def _intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
-    position = torch.arange(seq_len - num_queries, seq_len)
+    position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
-        lo = torch.zeros(1, num_queries, dtype=torch.int64)
+        lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
         hi = lo + seq_len
     elif num_queries > seq_len:
         raise ValueError(f"{num_queries} queries of {seq_len} keys in documents: the first queries belong to none")
@@ -129,6 +133,6 @@ def _intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tens
 
 def _document_bounds(row: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """First position, and the one after the last, of the document that each position belongs to."""
-    lengths = torch.tensor(row, dtype=torch.int64)
+    lengths = torch.tensor(row, dtype=torch.int64, device="cpu")
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
     return end - torch.repeat_interleave(lengths, lengths), end

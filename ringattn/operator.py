@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kernels.reference import state_dtype
 from ringattn.recompute import once
@@ -83,9 +82,11 @@ def register(
         def backward(ctx, dout, dlse, *_):
             if not torch.is_grad_enabled():
                 return gradients(ctx, dout, dlse)
-            # someone asks for second derivatives: refused, if only gradients come in that require one
-            dout, dlse = (x if x is None or x.requires_grad else x.detach().requires_grad_() for x in (dout, dlse))
-            return once_differentiable(gradients)(ctx, dout, dlse)
+            # someone may ask for second derivatives; where q, k, v are not kept, a backward through everything meets the leaf
+            with torch.no_grad():
+                *grads, none = gradients(ctx, dout, dlse)
+            leaf = torch.zeros(0, device="cpu", requires_grad=True)
+            return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), none
 
     def differentiable(q, k, v, *settings):
         # as one argument the settings cost autograd nothing
@@ -103,6 +104,18 @@ def register(
     torch.library.register_fake(f"ringattn::{name}", fakes[0], lib=_library)
     torch.library.register_fake(f"ringattn::{name}_backward", fakes[1], lib=_library)
     return call
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """(dq, dk, dv) as they are; a derivative of them with respect to what they were made of, which follows, is refused."""
+
+    @staticmethod
+    def forward(ctx, dq, dk, dv, *_):
+        return dq.view_as(dq), dk.view_as(dk), dv.view_as(dv)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("attention has no second derivatives: take gradients of gradients with torch's own attention")
 
 
 def _is_plain(*tensors: Tensor) -> bool:

@@ -244,7 +244,7 @@ def _bounds(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
 @lru_cache(maxsize=16)
 def _rows_before(layout: Layout, rank: int) -> Tensor:
     """How many of a rank's rows come before each position, and before the end, of the sequence: int32 (seq_len + 1,)."""
-    held = torch.zeros(layout.seq_len + 1, dtype=torch.int32)
+    held = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
     held[layout.positions(rank) + 1] = 1
     return held.cumsum(0, dtype=torch.int32)
 

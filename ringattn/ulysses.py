@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels.reference import state_dtype
 from ringattn import operator
-from ringattn.attention import SETTINGS, check_choices, check_inputs, ring_attention, ring_of
+from ringattn.attention import SETTINGS, check_choices, check_inputs, ring_attention, ring_of, scale_of
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group, rank_and_size
@@ -77,7 +77,7 @@ def ulysses_attention(
         ValueError: query heads that U does not divide, a layout split for another U, and what `ring_attention` refuses.
     """
     (ring_rank, ring), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    scale = scale_of(q, scale)
     check_choices(schedule, transport)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))

@@ -89,7 +89,7 @@ class Watchdog:
         self.latest: Hop | str = "its start"
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu)
+        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._over = ctypes.c_uint32.from_address(self._word.data_ptr())  # number of the last hop that is over
         self._seen = (0, time.monotonic())
         self._ended = threading.Event()

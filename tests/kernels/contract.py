@@ -2,12 +2,20 @@
 
 from types import ModuleType
 
+import pytest
 import torch
 
 from kernels import reference
 from kernels.dispatch import BlockwiseBackward
 from kernels.intervals import Intervals, full
-from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close, max_row_error
+from tests.kernels.compare import (
+    SCALAR_TOLERANCE,
+    TOLERANCE,
+    assert_rows_close,
+    assert_scalars_close,
+    assert_states_close,
+    max_row_error,
+)
 from tests.kernels.problems import Problem, strided
 
 GRADIENTS = ("dq", "dk", "dv")
@@ -82,9 +90,13 @@ def check_fresh_gradients(problem: Problem, backward: ModuleType) -> None:
 
 
 def check_faults_are_caught(problem: Problem, faulty: Problem, forward: ModuleType, backward: ModuleType) -> None:
-    """The comparison fails where the kernels are given the intervals of `faulty`: out, and a gradient."""
+    """The comparison fails where the kernels are given the intervals of `faulty`: out, lse, and a gradient."""
     expected, tolerance = problem.double(), TOLERANCE[problem.q.dtype]
-    assert max_row_error(faulty.forward(forward, final=True)[0], expected.forward(reference, final=True)[0]) > tolerance
+    out, lse = faulty.forward(forward, final=True)
+    correct_out, correct_lse = expected.forward(reference, final=True)
+    assert max_row_error(out, correct_out) > tolerance
+    with pytest.raises(AssertionError, match="lse"):
+        assert_scalars_close("lse", lse, correct_lse, SCALAR_TOLERANCE)
     gradients, correct = faulty.backward(backward), expected.backward(reference)
     assert any(max_row_error(x, y) > tolerance for x, y in zip(gradients, correct, strict=True))
 

@@ -61,6 +61,13 @@ def test_cpu_ranks_compute_in_pytorch():
         dispatch.choose(CPU, torch.float32, "fast")
 
 
+def test_triton_kernels_are_refused_where_triton_cannot_run(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dispatch.choose.cache_clear()
+    with pytest.raises(ValueError, match="do not run on cpu"):
+        dispatch.choose(torch.device("cpu"), torch.float32, "triton")
+
+
 def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
     asked = []
 

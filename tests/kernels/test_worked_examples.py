@@ -85,7 +85,7 @@ def test_five_tokens_in_tiles_of_two():
 
 
 def test_4096_rows_in_tiles_of_128():
-    """Relative error about 2e-15 against the direct softmax; a tile's live intermediates are 24,832 numbers, not N * N."""
+    """Relative error about 2e-15 against the direct softmax."""
     num_rows, dim, tile = 4096, 64, 128
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, num_rows, 1, dim, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -95,11 +95,3 @@ def test_4096_rows_in_tiles_of_128():
     out, _ = reference.finalize(state, torch.float64)
     direct = torch.softmax(dim**-0.5 * q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0]
     assert (out[0, :, 0] - direct).norm() / direct.norm() < 4e-15
-    live = tile * tile + tile * dim + 2 * tile  # scores, o, m and l
-    assert live == 24_832
-    assert num_rows**2 / live == pytest.approx(675.6, abs=0.05)
-
-
-def test_scores_written_down_for_8192_rows():
-    assert 8192**2 * torch.float32.itemsize == 256 * 2**20
-    assert 8192 / 128 == 64  # traffic ratio N / d

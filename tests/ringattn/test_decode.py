@@ -142,6 +142,19 @@ def test_gloo(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_processes, ranks, tmp_path / "ranks")
 
 
+def test_a_window_may_be_as_wide_as_it_likes() -> None:
+    cache = KVCache(5)
+    cache.append(*torch.randn(2, 1, 5, 2, 8))
+    q = torch.randn(1, 2, 2, 8)
+    assert torch.equal(decode_attention(q, cache, window=2**64 - 1), decode_attention(q, cache))
+
+
+def test_a_batch_of_none() -> None:
+    cache = KVCache(5)
+    cache.append(*torch.zeros(2, 0, 5, 2, 8))
+    assert decode_attention(torch.zeros(0, 2, 2, 8), cache).shape == (0, 2, 2, 8)
+
+
 def test_what_is_refused() -> None:
     x, layout = torch.zeros(1, 4, 2, 8), Layout.contiguous(4, 1)
     with pytest.raises(ValueError, match="capacity = 0, rank = 0, ranks = 1"):
@@ -155,6 +168,12 @@ def test_what_is_refused() -> None:
     for values in (x[:, :3], x[:, :, :1]):
         with pytest.raises(ValueError, match="give k .B, N, Hkv, D. and v .B, N, Hkv, Dv."):
             KVCache(4).prefill(x, values, layout)
+    for keys, values in ((x, x.half()), (x.int(), x.int())):
+        with pytest.raises(ValueError, match="one dtype of fp16"):
+            KVCache(4).append(keys, values)
+    for shape in ((1,), (1, 4, 0, 8)):
+        with pytest.raises(ValueError, match="give k .B, N, Hkv, D. and v .B, N, Hkv, Dv."):
+            KVCache(4).append(torch.zeros(shape), torch.zeros(shape))
     with pytest.raises(ValueError, match="exceed the cache's capacity of 5"):
         cache.append(x, x)
     with pytest.raises(ValueError, match="batch, heads, head dim and dtype"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels import intervals
 from kernels.dropout import Dropout, keep_mask
-from ringattn import BlockMask, Mask, flash_attention
+from ringattn import BlockMask, Mask, flash, flash_attention, graphs
 
 OPERATOR = torch.ops.ringattn.flash_attention.default
 
@@ -108,6 +108,52 @@ def test_torch_checks_the_operator() -> None:
     torch.library.opcheck(OPERATOR, arguments)
 
 
+@pytest.mark.parametrize("backend", ("tiled", "reference"))
+def test_results_lie_as_a_compiler_is_told(backend: str) -> None:
+    """Contiguous, also of tensors that have rows and heads the other way round, as `scaled_dot_product_attention` has them."""
+    tensors = [torch.randn(2, 3, 7, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
+    out, lse = flash_attention(*tensors, is_causal=True, backend=backend, return_lse=True)
+    settings = Mask.full().lengths, None, True, 0, 0, 0.5, 0.0, 0, backend, "ieee"
+    gradients = torch.ops.ringattn.flash_attention_backward(*tensors, out, lse, out, None, *settings)
+    assert all(x.is_contiguous() for x in (out, lse, *gradients))
+
+
+def test_a_default_device_does_not_matter() -> None:
+    tensors = inputs(7, 9)
+    mask = Mask.causal(documents=[2, 7])
+    expected = flash_attention(*tensors, mask=mask)
+    with torch.device("meta"):
+        assert torch.equal(flash_attention(*tensors, mask=Mask.causal(documents=[2, 7])), expected)
+
+
+def test_a_mask_of_an_evaluation_serves_training() -> None:
+    with torch.inference_mode():
+        mask = Mask.causal(documents=[2, 7])
+    tensors = inputs(9, 9)
+    flash_attention(*tensors, mask=mask).sum().backward()
+    assert all(x.grad is not None for x in tensors)
+
+
+def test_lists_of_a_block_mask_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(flash, "BlockMask", lambda *arguments: made.append(arguments) or BlockMask(*arguments))
+    blocks = BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool))
+    for _ in range(3):
+        flash_attention(*inputs(7, 9), blocks=blocks).sum().backward()
+    assert len(made) == 1
+    blocks.keep[:] = False
+    assert not flash_attention(*inputs(7, 9), blocks=blocks).any(), "changed in place, it is another mask"
+
+
+def test_a_captured_call_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(graphs, "_kept", {})
+    plan, device = object(), torch.device("cuda")
+    assert graphs.keep_if_captured(plan, device) is plan
+    assert graphs.keep_if_captured(object(), torch.device("cpu")) not in graphs._kept.values()
+    assert list(graphs._kept.values()) == [plan]
+
+
 def test_compiles_whole() -> None:
     compiled = torch.compile(flash_attention, backend="aot_eager", fullgraph=True)
     tensors = inputs(7, 9)
@@ -118,10 +164,17 @@ REFUSED = {
     "mask-twice": ({"mask": Mask.full(), "is_causal": True}, "both mask and is_causal"),
     "dropout-of-one": ({"dropout_p": 1.0}, "dropout_p = 1.0"),
     "negative-seed": ({"seed": -1}, "seed = -1"),
+    "half-a-seed": ({"seed": 1.5}, "seed = 1.5"),
     "unknown-precision": ({"precision": "bf16"}, "unknown precision 'bf16'"),
     "queries-before-documents": ({"mask": Mask.causal(documents=[2, 3])}, "7 queries of 5 keys in documents"),
     "blocks-of-another-shape": ({"blocks": BlockMask(torch.ones(1, 1, 2, 2, dtype=torch.bool))}, "block mask"),
 }
+
+
+@pytest.mark.parametrize("shape", ((), (4,), (1, 2, 1, 4, 1)), ids=("0-d", "1-d", "5-d"))
+def test_tensors_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"give \(B, N, H, D\)"):
+        flash_attention(*(torch.zeros(shape) for _ in range(3)))
 
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)

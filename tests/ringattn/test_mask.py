@@ -73,5 +73,15 @@ def test_documents_may_be_tensors(documents) -> None:
 def test_bad_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="window = 0"):
         Mask.causal(window=0)
+    with pytest.raises(ValueError, match="window = 2.5"):
+        Mask.causal(window=2.5)
     with pytest.raises(ValueError, match="a document of 0 tokens"):
         Mask.causal(documents=[3, 0])
+    with pytest.raises(ValueError, match="lengths are integers"):
+        Mask.causal(documents=[2.7, 3.9])
+
+
+def test_intervals_are_the_callers_own() -> None:
+    _, hi = Mask.causal().intervals(7)
+    hi.fill_(7)
+    assert Mask.causal().intervals(7)[1].tolist() == [list(range(1, 8))]
