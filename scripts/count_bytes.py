@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256), help="default: 128")
     parser.add_argument("--mask", choices=MASKS, default="causal", help="default: causal")
     arguments = parser.parse_args()
+    if not (arguments.predict or torch.cuda.is_available()):
+        parser.error("needs a CUDA device; --predict launches nothing")
     case = arguments.length, arguments.heads, arguments.head_dim, MASKS[arguments.mask]
     if not arguments.predict:
         launch(*case)

@@ -59,7 +59,10 @@ def main() -> None:
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=(5, 3), layout="constrained")
     for panel, (title, mask) in zip(axes, panels.items(), strict=True):
         draw(panel, circulate(needs(mask, layout), results=True), title, "queries fly", "states (m, l, o) fly")
-    figure.savefig(arguments.output, dpi=130)
+    try:
+        figure.savefig(arguments.output, dpi=130)
+    except (OSError, ValueError) as error:
+        parser.error(f"no picture at {arguments.output}: {error}")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from ringattn.layout import KINDS  # noqa: E402
 from ringattn.plan import SCHEDULES, Work, backward_work, forward_work, part_of_heads, passes, plan  # noqa: E402
 from ringattn.ulysses import key_copies, parts_of  # noqa: E402
 
+SHAPE = "seq_len", "heads", "kv_heads", "dim", "ranks"
+TIMES = "forward_ms", "forward_backward_ms"
 SIZE = 2  # bytes of a bf16 number
 EXACT_RANKS, EXACT_ROWS = 16, 2**23  # ranks, and positions x ranks, up to which the schedules themselves are planned
 MASKS = ("causal", "full")
@@ -57,6 +59,12 @@ class Cluster:
     backward_launch: float = 460e-6
     forward_ends: float = STEP_SECONDS["forward"]  # of a GPU, for the beginning and the end of a step
     backward_ends: float = STEP_SECONDS["backward"]
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            may_be_zero = name.endswith(("latency", "launch", "ends"))
+            if not (value > 0 or may_be_zero and value == 0):
+                raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
     def fabric(self, span: int, flops: float) -> Fabric:
         """What joins a ring over `span` neighbouring GPUs."""
@@ -84,6 +92,21 @@ class Layer:
     window: int | None = None
     layout: str = "zigzag"
     schedule: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "heads", "kv_heads", "dim", "ranks", "ulysses", "batch", "window"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.kv_heads} key heads must divide the {self.heads} query heads: choose another number")
+        if self.seq_len < self.ranks:
+            raise ValueError(f"{self.seq_len} tokens are too few for {self.ranks} ranks: give --ranks of at most as many")
+        if self.ranks % self.ulysses or self.heads % self.ulysses:
+            raise ValueError(
+                f"--ulysses {self.ulysses} must divide the {self.ranks} ranks and the {self.heads} heads: choose another, "
+                "or 'auto'"
+            )
 
     @property
     def ring(self) -> int:
@@ -235,7 +258,7 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
     """The layer with U of a number, or of "auto": `best_ulysses`.
 
     Raises:
-        ValueError: a number that does not divide the ranks and the heads.
+        ValueError: no number, or one that does not divide the ranks and the heads.
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
@@ -244,12 +267,9 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
         joined = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
         best = best_ulysses(q, k, k, mask=mask, layout=layer.layout, schedule=layer.schedule, **joined)
         return replace(layer, ulysses=best)
-    ulysses = int(text)
-    if ulysses < 1 or layer.ranks % ulysses or layer.heads % ulysses:
-        raise ValueError(
-            f"--ulysses {ulysses} must divide the {layer.ranks} ranks and the {layer.heads} heads: choose another, or 'auto'"
-        )
-    return replace(layer, ulysses=ulysses)
+    if not text.isdecimal():
+        raise ValueError(f"--ulysses {text}: give a number of ranks, or 'auto'")
+    return replace(layer, ulysses=int(text))
 
 
 HEADER = (
@@ -287,6 +307,22 @@ def print_plan(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]
     return rows
 
 
+def read_measured(path: Path) -> list[dict]:
+    """The rows of a file.
+
+    Raises:
+        OSError: none that can be read.
+        ValueError: one without SHAPE or TIMES.
+    """
+    try:
+        rows = json.loads(path.read_text())
+        if all(isinstance(row[name], int | float) for row in rows for name in (*SHAPE, *TIMES)):
+            return rows
+    except (ValueError, TypeError, KeyError):
+        pass
+    raise ValueError(f"{path} is no JSON list of objects with the numbers {', '.join((*SHAPE, *TIMES))}: write one")
+
+
 def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
     """Measured beside predicted times, and measured over predicted."""
     print("| Ulysses x ring | length | heads | forward, ms | predicted | ratio | forward + backward, ms | predicted | ratio |")
@@ -294,7 +330,7 @@ def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
     for layer, row in rows:
         forward, backward = predict(layer, cluster)
         cells = [f"{layer.ulysses} x {layer.ring}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
-        for name, cost in (("forward_ms", forward), ("forward_backward_ms", forward + backward)):
+        for name, cost in zip(TIMES, (forward, forward + backward), strict=True):
             milliseconds = 1e3 * cost.seconds
             cells += [f"{row[name]:,.3g}", f"{milliseconds:,.3g}", f"{row[name] / milliseconds:.2f}"]
         print(f"| {' | '.join(cells)} |")
@@ -317,7 +353,7 @@ def plot(rows: list[tuple[Layer, Cost]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Cluster()
     add = parser.add_argument
@@ -347,14 +383,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--backward-ends-us", type=float, default=default.backward_ends * 1e6, help="of a step (default: %(default)g)")
     add("--plot", type=Path, help="a picture of the table to write")
     add("--measured", type=Path, help="JSON rows to compare with, in place of the table")
-    parsed = parser.parse_args(arguments)
-    if parsed.plot and parsed.measured:
-        parser.error("--plot draws the table, which --measured leaves out: give one of them")
-    return parsed
+    return parser
 
 
 def main(arguments: list[str] | None = None) -> None:
-    given = parse(arguments)
+    parser = command_line()
+    try:
+        run(parser.parse_args(arguments))
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+
+
+def run(given: argparse.Namespace) -> None:
+    """Print what is asked for.
+
+    Raises:
+        OSError: a file that cannot be read or written.
+        ValueError: arguments or rows that describe nothing that could run.
+    """
+    if given.plot and given.measured:
+        raise ValueError("--plot draws the table, which --measured leaves out: give one of them")
     cluster = Cluster(
         given.forward_tflops * 1e12,
         given.backward_tflops * 1e12,
@@ -373,9 +421,8 @@ def main(arguments: list[str] | None = None) -> None:
     how = dict(batch=given.batch, mask=given.mask, window=given.window, layout=given.layout, schedule=given.schedule)
 
     if given.measured:
-        names = "seq_len", "heads", "kv_heads", "dim", "ranks"
-        measured = json.loads(given.measured.read_text())
-        layers = [Layer(*(row[name] for name in names), **how) for row in measured]
+        measured = read_measured(given.measured)
+        layers = [Layer(*(row[name] for name in SHAPE), **how) for row in measured]
         layers = [with_ulysses(x, str(row.get("ulysses", 1)), cluster) for x, row in zip(layers, measured, strict=True)]
         print_measured(list(zip(layers, measured, strict=True)), cluster)
         return

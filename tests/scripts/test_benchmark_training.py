@@ -32,7 +32,10 @@ def test_what_a_failed_job_said_is_found():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the peer fails only without GPUs")
-def test_jobs_run_and_one_that_fails_ends_nothing(tmp_path: Path):
+def test_jobs_run_and_one_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On the CPU, behind the back of the check for GPUs, which the peer makes too."""
+    monkeypatch.setattr(benchmark_training.gpus, "require", lambda ranks: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "CPU")
     arguments = ["--model", "tiny", "--ranks", "1", "--lengths", "128", "--steps", "2", "--variants", "stock", "ringattn"]
     assert benchmark_training.main([*arguments, "--output", str(tmp_path)]) == 0
     stock, ours = json.loads((tmp_path / "training.json").read_text())["rows"]
@@ -40,6 +43,31 @@ def test_jobs_run_and_one_that_fails_ends_nothing(tmp_path: Path):
     assert ours["tokens_per_s"] > 0 and ours["ranks"] == 1
     assert (tmp_path / "training.png").stat().st_size > 10_000
     assert "| 128 | stock | failed: " in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "good, failed, status",
+    (
+        *(("ringattn stock", "", 0), ("ringattn", "stock", 0), ("stock", "ringattn", 1)),
+        *(("stock", "stock-recompute", 0), ("", "stock", 1), ("", "ringattn stock", 1)),
+    ),
+)
+def test_peers_may_fail_but_not_all(good: str, failed: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def measure(variant: str, model: str, length: int, *_) -> benchmark_training.Row:
+        return row(variant, length, 1000) if variant in good.split() else {"variant": variant, "length": length, "failed": "x"}
+
+    monkeypatch.setattr(benchmark_training.gpus, "require", lambda ranks: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    monkeypatch.setattr(benchmark_training, "measure", measure)
+    arguments = ["--lengths", "4096", "--variants", *good.split(), *failed.split(), "--output", str(tmp_path)]
+    assert benchmark_training.main(arguments) == status
+
+
+def test_ranks_without_gpus_are_not_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit, match="^error: 2 ranks need a GPU each, and this machine has 1: "):
+        benchmark_training.main(["--ranks", "2", "--model", "tiny", "--lengths", "128", "--output", str(tmp_path / "x")])
+    assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("key_heads", [4, 2], ids=["plain", "grouped"])

@@ -23,6 +23,24 @@ SLOW = Cluster(
 )
 SLOW = replace(SLOW, backward_ends=0, forward_sums=math.inf, backward_sums=math.inf)
 MASKS = (("causal", None), ("full", None), ("causal", 100), ("full", 100))
+REFUSED = {
+    "--heads 32 --kv-heads 5": "5 key heads must divide the 32 query heads",
+    "--heads 4 --kv-heads 0": "kv_heads = 0: must be at least 1",
+    "--batch 0": "batch = 0: must be at least 1",
+    "--ranks 0": "ranks = 0: must be at least 1",
+    "--window 0": "window = 0: must be at least 1",
+    "--length 3 --ranks 8": "3 tokens are too few for 8 ranks",
+    "--ulysses 3 --ranks 4": "--ulysses 3 must divide the 4 ranks and the 32 heads",
+    "--ulysses 0": "ulysses = 0: must be at least 1",
+    "--ulysses x": "--ulysses x: give a number of ranks, or 'auto'",
+    "--forward-tflops 0": "forward_flops = 0: must be above 0",
+    "--network-gbs nan": "network = nan: must be above 0",
+    "--nvlink-us -1": "nvlink_latency = -1e-06: must be at least 0",
+    "--node 0": "node = 0: must be above 0",
+    "--layout spiral": "invalid choice: 'spiral'",
+    "--measured /nope.json": "No such file or directory: '/nope.json'",
+    "--plot x.png --measured rows.json": "give one of them",
+}
 
 
 @pytest.mark.parametrize("name", ("kv", "state"))
@@ -190,10 +208,18 @@ def test_measured_rows_are_compared(capsys: pytest.CaptureFixture, tmp_path: Pat
     assert (cells[1], cells[6], cells[9]) == ("2 x 2", "2.00", "0.50")
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="--ulysses 3 must divide the 4 ranks and the 32 heads"):
-        plan_ring.main(["--ulysses", "3", "--ranks", "4"])
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_is_refused(arguments: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as ended:
+        plan_ring.main(arguments.split())
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and not told.out
+    assert REFUSED[arguments] in told.err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("text", ("{", "3", '{"ranks": 4}', "[4]", '[{"ranks": 4}]'))
+def test_what_was_not_measured_is_refused(text: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(text)
     with pytest.raises(SystemExit):
-        plan_ring.main(["--layout", "spiral"])
-    with pytest.raises(SystemExit):
-        plan_ring.main(["--plot", "x.png", "--measured", "rows.json"])
+        plan_ring.main(["--measured", str(tmp_path / "rows.json")])
+    assert "rows.json is no JSON list of objects with the numbers seq_len," in capsys.readouterr().err

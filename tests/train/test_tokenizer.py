@@ -2,6 +2,7 @@ import sys
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,8 +13,6 @@ from train.tokenizer import BytesTokenizer, load_tokenizer
 @pytest.fixture
 def tokenizer_json(tmp_path):
     """Write a word tokenizer with the given special token; it would truncate and pad if it were let."""
-    tokenizers = pytest.importorskip("tokenizers")
-
     def write(special: str) -> str:
         words = {"<unk>": 0, "def": 1, "ring": 2, special: 3}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
@@ -64,13 +63,11 @@ def test_json_without_end_of_text(tokenizer_json):
 
 
 def test_json_missing_file(tmp_path):
-    pytest.importorskip("tokenizers")
     with pytest.raises(ConfigError, match="is no file"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
 def test_json_unreadable_file(tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text("not json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
