@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from kernels import dispatch
+from kernels.checks import MAX_HEAD_DIM
 from ringattn import layout, plan
 
 
@@ -106,7 +107,9 @@ class TrainerConfig:
     compile: bool | None = None  # fuse what lies around attention, and the loss, with torch.compile; None: on cuda
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
-    resume: str = "auto"  # auto (the newest in this run's directory, if any) | never | the path of a checkpoint
+    # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
+    # this one to go back to it
+    resume: str = "auto"
     log_every: int = 1
     sample_tokens: int = 128  # generated at the end; 0: none
     sample_prompt: str = "def "
@@ -221,10 +224,10 @@ def _check_model(model: ModelConfig) -> None:
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
     head_dim = model.head_features
-    if head_dim % 2 or head_dim > 256:
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise ConfigError(
-            f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most 256, so "
-            "it must be even and at most 256; set model.head_dim, or change model.dim or model.heads"
+            f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most {MAX_HEAD_DIM}, "
+            f"so it must be even and at most {MAX_HEAD_DIM}; set model.head_dim, or change model.dim or model.heads"
         )
 
 

@@ -10,6 +10,7 @@ and continue in the next. The only state is the number of sequences consumed.
 """
 
 import glob
+import inspect
 import itertools
 import re
 import sysconfig
@@ -112,7 +113,7 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
             tokens = documents.map(
                 _tokenise,
                 input_columns=[column],
-                fn_kwargs={"tokenizer": tokenizer},
+                fn_kwargs={"tokenizer": tokenizer, "code": _code(tokenizer)},
                 batched=True,
                 batch_size=100,
                 remove_columns=documents.column_names,
@@ -180,8 +181,13 @@ def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) 
         raise ConfigError(f"{config.origin}: column {column!r} holds {columns[column]}, not text: set data.column")
 
 
-def _tokenise(texts: list[str | None], tokenizer: Tokenizer) -> dict[str, list]:
-    """Rows of TOKENS; a row without text makes none."""
+def _code(tokenizer: Tokenizer) -> str:
+    """What makes tokens of a text: the cache knows functions and classes by name alone."""
+    return inspect.getsource(_tokenise) + inspect.getsource(type(tokenizer))
+
+
+def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str) -> dict[str, list]:
+    """Rows of TOKENS; a row without text makes none. `code` is for the cache, which keeps what other code made apart."""
     tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.eos) for text in texts if text]
     return {"tokens": tokens, "length": [len(document) for document in tokens]}
 

@@ -57,6 +57,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         return read_summary(run, directory, done)
     gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
     with parallel.agreed():
+        (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
         recorder = metrics.Recorder(config, directory, done, run.peak_flops)
     with closing(recorder):
         rows = []
@@ -88,6 +89,7 @@ class Run:
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # of one device
     fetched: tuple[int, list[Batch]] | None = None  # the last batches, and from which sequence on
+    origin: str | None = None  # the checkpoint of another run that this one began from
 
     @property
     def sequences_per_step(self) -> int:
@@ -100,6 +102,7 @@ class Run:
 
 def build(config: Config) -> Run:
     """Check the settings against the machine, load the data, and make a sharded model with its optimizer."""
+    parallel.set_deterministic(config.trainer.deterministic)  # before the device is in use
     with parallel.agreed():
         check(config, dist.get_world_size())
         device = parallel.pick_device(config.trainer.device)
@@ -112,7 +115,6 @@ def build(config: Config) -> Run:
                 f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
                 "leave it out, or raise it"
             )
-    parallel.set_deterministic(config.trainer.deterministic)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
@@ -318,12 +320,15 @@ def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
 
 
 def resume(run: Run, directory: Path) -> tuple[int, int]:
-    """Load the checkpoint to go on from, if any. Returns the steps done and the sequences consumed before."""
-    choice = run.config.trainer.resume
-    newest = parallel.share(checkpoint.latest(directory / "checkpoints"))
-    if choice == "never" and newest is not None:
-        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
-    path = Path(choice).expanduser() if choice not in ("auto", "never") else newest
+    """Load the checkpoint to go on from, if any. Returns the steps done and the sequences consumed before.
+
+    Raises ConfigError, on every rank: `trainer.resume`, or what else is set, does not fit the checkpoints there are.
+    """
+    settings, found = run.config, (None, None)
+    with parallel.agreed():
+        if dist.get_rank() == 0:
+            found = resuming.choose(directory / "checkpoints", settings.trainer.resume)
+    path, run.origin = parallel.share(found)
     if path is None:
         return 0, 0
     with parallel.agreed():
@@ -333,11 +338,12 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
                 f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
                 "nothing: resume with the data, data.seq_len and data.seed it was saved with"
             )
-        changed = resuming.differences(path, meta, run.config)
+        if settings.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
+            settings.optim.warmup_steps = meta["config"]["optim"]["warmup_steps"]
+        changed = resuming.differences(path, meta, settings, run.tokens_per_step)
+        check(settings, dist.get_world_size())  # whether the kept warmup fits the steps
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))
-    if run.config.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
-        run.config.optim.warmup_steps = meta["config"]["optim"]["warmup_steps"]
     if not checkpoint.load_rng(path):
         log.info(f"{'':<12}on another number of ranks: random generators start anew")
     return meta["step"], meta["consumed"]
@@ -360,7 +366,8 @@ def save(run: Run, directory: Path, step: int, consumed: int) -> None:
     tensors = checkpoint.train_state(run.model, run.optimizer) | checkpoint.rng_state()
     config = asdict(run.config)
     config["optim"]["warmup_steps"] = optim.warmup(run.config.trainer.steps, run.config.optim)
-    meta = {"consumed": consumed, "corpus": corpus(run), "config": config}
+    meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus(run), "origin": run.origin}
+    meta["config"] = config
     checkpoint.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)
 
 

@@ -5,6 +5,7 @@ and exchange heads. Parameters, gradients and optimizer state are sharded over a
 copy of them.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,7 +27,11 @@ from train import memory
 from train.config import ConfigError
 from train.model import GPT
 
+log = logging.getLogger(__name__)
+
 START_TIMEOUT = timedelta(minutes=30)
+USERS_TIMEOUT = os.environ.get(watchdog.TIMEOUT)  # of a hop, from outside: it has the last word
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def start() -> dist.Store:
@@ -80,8 +85,10 @@ def agreed() -> Iterator[None]:
 def set_deterministic(wanted: bool) -> None:
     """Let every operation that has one take its variant that gives the same bits in every run, or let it be."""
     if wanted:
-        # cuBLAS reads it when it is first used
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if CUBLAS not in os.environ and not torch.cuda.is_initialized():
+            os.environ[CUBLAS] = ":4096:8"
+        elif CUBLAS not in os.environ and dist.get_rank() == 0:  # cuBLAS reads it when it is first used
+            log.warning("trainer.deterministic=true after a job without it: its bits may vary; set %s=:4096:8 before", CUBLAS)
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(wanted, warn_only=True)
 
@@ -135,7 +142,8 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
     """How long a collective, or a hop of a ring, may take before its ranks fail; the environment has the last word on hops."""
-    os.environ.setdefault(watchdog.TIMEOUT, str(seconds))
+    if USERS_TIMEOUT is None:
+        os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in (mesh.dp, mesh.sequence, mesh.ring, mesh.ulysses, mesh.all))):
         _set_pg_timeout(timedelta(seconds=seconds), group)
 

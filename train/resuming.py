@@ -1,4 +1,4 @@
-"""What a checkpoint was trained with, beside the settings of a run that shall go on from it."""
+"""Which checkpoint a run goes on from, and what that was trained with beside the settings of the run."""
 
 import json
 from collections.abc import Iterable
@@ -6,27 +6,62 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from train import checkpoint
 from train.config import Config, ConfigError
 
-DECISIVE = ("model", "data", "optim", "trainer")  # groups of settings that decide what is trained
+COMPARED = ("model", "data", "parallel", "optim", "trainer")  # groups of settings
 FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
 FREE = (
-    *("data.path", "optim.warmup_steps"),  # compared as the corpus; kept
-    *("trainer.steps", "trainer.seed", "trainer.device", "trainer.compile", "trainer.resume", "trainer.peak_tflops"),
+    *("data.path", "parallel.timeout_s"),  # the first is compared as the corpus
+    *("trainer.device", "trainer.compile", "trainer.resume", "trainer.peak_tflops"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
-    *("trainer.sample_tokens", "trainer.sample_prompt"),
 )
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not as they were, by name: (then, now)
 
 
-def differences(path: Path, meta: dict[str, Any], config: Config) -> str:
+def choose(own: Path, choice: str) -> tuple[Path | None, str | None]:
+    """The checkpoint to go on from, if any, and its run's origin: the checkpoint of another run that it began from, if any.
+
+    A path in `own` goes back to that checkpoint, at every launch. Another path is where a run begins: as soon as it has a
+    checkpoint of its own it goes on from there, so that the same command resumes it.
+
+    Args:
+        own: the run's directory of checkpoints.
+        choice: `trainer.resume`.
+
+    Raises:
+        ConfigError: the run has checkpoints already, and was not begun from `choice`; or one cannot be read.
+    """
+    newest = checkpoint.latest(own)
+    if choice == "never" and newest is not None:
+        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
+    if choice in ("auto", "never"):
+        return newest, _origin(newest) if newest else None
+    path = Path(choice).expanduser().resolve()
+    if path.parent == own.resolve():
+        return path, _origin(path)
+    if newest is None:
+        return path, str(path)
+    if _origin(newest) != str(path):
+        raise ConfigError(
+            f"trainer.resume={choice}, but {newest} is of a run that did not begin from it and would be lost: give the run "
+            "another name, or leave trainer.resume out"
+        )
+    return newest, str(path)
+
+
+def _origin(path: Path) -> str | None:
+    return checkpoint.read_meta(path).get("origin")
+
+
+def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
     """What the checkpoint at `path`, with this `meta`, was trained with and is not to be trained with; "" if all is the same.
 
     Raises:
         ConfigError: another model; or steps that are all done already, with other settings.
     """
-    changed = _changes(meta["config"], json.loads(json.dumps(asdict(config))))
+    changed = _changes(meta, json.loads(json.dumps(asdict(config))), tokens_per_step)
     if fixed := [name for name in changed if name.startswith(FIXED)]:
         raise ConfigError(
             f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
@@ -39,11 +74,12 @@ def differences(path: Path, meta: dict[str, Any], config: Config) -> str:
     return _listed(changed, changed)
 
 
-def _changes(then: dict[str, Any], now: dict[str, Any]) -> Changes:
-    pairs = {
+def _changes(meta: dict[str, Any], now: dict[str, Any], tokens_per_step: int) -> Changes:
+    pairs = {"tokens_per_step": (meta.get("tokens_per_step", tokens_per_step), tokens_per_step)}
+    pairs |= {
         f"{group}.{name}": (value, now[group][name])
-        for group in DECISIVE
-        for name, value in then[group].items()
+        for group in COMPARED
+        for name, value in meta["config"][group].items()
         if name in now[group]
     }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE}

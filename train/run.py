@@ -25,6 +25,7 @@ if __name__ == "__main__":
 
 import hydra
 import torch.distributed as dist
+from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -67,11 +68,11 @@ def lead(store: dist.Store) -> int:
 
     def job(settings: DictConfig) -> None:
         context = HydraConfig.get()
-        overrides = [override for override in context.overrides.task if not override.startswith("hydra")]
+        given = OmegaConf.to_container(context.overrides.task, resolve=False)
+        overrides = [override for override in given if not override.startswith("hydra")]
         try:
             config, directory = typed(settings), Path(context.runtime.output_dir)
-            if config.name is None:
-                raise ConfigError("name=null names no directory: give a name, or leave it out for the time of the launch")
+            check_name(config.name, context)
             parallel.share((config, directory))
             outcomes.append(sweep.Outcome(overrides, train(config, directory)))
         except USER_ERRORS as error:
@@ -89,6 +90,17 @@ def lead(store: dist.Store) -> int:
     return status or int(any(outcome.summary is None for outcome in outcomes))
 
 
+def check_name(name: str | None, context: HydraConf) -> None:
+    """Raise ConfigError for a name that gives a run, or the jobs of a sweep, no directory to itself."""
+    if not name:
+        given = "null" if name is None else name
+        raise ConfigError(f"name={given} names no directory: give a name, or leave it out for the time of the launch")
+    if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
+        raise ConfigError(
+            f"name={name} is one of several, which would scatter the sweep: give one name, under which each job has a directory"
+        )
+
+
 def run_hydra(job: Callable[[DictConfig], None]) -> int:
     """Let Hydra compose the settings and call `job`, once or for every job of a sweep. Returns the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed
@@ -97,6 +109,9 @@ def run_hydra(job: Callable[[DictConfig], None]) -> int:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
     except USER_ERRORS as error:
         complain(error)
+        return 1
+    except OSError as error:  # those of a job do not come here
+        complain(ConfigError(f"the run's directory cannot be made or written: {error}; check the disk, or give another name"))
         return 1
     except SystemExit as end:  # --help, --cfg, a flag that does not exist
         return int(end.code or 0)
@@ -130,7 +145,8 @@ def describe(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(cause, OmegaConfBaseException):
-        return f"{cause.full_key}: {str(cause).splitlines()[0]}"
+        where = f"{cause.full_key}: " if cause.full_key else ""
+        return where + str(cause).splitlines()[0]
     return " ".join(re.split("Config search path|See https", str(error))[0].split())
 
 

@@ -47,6 +47,7 @@ def test_every_file_is_valid(group):
 
 def test_an_experiment_changes_several_groups_and_the_command_line_has_the_last_word():
     config = composed("experiment=124m-64k", "trainer.steps=5")
+    check(config, world_size=4)
     assert (config.model.dim, config.data.seq_len, config.trainer.steps) == (768, 65536, 5)
 
 

@@ -1,4 +1,7 @@
+import importlib
 import json
+import linecache
+import sys
 
 import datasets
 import numpy as np
@@ -120,6 +123,45 @@ def test_stdlib_is_tokenised_once(monkeypatch):
     again = load(DataConfig(), BytesTokenizer())
     assert torch.equal(first.batch([5]).tokens, again.batch([5]).tokens)
     assert "import" in BytesTokenizer().decode(again.batch(range(50)).tokens.flatten().tolist())
+
+
+TOKENIZER = """
+import numpy as np
+
+class Letters:
+    vocab_size, eos = 257, {eos}
+
+    def encode(self, text):
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+"""
+
+
+def test_tokens_of_a_tokenizer_that_changed_are_made_again(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "one.txt").write_text("text")
+    ends = []
+    for eos in (255, 256):
+        (tmp_path / "letters.py").write_text(TOKENIZER.format(eos=eos))
+        monkeypatch.delitem(sys.modules, "letters", raising=False)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        tokenizer = importlib.import_module("letters").Letters()
+        ends.append(int(load(config("text", path=str(tmp_path / "one.txt")), tokenizer).batch([0]).tokens[0, 0]))
+    assert ends == [255, 256]
+
+
+def test_tokens_laid_otherwise_are_made_again(tmp_path, monkeypatch):
+    (tmp_path / "one.txt").write_text("text")
+    corpus = config("text", path=str(tmp_path / "one.txt"))
+    assert load(corpus, BytesTokenizer()).batch([0]).tokens.tolist() == [[EOS, *b"tex"]]
+
+    def eos_behind(texts, tokenizer, **_):
+        tokens = [np.append(tokenizer.encode(text), tokenizer.eos) for text in texts]
+        return {"tokens": tokens, "length": list(map(len, tokens))}
+
+    eos_behind.__module__, eos_behind.__qualname__, eos_behind.__name__ = "train.data", "_tokenise", "_tokenise"
+    monkeypatch.setattr(data, "_tokenise", eos_behind)
+    assert load(corpus, BytesTokenizer()).batch([0]).tokens.tolist() == [[*b"text"]]
 
 
 def test_stdlib_leaves_tests_and_packages_out():

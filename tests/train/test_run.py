@@ -1,12 +1,16 @@
 import json
+import os
 import statistics
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import datasets
 import pytest
 import torch
+from omegaconf.errors import OmegaConfBaseException
 
+from ringattn import watchdog
 from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
 from train import loop, metrics, parallel, run
 from train.config import ConfigError, TrainerConfig
@@ -57,6 +61,9 @@ BAD = {
     "column of files": (["data.column=body"], "data.column=body, but data.source=text has no columns"),
     "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
     "no name": (["name=null"], "name=null names no directory"),
+    "empty name": (["name="], "name= names no directory"),
+    "a file where the directory shall be": (["hydra.run.dir=corpus/00.txt"], "directory cannot be made or written: [Errno"),
+    "reference to nothing": (["data.column=${foo}"], "error: data.column: Interpolation key 'foo' not found"),
     "a directory that is no checkpoint": (["trainer.resume=."], "is no checkpoint: give the path of a step_... directory"),
     "missing checkpoint": (["trainer.resume=/missing"], "/missing is no checkpoint"),
     "W&B without a login": (["logger.wandb=online"], "W&B is not logged in"),
@@ -78,8 +85,8 @@ def test_a_mistake_is_one_line(overrides, message, corpus, monkeypatch, capfd):
 
 
 def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, monkeypatch, tmp_path, capfd):
-    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3"]
-    assert main(monkeypatch, *settings, "trainer.sample_tokens=5", "trainer.batch_size=2") == 0
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3", "trainer.sample_tokens=5"]
+    assert main(monkeypatch, *settings, "trainer.batch_size=2") == 0
     output = capfd.readouterr()
     assert "step 3/3" in output.out and "sample" in output.out
     files = {path.name for path in (tmp_path / "outputs" / "a").iterdir()}
@@ -101,6 +108,10 @@ def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, mon
     assert_one_error(capfd, "was trained with model.rope_theta=10000.0 (now 3.0)")
     assert main(monkeypatch, *settings, "optim.lr=0.5") == 1
     assert_one_error(capfd, "step_00000003 has done all 3 steps, with optim.lr=0.002 (now 0.5): give the run another name")
+
+    for other in ("trainer.seed=1", "optim.warmup_steps=1", "trainer.steps=2", "trainer.sample_tokens=6"):
+        assert main(monkeypatch, *settings, other) == 1
+        assert_one_error(capfd, f"step_00000003 has done all 3 steps, with {other.split('=')[0]}=")
 
     assert main(monkeypatch, *settings, "trainer.steps=4", "data.seed=1") == 1
     assert_one_error(capfd, "stands in another corpus")
@@ -125,6 +136,103 @@ def test_more_steps_do_not_begin_another_warmup(corpus, monkeypatch, tmp_path, c
     assert 0.98e-3 < rows[20]["lr"] < 1e-3 and rows[20]["lr"] > rows[21]["lr"]
     summary = json.loads((tmp_path / "outputs" / "a" / "summary.json").read_text())
     assert summary["final_loss"] == pytest.approx(statistics.fmean(row["loss"] for row in rows[-22:]))
+
+
+def test_a_run_from_the_checkpoint_of_another_goes_on_from_its_own(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+    assert main(monkeypatch, *settings, "name=a", "trainer.steps=2") == 0
+    first, second = (f"outputs/a/checkpoints/step_0000000{step}" for step in (1, 2))
+    assert main(monkeypatch, *settings, "name=c", "trainer.steps=1") == 0
+    branch = [*settings, "name=b", f"trainer.resume={first}"]
+    assert main(monkeypatch, *branch, "trainer.steps=3") == 0
+    assert f"{first}, which was trained with trainer.steps=2 (now 3)" in capfd.readouterr().out
+    assert main(monkeypatch, *branch, "trainer.steps=4") == 0  # the same command, to go on
+    assert f"resumed     {tmp_path}/outputs/b/checkpoints/step_00000003" in capfd.readouterr().out
+    for name, other in (("b", second), ("c", first)):
+        assert main(monkeypatch, *settings, f"name={name}", f"trainer.resume={other}", "trainer.steps=5") == 1
+        assert_one_error(capfd, "is of a run that did not begin from it and would be lost: give the run another name")
+
+    own = tmp_path / "outputs" / "b" / "checkpoints"
+    assert main(monkeypatch, *settings, "name=b", f"trainer.resume={own}/step_00000002", "trainer.steps=3") == 0
+    assert f"resumed     {own}/step_00000002" in capfd.readouterr().out
+    assert sorted(path.name for path in own.iterdir()) == ["step_00000002", "step_00000003"]
+    assert main(monkeypatch, *branch, "trainer.steps=3") == 0  # it has turned back, and is of the same origin
+
+
+def test_another_mesh_or_batch_is_told_when_resuming(corpus, monkeypatch, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a"]
+    assert main(monkeypatch, *settings, "trainer.steps=1") == 0
+    assert main(monkeypatch, *settings, "trainer.steps=2", "parallel.layout=zigzag", "trainer.batch_size=1") == 0
+    changed = "trained with tokens_per_step=128 (now 64), parallel.layout=auto (now zigzag), trainer.steps=1 (now 2)"
+    assert changed in capfd.readouterr().out
+
+
+class Killed(BaseException):
+    """As by kill -9: nothing catches it."""
+
+
+def test_an_extended_run_that_was_killed_before_its_summary_gets_one(corpus, monkeypatch, tmp_path):
+    settings = [*SMALL, f"data.path={corpus}", "name=a"]
+    summary = tmp_path / "outputs" / "a" / "summary.json"
+    assert main(monkeypatch, *settings, "trainer.steps=1") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "finish", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            main(monkeypatch, *settings, "trainer.steps=2")
+    parallel.stop()
+    assert not summary.exists()
+    assert main(monkeypatch, *settings, "trainer.steps=2") == 0
+    assert json.loads(summary.read_text())["steps"] == 2
+
+
+def test_fewer_steps_than_the_kept_warmup_are_refused(corpus, monkeypatch, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9"]
+    assert main(monkeypatch, *settings, "name=a", "trainer.steps=6", "optim.warmup_steps=5") == 0
+    settings += ["name=b", "trainer.resume=outputs/a/checkpoints/step_00000002"]
+    assert main(monkeypatch, *settings, "trainer.steps=4") == 1
+    assert_one_error(capfd, "optim.warmup_steps=5 exceeds trainer.steps=4")
+
+
+def test_an_error_without_an_option_names_none():
+    assert run.describe(OmegaConfBaseException("out of luck\nand more")) == "out of luck"
+
+
+def test_each_job_has_its_own_patience(monkeypatch):
+    parallel.start()
+    try:
+        mesh = parallel.build_mesh("cpu", 1)
+        monkeypatch.setenv(watchdog.TIMEOUT, "600")
+        monkeypatch.setattr(parallel, "USERS_TIMEOUT", None)
+        patience = []
+        for seconds in (50, 70):
+            parallel.set_timeout(mesh, seconds)
+            patience.append(watchdog.timeout_seconds())
+        monkeypatch.setattr(parallel, "USERS_TIMEOUT", "70")
+        parallel.set_timeout(mesh, 90)
+        assert [*patience, watchdog.timeout_seconds()] == [50, 70, 70]
+    finally:
+        parallel.stop()
+
+
+@pytest.mark.parametrize("in_use", [False, True], ids=["in time", "too late"])
+def test_deterministic_too_late_is_told(in_use, monkeypatch, caplog):
+    monkeypatch.setenv(parallel.CUBLAS, "")
+    monkeypatch.delenv(parallel.CUBLAS)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    parallel.start()
+    try:
+        parallel.set_deterministic(True)
+        assert ("set CUBLAS_WORKSPACE_CONFIG=:4096:8 before" in caplog.text) == in_use
+        assert (parallel.CUBLAS in os.environ) != in_use
+    finally:
+        parallel.set_deterministic(False)
+        parallel.stop()
+
+
+def test_a_sweep_over_names_is_refused(corpus, monkeypatch, capfd):
+    assert main(monkeypatch, "-m", *SMALL, f"data.path={corpus}", "name=a,b") == 1
+    errors = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and all("is one of several, which would scatter the sweep: give one name" in e for e in errors)
 
 
 def test_divergence_stops_with_the_step(corpus, monkeypatch, capfd):

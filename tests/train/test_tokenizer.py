@@ -13,6 +13,7 @@ from train.tokenizer import BytesTokenizer, load_tokenizer
 @pytest.fixture
 def tokenizer_json(tmp_path):
     """Write a word tokenizer with the given special token; it would truncate and pad if it were let."""
+
     def write(special: str) -> str:
         words = {"<unk>": 0, "def": 1, "ring": 2, special: 3}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
