@@ -11,7 +11,7 @@ hold their scores, probabilities and output in registers. A consumer that an ite
     barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
                  Where K and V of a stage are left together, K's empty is V's
     slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is issued
-    turns        a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
+    turns        if on, a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
                  products while the others are at their softmax, instead of all waiting for all
 
 The walk takes the tiles at the ends of the rows' intervals first and masks those; the steady loop over the tiles that all rows

@@ -86,19 +86,21 @@ def _positions(num_rows: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_rows, seq_len, dtype=torch.int32, device=device)
 
 
+_block_masks: dict[tuple[int, int, int], BlockMask] = {}  # the last few; each holds its tensor, whose id is then no other's
+
+
 def _blocks(keep: Tensor, size: int) -> BlockMask:
-    """The block mask of `keep`, one of the last few: its lists are made once."""
+    """The block mask of `keep`, whose lists are made once."""
     if keep.is_inference():  # which does not tell when it is changed
         return BlockMask(keep, size)
     key = id(keep), keep._version, size
-    if key not in _block_masks:
-        while len(_block_masks) >= 8:
-            del _block_masks[next(iter(_block_masks))]
-        _block_masks[key] = BlockMask(keep, size)
-    return _block_masks[key]
+    mask = _block_masks.get(key)
+    if mask is None:
+        mask = _block_masks[key] = BlockMask(keep, size)
+        if len(_block_masks) > 8:
+            _block_masks.pop(next(iter(_block_masks)), None)
+    return mask
 
-
-_block_masks: dict[tuple[int, int, int], BlockMask] = {}  # each holds its tensor, whose id is then no other's
 
 # The operators take the masks as values, so that a compiler may trace them.
 _SETTINGS = (

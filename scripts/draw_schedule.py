@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from ringattn import Layout, Mask  # noqa: E402
-from ringattn.plan import needs  # noqa: E402
+from ringattn.plan import cuts, needs  # noqa: E402
 from ringattn.schedule import Schedule, circulate  # noqa: E402
 
 COLOURS = plt.get_cmap("Set2").colors
@@ -54,11 +54,15 @@ def main() -> None:
     parser.add_argument("output", type=Path, help="the picture to write")
     parser.add_argument("--ranks", type=int, default=4, choices=range(2, 9), help="ranks of the ring (default: 4)")
     arguments = parser.parse_args()
-    layout = Layout.contiguous(64 * arguments.ranks, arguments.ranks)
-    panels = {"state ring, causal (zigzag)": Mask.full(), "state ring, window of one shard": Mask.causal(window=64)}
+    size = 64 * arguments.ranks, arguments.ranks
+    panels = {
+        "state ring, causal (zigzag)": (Mask.causal(), Layout.zigzag(*size)),
+        "state ring, window of one shard": (Mask.causal(window=64), Layout.contiguous(*size)),
+    }
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=(5, 3), layout="constrained")
-    for panel, (title, mask) in zip(axes, panels.items(), strict=True):
-        draw(panel, circulate(needs(mask, layout), results=True), title, "queries fly", "states (m, l, o) fly")
+    for panel, (title, of) in zip(axes, panels.items(), strict=True):
+        schedule = circulate(needs(*of), results=True, cuts=cuts(*of, "queries"))
+        draw(panel, schedule, title, "queries fly", "states (m, l, o) fly")
     try:
         figure.savefig(arguments.output, dpi=130)
     except (OSError, ValueError) as error:

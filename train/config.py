@@ -72,7 +72,7 @@ class ParallelConfig:
     ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: the fastest by forecast
     layout: str = "auto"  # contiguous | zigzag | striped | auto: the least work for the busiest rank, at every step
     schedule: str = "auto"  # auto | state | kv
-    kernel: str = "auto"  # auto | triton | tiled | reference
+    kernel: str = "auto"  # auto | hopper | triton | tiled | reference
     # recompute blocks in the backward, attention excepted; None: where a GPU's memory would else be short
     activation_checkpointing: bool | None = None
     timeout_s: int = 600  # of a collective, and of a hop unless RINGATTN_TIMEOUT is set
@@ -103,7 +103,7 @@ class TrainerConfig:
     seed: int = 0  # of the initial parameters
     device: str = "auto"  # auto | cpu | cuda
     precision: str = "auto"  # auto (bf16 on cuda, else fp32) | fp32 | bf16
-    deterministic: bool = False  # the same bits in every run; slower: the backward of attention on Hopper by some 1.6 times
+    deterministic: bool = False  # the same bits in every run; slower: the backward of attention on Hopper by 1.4 to 1.5 times
     compile: bool | None = None  # fuse what lies around attention, and the loss, with torch.compile; None: on cuda
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
