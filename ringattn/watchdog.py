@@ -83,7 +83,7 @@ class Watchdog:
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.store, self.rank, self.size = store, rank, size
-        self.timeout = timeout_seconds()
+        timeout_seconds()  # a senseless one is refused before there is a ring
         self.under_way: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = "its start"
@@ -152,7 +152,7 @@ class Watchdog:
             self._seen = over, now
             return None
         hop = self.under_way[0]
-        return hop if now - max(self._seen[1], hop.since) > self.timeout else None
+        return hop if now - max(self._seen[1], hop.since) > timeout_seconds() else None
 
     def _tell(self) -> None:
         self.store.set(f"life/{self.rank}", f"{time.monotonic()}|{self.issued}|{self._over.value}|{self.latest}")

@@ -139,7 +139,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=ROOT / "benchmarks" / f"{datetime.date.today()}-training-stock", help="a directory"
     )
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.ranks < 1:
+        parser.error(f"--ranks {arguments.ranks}: give 1 or more")
+    return arguments
 
 
 def main(argv: list[str]) -> int:

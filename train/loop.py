@@ -389,7 +389,9 @@ def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str,
             log.info(f"sample      {text!r}")
             (directory / "sample.txt").write_text(text, encoding="utf-8")
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        temporary = directory / "summary.tmp"
+        temporary.write_text(json.dumps(summary, indent=2) + "\n")
+        temporary.replace(directory / "summary.json")  # whole, or not at all
     return summary
 
 

@@ -9,7 +9,7 @@ from ringattn import Layout, Mask, ring_attention, simulate
 from ringattn import plan as planning
 from ringattn.layout import KINDS
 from ringattn.ring import Ring
-from ringattn.watchdog import Watchdog
+from ringattn.watchdog import TIMEOUT, Watchdog
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
 RANKS = (1, 2, 3, 4, 8, 64)
@@ -203,6 +203,18 @@ def test_a_failing_rank_ends_the_simulation(kind: type[BaseException]) -> None:
 
     with pytest.raises(kind, match="rank 1 is out"):
         simulate(3, rank_1_fails)
+
+
+def test_patience_may_change_between_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from job to job of a sweep, whose rings are of the same processes."""
+    monkeypatch.setenv(TIMEOUT, "600")
+    dog = Watchdog(dist.HashStore(), rank=0, size=2, device=torch.device("cpu"))
+    dog.stop()
+    hop = dog.start("forward", 0, 1, ())
+    dog._seen = (0, hop.since)
+    assert dog._late() is None
+    monkeypatch.setenv(TIMEOUT, "1e-9")
+    assert dog._late() is hop
 
 
 def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
