@@ -196,7 +196,7 @@ def ring_of(
     """The ring that the settings describe, and the schedule."""
     end = transports.resolve(group, q.device, transport)
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
-    planned = keep_if_captured(planned, q.device)
+    keep_if_captured(planned, q.device)
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.layout import KINDS, Layout
-from ringattn.mask import Mask
+from ringattn.mask import Mask, shared_intervals
 
 TILE = 128
 CHUNKS = 64  # of a rank at most: as fine as balance needs, and few enough to deal in milliseconds
@@ -24,7 +24,7 @@ SLACK = 1.04  # times an equal share of the work: what a layout with fewer messa
 
 def work(mask: Mask, layout: Layout) -> Tensor:
     """Tiles that each pair of shards computes, for all batch rows of the mask together: int64 (query ranks, key ranks)."""
-    ranks, (lo, hi) = range(layout.ranks), mask.intervals(layout.seq_len)
+    ranks, (lo, hi) = range(layout.ranks), shared_intervals(mask, layout.seq_len, layout.seq_len)
     ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
     query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
     first, last = (torch.cat(x) for x in zip(*ends, strict=True))
@@ -92,7 +92,7 @@ def _deal(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_a_chunk: int) -> Tensor:
     """Tiles seen by the queries and those seen of the keys of every chunk, were the sequence one shard: fp64 (chunks, 2)."""
-    lo, hi = mask.intervals(seq_len)
+    lo, hi = shared_intervals(mask, seq_len, seq_len)
     first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
     begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)
     # a tile of keys is seen by those tiles of queries that begin at or before it and have not ended

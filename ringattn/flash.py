@@ -12,7 +12,7 @@ from kernels.intervals import Intervals
 from ringattn import operator
 from ringattn.attention import check_inputs, scale_of
 from ringattn.graphs import keep_if_captured
-from ringattn.mask import Mask
+from ringattn.mask import Mask, shared_intervals
 
 # once: a mask holds a tensor
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
@@ -78,7 +78,7 @@ def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
 ) -> Intervals:
     mask = Mask.from_lengths(is_causal, window or None, documents, num_keys)
-    return Intervals.of(*mask.intervals(num_keys, num_queries), num_keys, device)
+    return Intervals.of(*shared_intervals(mask, num_keys, num_queries), num_keys, device)
 
 
 @lru_cache(maxsize=8)
@@ -129,10 +129,11 @@ def _block(
     dropout = None
     if dropout_p:
         positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
-        dropout = Dropout(dropout_p, seed, *(keep_if_captured(x, q.device) for x in positions))
-    blocks = None if keep is None else keep_if_captured(_blocks(keep, block_size), q.device)
+        dropout = Dropout(dropout_p, seed, *positions)
+    blocks = None if keep is None else _blocks(keep, block_size)
+    keep_if_captured((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
-    return (keep_if_captured(intervals, q.device), scale), options
+    return (intervals, scale), options
 
 
 def _forward(q, k, v, *settings):

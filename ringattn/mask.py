@@ -90,12 +90,12 @@ class Mask:
         Raises:
             ValueError: documents, and queries that stand before the first of them.
         """
-        lo, hi = _intervals(self, seq_len, seq_len if num_queries is None else num_queries)
+        lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int) -> list[int]:
         """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask."""
-        lo, hi = self.intervals(seq_len)
+        lo, hi = shared_intervals(self, seq_len, seq_len)
         return (hi - lo).sum(-1).tolist()
 
     @classmethod
@@ -112,7 +112,8 @@ class Mask:
 
 
 @lru_cache(maxsize=8)
-def _intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
+def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
+    """`mask.intervals` for all who ask: not to be changed."""
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.intervals import Intervals, transpose
 from ringattn.cost import FLOPS_A_BYTE, Fabric, hop_costs
 from ringattn.layout import Layout
-from ringattn.mask import Mask
+from ringattn.mask import Mask, shared_intervals
 from ringattn.schedule import Need, Schedule, Visit, circulate
 
 SCHEDULES = ("auto", "state", "kv")
@@ -238,7 +238,7 @@ def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[
 @lru_cache(maxsize=16)
 def _bounds(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
     """The intervals of a rank's positions, counted in positions: int64 (B or 1, rows)."""
-    return tuple(x[:, layout.positions(rank)] for x in mask.intervals(layout.seq_len))
+    return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
 
 
 @lru_cache(maxsize=16)

@@ -13,7 +13,6 @@ import argparse
 import importlib
 import statistics
 import sys
-from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +22,9 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from benchmark_kernels import time_rounds  # noqa: E402
+
 from kernels import reference  # noqa: E402
 from kernels.intervals import Intervals, full  # noqa: E402
 
@@ -132,18 +133,11 @@ def error_table(kernels: SimpleNamespace, dims: list[int], lengths: list[int], p
     return lines, failures
 
 
-def teraflops(calls: Sequence[tuple[Callable[[], object], float]], rounds: int = 5) -> list[str]:
-    """TFLOP/s of each of `calls`, (function, FLOPs), by the median of several rounds.
-
-    All take turns in a round: the clock falls in the first tenths of a second, which would flatter what comes first.
-    """
-    times = [[triton.testing.do_bench(function, return_mode="median") for function, _ in calls] for _ in range(rounds)]
-    medians = map(statistics.median, zip(*times, strict=True))
-    return [f"{flops / milliseconds * 1e-9:.0f}" for (_, flops), milliseconds in zip(calls, medians, strict=True)]
-
-
 def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums."""
+    """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums.
+
+    What cannot run has the name of its error instead. All are timed in turn and hot: from a pause the first would look faster.
+    """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     block = make_intervals(mask, length), dim**-0.5
     flops = 4 * heads * length**2 * dim / (2 if mask == "causal" else 1)
@@ -151,14 +145,17 @@ def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads:
     state = kernels.forward(q, k, v, *block)
     saved = dout, lse, reference.row_delta(out, dout), *block
     sums = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    return teraflops(
-        [
-            (lambda: kernels.forward(q, k, v, *block, final=True), flops),
-            (lambda: kernels.forward(q, k, v, *block, state), flops),
-            (lambda: kernels.backward(q, k, v, *saved), 2.5 * flops),
-            (lambda: kernels.backward(q, k, v, *saved, *sums), 2.5 * flops),
-        ]
-    )
+    calls = {
+        ("forward", "output"): lambda: kernels.forward(q, k, v, *block, final=True),
+        ("forward", "state"): lambda: kernels.forward(q, k, v, *block, state),
+        ("backward", "bf16"): lambda: kernels.backward(q, k, v, *saved),
+        ("backward", "sums"): lambda: kernels.backward(q, k, v, *saved, *sums),
+    }
+    samples, failures = time_rounds(calls, rounds=5, device=q.device, graph=False)
+    cells = {key: failed["error"].split(":")[0] for key, failed in failures.items()}
+    for key, milliseconds in samples.items():
+        cells[key] = f"{flops * (2.5 if key[0] == 'backward' else 1) / statistics.median(milliseconds) * 1e-9:.0f}"
+    return [cells[key] for key in calls]
 
 
 def time_table(kernels: SimpleNamespace, dims: list[int]) -> list[str]:

@@ -389,9 +389,7 @@ def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str,
             log.info(f"sample      {text!r}")
             (directory / "sample.txt").write_text(text, encoding="utf-8")
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
-        temporary = directory / "summary.tmp"
-        temporary.write_text(json.dumps(summary, indent=2) + "\n")
-        temporary.replace(directory / "summary.json")  # whole, or not at all
+        metrics.write_whole(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

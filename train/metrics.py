@@ -140,14 +140,19 @@ def _json_line(row: dict[str, float]) -> str:
 
 
 def _reopen(path: Path, done: int):
-    """The file, open for appending, with the steps up to `done` alone: replaced whole, never half written."""
+    """The file, open for appending, with the steps up to `done` alone."""
+    write_whole(path, "".join(map(_json_line, read(path, until=done))))
+    return open(path, "a")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace the file by one of this text, which is never there in part."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as file:
-        file.writelines(map(_json_line, read(path, until=done)))
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    return open(path, "a")
 
 
 def _start_wandb(config: Config, directory: Path, done: int):

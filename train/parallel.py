@@ -85,9 +85,9 @@ def agreed() -> Iterator[None]:
 def set_deterministic(wanted: bool) -> None:
     """Let every operation that has one take its variant that gives the same bits in every run, or let it be."""
     if wanted:
-        if CUBLAS not in os.environ and not torch.cuda.is_initialized():
-            os.environ[CUBLAS] = ":4096:8"
-        elif CUBLAS not in os.environ and dist.get_rank() == 0:  # cuBLAS reads it when it is first used
+        if not torch.cuda.is_initialized():  # cuBLAS reads it when it is first used
+            os.environ.setdefault(CUBLAS, ":4096:8")
+        elif CUBLAS not in os.environ and dist.get_rank() == 0:
             log.warning("trainer.deterministic=true after a job without it: its bits may vary; set %s=:4096:8 before", CUBLAS)
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(wanted, warn_only=True)

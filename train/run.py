@@ -95,6 +95,7 @@ def check_name(name: str | None, context: HydraConf) -> None:
     if not name:
         given = "null" if name is None else name
         raise ConfigError(f"name={given} names no directory: give a name, or leave it out for the time of the launch")
+    # Hydra wrote that file beside the directory of the launch, which what single jobs are named has no part in
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(
             f"name={name} is one of several, which would scatter the sweep: give one name, under which each job has a directory"
