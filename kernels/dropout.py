@@ -41,8 +41,8 @@ class Dropout:
             raise ValueError(f"dropout p is {self.p}, but must be at least 0 and less than 1")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"dropout seed is {self.seed}, but must be at least 0 and less than 2**64")
-        if self.first_head < 0:
-            raise ValueError(f"dropout first_head is {self.first_head}, but must be at least 0")
+        if isinstance(self.first_head, float) or self.first_head < 0:
+            raise ValueError(f"dropout first_head is {self.first_head}, but must be an integer of at least 0")
         for name, x in (("query_positions", self.query_positions), ("key_positions", self.key_positions)):
             if x.dtype != torch.int32 or x.dim() != 1:
                 raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)}, but must be torch.int32 (rows,)")

@@ -116,8 +116,10 @@ def forward(
         The new state, or with `final` the pair (out in q's dtype, lse); contiguous.
 
     Raises:
-        ValueError: `dropout` or `blocks` do not fit q and k, or an unknown precision.
+        ValueError: shapes, dtypes, devices, intervals or a scale that contradict each other; `dropout` or `blocks` do not fit q
+            and k, or an unknown precision.
     """
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_options(q, k, dropout, blocks, precision)
     scores = _scores(q, k, intervals, scale, blocks)
     if k.shape[1] == 0:
@@ -176,6 +178,7 @@ def backward(
     Raises:
         ValueError: as for `forward`.
     """
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_options(q, k, dropout, blocks, precision)
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))

@@ -56,6 +56,7 @@ def forward(
     precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
     """See `kernels.reference.forward`."""
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_options(q, k, dropout, blocks, precision)
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
@@ -87,6 +88,7 @@ def backward(
     precision: str = "ieee",
 ) -> Gradients:
     """See `kernels.reference.backward`."""
+    checks.check_inputs(q, k, v, intervals, scale)
     checks.check_options(q, k, dropout, blocks, precision)
     given, like = (dq, dk, dv), (q, k, v)
     dtype = state_dtype(q.dtype)

@@ -73,7 +73,7 @@ def ring_attention(
     scale = scale_of(q, scale)
     check_choices(schedule, transport)
     _check_ring(q, layout, group)
-    if first_head < 0:
+    if isinstance(first_head, float) or first_head < 0:
         raise ValueError(f"first_head = {first_head}: give the number of query heads before this ring's, 0 or more")
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
     if q.shape[1] != k.shape[1]:
@@ -200,7 +200,7 @@ def ring_of(
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
 
 
-@lru_cache(maxsize=8)  # found anew in every layer, and at 4,096 rows a rank every 10 us count
+@lru_cache(maxsize=4)  # as in `ringattn.plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count
 def _plan(
     documents: tuple[int, ...],
     is_causal: bool,

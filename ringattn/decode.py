@@ -200,9 +200,9 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
         raise ValueError(f"{q.shape[1]} queries of a cache of {cache.length} tokens: append the keys of new tokens first")
     if (q.dtype, q.device) != (k.dtype, k.device):
         raise ValueError(f"q is {q.dtype} on {q.device}, keys are {k.dtype} on {k.device}: give one dtype and device")
-    if not 0 < scale < float("inf") or (window is not None and window < 1):
+    if not 0 < scale < float("inf") or (window is not None and (isinstance(window, float) or window < 1)):
         raise ValueError(
-            f"scale = {scale}, window = {window}: give a positive, finite scale and a window of at least 1, or None"
+            f"scale = {scale}, window = {window}: give a positive, finite scale and a window of 1 key or more, or None"
         )
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("decoding passes no gradient: detach q, or call it under torch.no_grad()")

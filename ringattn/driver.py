@@ -11,6 +11,7 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+_MOST_STEPS = 254  # of one call: fewer than 256, and an even number, for a wait and a write belong together
 _HOW = {_WAIT: 1, _WRITE: 0}  # CU_STREAM_WAIT_VALUE_EQ; a write that all devices see
 
 
@@ -104,6 +105,8 @@ def take_flags(addresses: Sequence[int], stream: int) -> None:
 
 
 def _in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """(_WAIT or _WRITE, address, value), as one call, and one node of a graph."""
-    array = (_Operation * len(steps))(*[(kind, address, value, _HOW[kind]) for kind, address, value in steps])
-    _check("flags", _functions()[2](stream, len(steps), array, 0))
+    """(_WAIT or _WRITE, address, value), in as few calls, and nodes of a graph, as the driver takes."""
+    for first in range(0, len(steps), _MOST_STEPS):
+        some = steps[first : first + _MOST_STEPS]
+        array = (_Operation * len(some))(*[(kind, address, value, _HOW[kind]) for kind, address, value in some])
+        _check("flags", _functions()[2](stream, len(some), array, 0))

@@ -35,9 +35,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.seq_len < 1 or self.ranks < 1:
             raise ValueError(f"seq_len = {self.seq_len}, ranks = {self.ranks}: both must be at least 1")
-        kind, _, parts = self.kind.partition("/")
-        if parts and not (parts.isdecimal() and int(parts) > 0 and self.ranks % int(parts) == 0):
-            raise ValueError(f"layout {_short(self.kind)!r} over {self.ranks} ranks: the parts of a split must divide them")
+        kind, split, parts = self.kind.partition("/")
+        if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
+            raise ValueError(f"layout {_short(self.kind)!r} over {self.ranks} ranks: give 2 or more parts, which divide them")
         if kind.startswith("dealt-"):
             _check_dealt(kind, self.seq_len, self.ranks // self.parts)
         elif kind not in KINDS:
@@ -93,7 +93,11 @@ class Layout:
         return _short(self.kind)
 
     def positions(self, rank: int) -> Tensor:
-        """The global positions of a rank's rows, int64, ascending."""
+        """The global positions of a rank's rows, int64, ascending.
+
+        Raises:
+            ValueError: no rank of the layout.
+        """
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
         return _positions(self, rank)
@@ -103,7 +107,11 @@ class Layout:
         return len(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`."""
+        """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.
+
+        Raises:
+            ValueError: `x` has another number of rows; no rank of the layout.
+        """
         if x.shape[dim] != self.seq_len:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the layout's sequence has {self.seq_len}")
         return x.index_select(dim, self.positions(rank).to(x.device))
@@ -112,7 +120,11 @@ class Layout:
         """The whole sequence, in order, on every rank: the inverse of `shard`. Not differentiable.
 
         Args:
-            x: this rank's rows, gathered over `group`; or a list with every rank's rows, put together without a group.
+            x: this rank's rows, gathered over `group` (None: the default group); or a list with every rank's rows, put together
+                without a group.
+
+        Raises:
+            ValueError: the shards have other rows than the layout's, or a gradient is asked for.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
@@ -164,6 +176,7 @@ def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
 
 
 @lru_cache(maxsize=256)
+@torch.inference_mode(False)  # kept: a gradient may pass by them later
 def _positions(layout: Layout, rank: int) -> Tensor:
     if layout.parts > 1:
         whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts

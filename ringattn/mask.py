@@ -7,6 +7,7 @@ row is all that the ring and the kernels ever see of a mask.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import index
 
 import torch
 from torch import Tensor
@@ -21,9 +22,10 @@ def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
     rows = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # tensors and arrays are as good as lists
     if not rows or not all(isinstance(row, Sequence) for row in rows):
         rows = (rows,)
-    if any(isinstance(length, float) for row in rows for length in row):
-        raise ValueError(f"documents of {rows} tokens: lengths are integers")
-    return tuple(tuple(int(length) for length in row) for row in rows)
+    try:
+        return tuple(tuple(map(index, row)) for row in rows)
+    except TypeError:
+        raise ValueError(f"documents = {documents}: give lengths, which are integers, or a list of them a batch row") from None
 
 
 @dataclass(frozen=True)

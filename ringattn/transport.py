@@ -303,6 +303,8 @@ def resolve(group_name: str, device: torch.device | None = None, transport: str 
     if not group_name:
         return Alone()
     if group_name in _simulated:
+        if transport != "auto":
+            raise ValueError(f"transport = {transport!r}: a simulated ring has a transport of its own; use 'auto'")
         return _simulated[group_name]
     group = _resolve_process_group(group_name)
     if device is None:

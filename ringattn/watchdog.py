@@ -92,6 +92,7 @@ class Watchdog:
         self._word = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._over = ctypes.c_uint32.from_address(self._word.data_ptr())  # number of the last hop that is over
         self._seen = (0, time.monotonic())
+        self._looking = threading.Lock()  # held where hops are taken out
         self._ended = threading.Event()
         threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True).start()
 
@@ -117,7 +118,7 @@ class Watchdog:
 
     def withdraw(self, hop: Hop | None) -> None:
         """An exception ends the pass: this rank does not wait for the hop any more."""
-        with suppress(ValueError, IndexError):  # it is over, or the thread that watches takes others out meanwhile
+        with self._looking, suppress(ValueError):  # it may be over
             self.under_way.remove(hop)
 
     def fault(self, hop: Hop | None, error: Exception) -> Exception:
@@ -132,7 +133,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._ended.wait(BEAT):
-            hop = self._late()
+            with self._looking:
+                hop = self._late()
             try:
                 self._tell()
                 if self.store.check(["verdict"]):

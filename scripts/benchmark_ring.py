@@ -432,25 +432,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--output", type=Path, default=ROOT / "benchmarks" / f"{datetime.date.today()}-ring", help="a directory"
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES)[1:], help="default: from 16k")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help="default: all that the ranks can")
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: must be positive")
+    return arguments
+
+
+def pick_variants(wanted: list[str] | None, ranks: int) -> list[str]:
+    """Those wanted, or (None) all whose groups exchange heads among as many ranks as there can be."""
+    if wrong := [variant for variant in wanted or () if ranks % ulysses_of(variant)]:
+        raise SystemExit(f"--variants {' '.join(wrong)}: {ranks} ranks cannot be cut into groups of so many")
+    return wanted or [variant for variant in VARIANTS if ranks % ulysses_of(variant) == 0]
 
 
 def main(argv: list[str]) -> int:
     arguments = parse(argv)
     device = gpus.join()
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    variants = pick_variants(arguments.variants, ranks)
     command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "scripts/benchmark_ring.py", *argv])
     machine = f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}"
     head, rows = {"date": str(datetime.date.today()), "machine": machine, "command": command}, {}
     for name in arguments.cases:
-        rows[name] = {"case": asdict(CASES[name]), **measure(CASES[name], arguments.variants, arguments.rounds)}
+        rows[name] = {"case": asdict(CASES[name]), **measure(CASES[name], variants, arguments.rounds)}
         torch.cuda.empty_cache()
         if rank == 0:
             ring_report.write(arguments.output, head, rows)
             print(ring_report.table({name: rows[name]}), flush=True)
-    if any(variant.startswith("nvlink") for variant in arguments.variants):
+    if any(variant.startswith("nvlink") for variant in variants):
         head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device, "nvlink"), "inbox_bytes", 0)
     if rank == 0:
         ring_report.write(arguments.output, head, rows)

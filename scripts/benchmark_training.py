@@ -142,6 +142,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.ranks < 1:
         parser.error(f"--ranks {arguments.ranks}: give 1 or more")
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: give 2 or more, the first is not timed")
     return arguments
 
 

@@ -87,6 +87,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward, attention too")
     parser.add_argument("--output", type=Path, required=True, help="a directory")
     arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: give 2 or more, the first is not timed")
     config = ModelConfig(**OmegaConf.load(ROOT / "configs" / "model" / f"{arguments.model}.yaml"))
     device = gpus.join()
     set_rotate_method("allgather")

@@ -106,16 +106,14 @@ def build(config: Config) -> Run:
     with parallel.agreed():
         check(config, dist.get_world_size())
         device = parallel.pick_device(config.trainer.device)
-        if device.type == "cpu" and config.parallel.kernel in ("hopper", "triton"):
-            kernel = config.parallel.kernel
-            raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
+        bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
+        _choose_kernel(config, device, bf16)
         tokenizer = load_tokenizer(config.data.tokenizer)
         if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
                 f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
                 "leave it out, or raise it"
             )
-    bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = parallel.build_mesh(device.type, sequence, ulysses)
@@ -137,6 +135,21 @@ def build(config: Config) -> Run:
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     return Run(config, device, mesh, tokenizer, data, bf16, recompute, model, optimizer, peak_flops)
+
+
+def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
+    """Which kernels compute attention, and why.
+
+    Raises:
+        ConfigError: those that the settings name cannot.
+    """
+    kernel, dim = config.parallel.kernel, config.model.head_features
+    if device.type == "cpu" and kernel in ("hopper", "triton"):
+        raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
+    try:
+        return dispatch.choose(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
+    except ValueError as error:
+        raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
 
 
 def _compiles(config: Config, device: torch.device) -> bool:
@@ -197,9 +210,7 @@ def _rows(config: Config, mesh: parallel.Mesh) -> int:
 def describe(run: Run, directory: Path) -> None:
     """Log what the settings amount to."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
-    head_dim = config.model.head_features
-    dtype = torch.bfloat16 if run.bf16 else torch.float32
-    kernel = dispatch.choose(run.device, dtype, config.parallel.kernel, (head_dim, head_dim))
+    kernel = _choose_kernel(config, run.device, run.bf16)
     needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16, run.recompute).values())
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
@@ -381,7 +392,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
     """Sample from the model, plot the loss, and write and return the summary."""
     text = sample(run) if run.config.trainer.sample_tokens else None
-    final_loss = parallel.share(_final_loss(run, directory) if dist.get_rank() == 0 else None)
+    final_loss = parallel.share(_final_loss(directory, rows[-1]["step"]) if dist.get_rank() == 0 else None)
     summary = summarise(run, rows, final_loss)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
@@ -393,10 +404,10 @@ def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str,
     return summary
 
 
-def _final_loss(run: Run, directory: Path) -> float:
+def _final_loss(directory: Path, steps: int) -> float:
     """The mean over the last tenth of all steps, since the loss of one depends on its text."""
-    rows = metrics.read(directory / "metrics.jsonl")
-    return statistics.fmean(row["loss"] for row in rows[-max(run.config.trainer.steps // 10, 1) :])
+    rows = metrics.read(directory / "metrics.jsonl", until=steps)
+    return statistics.fmean(row["loss"] for row in rows[-max(steps // 10, 1) :])
 
 
 def summarise(run: Run, rows: list[dict[str, float]], final_loss: float) -> dict[str, Any]:
@@ -413,7 +424,7 @@ def summarise(run: Run, rows: list[dict[str, float]], final_loss: float) -> dict
         "seq_len": run.config.data.seq_len,
         "ranks": world_size,
         "ring": run.mesh.sequence.size(),
-        "steps": run.config.trainer.steps,
+        "steps": rows[-1]["step"],
         "final_loss": final_loss,
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
@@ -426,8 +437,9 @@ def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
     """The summary of a job that has nothing left to train; made now if it was ended before it had one."""
     path = directory / "summary.json"
     log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
-    if (text := parallel.share(path.read_text() if path.exists() else None)) is not None:
-        return json.loads(text)
+    summary = parallel.share(json.loads(path.read_text()) if path.exists() else None)
+    if summary is not None and summary["steps"] == done:  # else of a run that went on
+        return summary
     rows = parallel.share(metrics.read(directory / "metrics.jsonl", until=done))
     with parallel.agreed():
         if not rows:

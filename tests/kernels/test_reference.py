@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import reference
-from kernels.intervals import dense
+from kernels import reference, tiled
+from kernels.intervals import dense, full
 from tests.kernels.compare import assert_rows_close, assert_states_close
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
@@ -95,6 +95,20 @@ def test_no_rows(rows):
     assert out.shape == (1, rows[0], 4, 6) and (out == 0).all()
     assert lse.shape == (1, rows[0], 4) and (lse == float("-inf")).all()
     assert all((gradient == 0).all() for gradient in problem.backward(reference))
+
+
+@pytest.mark.parametrize("module", [reference, tiled], ids=["reference", "tiled"])
+def test_what_contradicts_itself_is_refused(module):
+    problem = double_problem("full", rows=(5, 7))
+    wrong = {
+        "scale is -1.0": dict(scale=-1.0),
+        "of 5 queries and 8 keys": dict(intervals=full(5, 8)),
+        "3 query heads": dict(q=problem.q[:, :, :3]),
+    }
+    for message, change in wrong.items():
+        for function in (replace(problem, **change).forward, replace(problem, **change).backward):
+            with pytest.raises(ValueError, match=message):
+                function(module)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

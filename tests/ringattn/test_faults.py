@@ -5,7 +5,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,31 @@ def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_
     assert re.match(message, said.pop()), texts
     survivors = [text for rank, text in enumerate(texts) if rank != VICTIM]
     assert all("the run ends here" in text for text in survivors)
+
+
+def test_a_hop_may_be_withdrawn_while_the_watchdog_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn import watchdog
+
+    class Hops(deque):
+        def __getitem__(self, index: int) -> watchdog.Hop:
+            if not looked_at.is_set():
+                withdrawal.start()
+                withdrawal.join(0.2)
+                looked_at.set()
+            return super().__getitem__(index)
+
+    looked_at = threading.Event()
+    monkeypatch.setattr(watchdog, "BEAT", 0.01)
+    watch = watchdog.Watchdog(dist.HashStore(), 0, 1, torch.device("cpu"))
+    hop = watch.start("forward", 0, 1, ())
+    withdrawal = threading.Thread(target=watch.withdraw, args=(hop,))
+    with watch._looking:
+        watch.under_way = Hops(watch.under_way)
+    assert looked_at.wait(10)
+    withdrawal.join(10)
+    beats, watch._tell = threading.Event(), lambda: beats.set()
+    assert beats.wait(10) and not watch.under_way
+    watch.stop()
 
 
 def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

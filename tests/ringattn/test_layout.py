@@ -60,6 +60,14 @@ def test_unshard_undoes_shard(kind: str, seq_len: int, ranks: int, dim: int) -> 
     assert torch.equal(layout.unshard([layout.shard(x, rank, dim) for rank in range(ranks)], dim=dim), x)
 
 
+def test_a_layout_that_an_evaluation_used_serves_training() -> None:
+    with torch.inference_mode():
+        Layout.zigzag(17, 3).positions(1)
+    x = torch.randn(1, 17, requires_grad=True)
+    Layout.zigzag(17, 3).shard(x, 1).sum().backward()
+    assert x.grad.sum() == Layout.zigzag(17, 3).rows(1)
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         Layout("spiral", 8, 2)
@@ -72,8 +80,8 @@ def test_what_is_refused() -> None:
         Layout.dealt([0, 2], 4, 8, 2)
     with pytest.raises(ValueError, match="'dealt-4' names 3 owners"):
         Layout.dealt([0, 1, 1], 4, 8, 2)
-    for kind in ("zigzag/0", "zigzag/x", "zigzag/3"):
-        with pytest.raises(ValueError, match="the parts of a split must divide them"):
+    for kind in ("zigzag/0", "zigzag/1", "zigzag/x", "zigzag/3", "contiguous/", "dealt-4:0,1/1"):
+        with pytest.raises(ValueError, match="give 2 or more parts, which divide them"):
             Layout(kind, 8, 2)
     with pytest.raises(ValueError, match="in 0 parts"):
         Layout.zigzag(8, 2).split(0)

@@ -77,8 +77,9 @@ def test_bad_masks_are_refused() -> None:
         Mask.causal(window=2.5)
     with pytest.raises(ValueError, match="a document of 0 tokens"):
         Mask.causal(documents=[3, 0])
-    with pytest.raises(ValueError, match="lengths are integers"):
-        Mask.causal(documents=[2.7, 3.9])
+    for documents in ([2.7, 3.9], "34", [5, [3, 2]]):
+        with pytest.raises(ValueError, match="give lengths, which are integers"):
+            Mask.causal(documents=documents)
 
 
 def test_intervals_are_the_callers_own() -> None:

@@ -86,3 +86,12 @@ def test_a_ring_without_communication(kind: str, ranks: int, schedule: str) -> N
 @pytest.mark.parametrize("variant, ulysses", (("ulysses-4", 4), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)))
 def test_how_many_ranks_exchange_heads(variant: str, ulysses: int) -> None:
     assert benchmark_ring.ulysses_of(variant) == ulysses
+
+
+def test_ranks_take_what_they_can() -> None:
+    assert {benchmark_ring.ulysses_of(variant) for variant in benchmark_ring.pick_variants(None, 6)} == {1, 2}
+    assert benchmark_ring.pick_variants(["ulysses-4"], 8) == ["ulysses-4"]
+    with pytest.raises(SystemExit, match="--variants ulysses-4: 6 ranks cannot be cut"):
+        benchmark_ring.pick_variants(["local", "ulysses-4"], 6)
+    with pytest.raises(SystemExit):
+        benchmark_ring.parse(["--rounds", "0"])

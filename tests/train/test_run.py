@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringattn import watchdog
 from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
 from train import loop, metrics, parallel, run
-from train.config import ConfigError, TrainerConfig
+from train.config import Config, ConfigError, TrainerConfig
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -183,6 +183,26 @@ def test_an_extended_run_that_was_killed_before_its_summary_gets_one(corpus, mon
     assert not summary.exists()
     assert main(monkeypatch, *settings, "trainer.steps=2") == 0
     assert json.loads(summary.read_text())["steps"] == 2
+
+
+def test_a_finished_run_with_fewer_steps_has_the_summary_of_those(corpus, monkeypatch, tmp_path):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.keep_checkpoints=9"]
+    summary = tmp_path / "outputs" / "a" / "summary.json"
+    assert main(monkeypatch, *settings, "trainer.steps=1") == 0
+    first = json.loads(summary.read_text())
+    assert main(monkeypatch, *settings, "trainer.steps=2") == 0
+    assert main(monkeypatch, *settings, "trainer.steps=1", "trainer.resume=outputs/a/checkpoints/step_00000001") == 0
+    assert {key: json.loads(summary.read_text())[key] for key in ("steps", "final_loss")} == {
+        key: first[key] for key in ("steps", "final_loss")
+    }
+
+
+def test_a_kernel_that_cannot_take_the_model_is_one_line(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = Config(trainer=TrainerConfig(precision="fp32"))
+    config.parallel.kernel = "hopper"
+    with pytest.raises(ConfigError, match="parallel.kernel=hopper: .*torch.float32 is not fp16 or bf16"):
+        loop._choose_kernel(config, torch.device("cuda", 7), bf16=False)
 
 
 def test_fewer_steps_than_the_kept_warmup_are_refused(corpus, monkeypatch, capfd):
