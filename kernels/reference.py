@@ -15,7 +15,8 @@ Both functions take three options. `dropout` drops probabilities: o sums those k
 lets the Triton kernels round their operands to 11 bits; this module and `kernels.tiled` always compute exactly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 
 import torch
 from torch import Tensor
@@ -33,6 +34,20 @@ Delta = Tensor | tuple[Tensor, Tensor | None]  # or (out, dlse), for those kerne
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, lse and gradient accumulators for inputs of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _as_it_says(function: Callable) -> Callable:
+    """`function` of q and more with products in its own dtypes, which `torch.autocast` would round."""
+
+    @wraps(function)
+    def call(q: Tensor, *arguments, **options):
+        device = q.device.type
+        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+            return function(q, *arguments, **options)
+        with torch.autocast(device, enabled=False):
+            return function(q, *arguments, **options)
+
+    return call
 
 
 def empty_state(q: Tensor, value_dim: int) -> State:
@@ -90,6 +105,7 @@ def _by_row(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
+@_as_it_says
 def forward(
     q: Tensor,
     k: Tensor,
@@ -145,6 +161,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     return delta if dlse is None else delta - dlse
 
 
+@_as_it_says
 def backward(
     q: Tensor,
     k: Tensor,

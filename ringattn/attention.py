@@ -44,7 +44,8 @@ def ring_attention(
 
     Args:
         q: (B, N, Hq, D), this rank's rows in layout order; N = layout.rows(rank), which may be 0.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. All of one dtype (fp16, bf16, fp32, fp64) and device.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. All of one dtype (fp16, bf16, fp32, fp64) and device; under
+            `torch.autocast` they are cast to its dtype.
         layout: which positions each rank holds, the same on all ranks.
         mask: which keys a position may see, the same on all ranks.
         group: the ring; None: this process alone.
@@ -55,7 +56,8 @@ def ring_attention(
         first_head: for the dropout, the place of q's first head among all, where heads are split over rings.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
             that is expected to take less time, then fewer bytes; `ringattn.explain` shows why.
-        transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.transport.resolve`.
+        transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.transport.resolve`. All calls of a process go to one
+            CUDA stream, or to streams that wait for each other.
         backend: the kernels, see `kernels.dispatch`.
         precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log of the softmax's denominator.
@@ -70,8 +72,10 @@ def ring_attention(
         RingFault: a rank of the ring does not answer. Where no exception can be raised, because the host waits for a GPU that
             waits for a peer, the process prints the reason and ends. RINGATTN_TIMEOUT sets the seconds of patience.
     """
+    q, k, v = autocast(q, k, v)
     scale = scale_of(q, scale)
     check_choices(schedule, transport)
+    check_layout(layout)
     _check_ring(q, layout, group)
     if isinstance(first_head, float) or first_head < 0:
         raise ValueError(f"first_head = {first_head}: give the number of query heads before this ring's, 0 or more")
@@ -96,6 +100,25 @@ def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
 def scale_of(q: Tensor, scale: float | None) -> float:
     """The factor on the scores: `scale`, or D ** -0.5. Some number for a q without features, or one that will be refused."""
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype of `torch.autocast` where it is on, as torch's own attention takes them; fp64 stays."""
+    device = tensors[0].device.type
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def check_layout(layout: Layout) -> None:
+    """Refuse what is no layout.
+
+    Raises:
+        ValueError: naming what was given.
+    """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout is a {type(layout).__name__}: give a ringattn.Layout, such as Layout.zigzag(seq_len, ranks)")
 
 
 def check_choices(schedule: str, transport: str) -> None:
@@ -127,6 +150,11 @@ def check_inputs(
     Raises:
         ValueError: saying what, why and what to do.
     """
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
+            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
+        )
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
     (batch, _, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape

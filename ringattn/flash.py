@@ -10,7 +10,7 @@ from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from ringattn import operator
-from ringattn.attention import check_inputs, scale_of
+from ringattn.attention import autocast, check_inputs, scale_of
 from ringattn.graphs import keep_if_captured
 from ringattn.mask import Mask, shared_intervals
 
@@ -40,7 +40,8 @@ def flash_attention(
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. One dtype (fp16, bf16, fp32, fp64) and
-            device. `scaled_dot_product_attention` has rows and heads the other way round: (B, H, N, D).
+            device; under `torch.autocast` they are cast to its dtype. `scaled_dot_product_attention` has rows and heads the
+            other way round: (B, H, N, D).
         mask: over the Nk positions of the keys; the last query stands at the last of them, as in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
@@ -64,7 +65,11 @@ def flash_attention(
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
-    mask = mask or (_CAUSAL if is_causal else _FULL)
+    if isinstance(blocks, Tensor):
+        raise ValueError("blocks is a Tensor: give a ringattn.BlockMask of it")
+    if mask is None:
+        mask = _CAUSAL if is_causal else _FULL
+    q, k, v = autocast(q, k, v)
     scale = scale_of(q, scale)
     check_inputs(q, k, v, mask, k.shape[1] if k.ndim == 4 else 0, scale, dropout_p, seed, backend, precision)
     keep, size = (None, 0) if blocks is None else (blocks.keep, blocks.size)

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from kernels.reference import state_dtype
 from ringattn import operator
-from ringattn.attention import SETTINGS, check_choices, check_inputs, ring_attention, ring_of, scale_of
+from ringattn.attention import (
+    SETTINGS,
+    autocast,
+    check_choices,
+    check_inputs,
+    check_layout,
+    ring_attention,
+    ring_of,
+    scale_of,
+)
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.messages import Group, rank_and_size
@@ -59,7 +68,7 @@ def ulysses_attention(
 
     Args:
         q: (B, N, Hq, D), this rank's rows in layout order; U divides Hq.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. All of one dtype (fp16, bf16, fp32, fp64) and device.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. Dtypes and devices as for `ring_attention`.
         layout: of the R x U ranks: `Layout.zigzag(S, R).split(U)`, or another kind.
         mask: which keys a position may see, the same on all ranks.
         ulysses_group: the U ranks that exchange heads. None: this rank alone, U = 1.
@@ -77,6 +86,8 @@ def ulysses_attention(
         ValueError: query heads that U does not divide, a layout split for another U, and what `ring_attention` refuses.
     """
     (ring_rank, ring), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
+    q, k, v = autocast(q, k, v)
+    check_layout(layout)
     scale = scale_of(q, scale)
     check_choices(schedule, transport)
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)

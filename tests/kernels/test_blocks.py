@@ -104,3 +104,9 @@ def test_only_whole_blocks_can_be_cut():
     assert torch.equal(blocks.cut(slice(64, 128), slice(64, 150)).keep, blocks.keep[:, :, 1:2, 1:3])
     with pytest.raises(ValueError, match="do not start at a block"):
         blocks.cut(slice(0, 64), slice(32, 64))
+
+
+def test_one_mask_for_several_groups_of_heads():
+    blocks = BlockMask(random_keep(1, 1, 5, 3))
+    for group in (1, 2, 1):
+        assert torch.equal(blocks.key_lists(group), BlockMask(blocks.keep).key_lists(group))

@@ -15,9 +15,9 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh_choices():
     """Choices are remembered; those of a pretended GPU must not be."""
-    yield
-    from kernels import hopper
+    from kernels import hopper  # in here: Gluon looks for the interpreter when it is imported
 
+    yield
     for function in (dispatch.choose, hopper.refusal):
         function.cache_clear()
 

@@ -232,3 +232,18 @@ def test_the_mean_over_seeds_is_attention_without_dropout():
     outs = torch.stack(outs)
     error = (outs.mean(0) - expected) / (outs.std(0) / math.sqrt(len(outs)))
     assert error.abs().max() < 6
+
+
+def test_nearly_all_is_dropped():
+    assert Dropout(math.nextafter(1.0, 0.0), 0, arange(1), arange(1)).threshold == ONES
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
+def test_positions_may_have_strides(backend, device):
+    problem = make_problem(*intervals_of("causal", 20, 30), 30, device=device)
+    strided = [torch.stack((arange(n), arange(n, 99)), 1)[:, 0].to(device) for n in (20, 30)]
+    out, expected = (
+        problem.forward(dispatch, final=True, backend=backend, dropout=Dropout(0.4, 5, *positions))[0]
+        for positions in (strided, [x.contiguous() for x in strided])
+    )
+    assert torch.equal(out, expected)

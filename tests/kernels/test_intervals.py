@@ -250,3 +250,14 @@ def test_cut_tiles_walk_less_under_packed_documents(size):
     for seen in (intervals, intervals.transposed):
         walked, aligned = (int(seen.tiles(*size, cut)[..., 4:].sum()) for cut in (True, False))
         assert walked < aligned
+
+
+def test_tables_of_both_alignments():
+    intervals = packed([9, 10])
+    assert not torch.equal(intervals.tiles(4, 4), intervals.tiles(4, 4, aligned=True))
+
+
+def test_a_cut_has_bounds_inside_its_keys():
+    part = Intervals.of(*intervals_of("causal", 20, 20), 20).cut(slice(5, 15), slice(3, 9))
+    assert part.hi.max() <= part.num_keys
+    assert torch.equal(written_out(part.transposed).mT, written_out(part))

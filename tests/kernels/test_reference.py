@@ -169,3 +169,11 @@ def test_random_intervals(num_queries, num_keys, seed):
     problem = make_problem(lo, hi, num_keys, torch.float64, batch=2, dims=(4, 4))
     expected = dense_attention(problem) if num_keys else problem.forward(reference, final=True)
     assert_states_close(problem.forward(reference, final=True), expected, TOLERANCE)
+
+
+def test_autocast_rounds_nothing():
+    problem = make_problem(*intervals_of("causal", 9, 9), 9, torch.float32)
+    exact = problem.forward(reference), problem.backward(reference)
+    with torch.autocast("cpu", torch.bfloat16):
+        under = problem.forward(reference), problem.backward(reference)
+    assert all(torch.equal(x, y) for side, other in zip(exact, under, strict=True) for x, y in zip(side, other, strict=True))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kernels import backward, forward, reference
+from kernels import backward, forward, reference, tiles
 from kernels.intervals import CUT, Intervals, full
 from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_states_close, max_row_error
 from tests.kernels.conftest import SMALL_TILE
@@ -263,3 +263,10 @@ def test_row_delta(with_dlse: bool, value_dim: int, dtype: torch.dtype, device: 
     dlse = torch.randn(1, 57, 3, device=device) if with_dlse else None
     exact = reference.row_delta(out.double(), dout.double(), dlse)
     torch.testing.assert_close(backward.row_delta(out, dout, dlse), exact.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied():
+    near = torch.empty(1, 2, 1, 16, device="meta")
+    assert tiles.as_rows(near) is near
+    far = torch.empty_strided((1, 2, 1, 16), (2**23, 2**22, 16, 1), device="meta")
+    assert tiles.as_rows(far).is_contiguous()

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.intervals import Intervals
-from ringattn import Layout, Mask, ring_attention, simulate
+from ringattn import Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
 from ringattn import plan as planning
 from ringattn.layout import KINDS
 from ringattn.ring import Ring
@@ -233,3 +233,26 @@ def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kernels.dispatch.forward", fail)
     simulate(2, lambda rank, group: caught(rank, group) if rank == 0 else None)
     assert watchdog.issued == 1 and not watchdog.under_way
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_partial_results_of_16_bit_inputs_are_not_rounded(schedule: str) -> None:
+    case = Case.random(seq_len=256, dtype=torch.bfloat16)
+    exact = case.to(torch.float64).unsharded(Mask.causal())
+    errors = {}
+    for ranks in (1, 8):
+        got = case.on_ring(Layout.zigzag(256, ranks), Mask.causal(), schedule=schedule)
+        errors[ranks] = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, exact, strict=True)]
+    assert all(many <= 1.1 * one + 1e-6 for one, many in zip(errors[1], errors[8], strict=True)), errors
+
+
+def test_what_is_no_mask_or_layout_is_refused() -> None:
+    x, layout = torch.randn(1, 4, 2, 8), Layout.zigzag(4, 1)
+    for wrong in (None, True, "causal", torch.ones(4, 4, dtype=torch.bool)):
+        with pytest.raises(ValueError, match=f"mask is a {type(wrong).__name__}: give a ringattn.Mask"):
+            ring_attention(x, x, x, layout=layout, mask=wrong)
+    for call in (ring_attention, ulysses_attention):
+        with pytest.raises(ValueError, match="layout is a str: give a ringattn.Layout"):
+            call(x, x, x, layout="zigzag", mask=Mask.causal())
+    with pytest.raises(ValueError, match="blocks is a Tensor: give a ringattn.BlockMask of it"):
+        flash_attention(x, x, x, blocks=torch.ones(1))

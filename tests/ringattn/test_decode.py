@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate
 from ringattn.decode import _num_splits
 from ringattn.layout import KINDS
+from ringattn.messages import Group
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case
 
@@ -180,6 +181,8 @@ def test_what_is_refused() -> None:
         cache.append(x[:, :1].double(), x[:, :1].double())
     with pytest.raises(ValueError, match="but the layout is over 2 ranks"):
         KVCache(4).prefill(x, x, Layout.contiguous(4, 2))
+    with pytest.raises(ValueError, match="exceed the cache's capacity of 7"):
+        KVCache(7, 0, 2).prefill(x, x, Layout.contiguous(8, 2))
     with pytest.raises(ValueError, match="5 queries of a cache of 4 tokens"):
         decode_attention(torch.zeros(1, 5, 2, 8), cache)
     with pytest.raises(ValueError, match="give q .B, N, Hq, D."):
@@ -197,3 +200,14 @@ def test_what_is_refused() -> None:
         other = KVCache(4, 1, 2)
         other.append(x, x)
         decode_attention(x, other)
+
+
+def test_a_rank_uses_more_rows_than_the_first() -> None:
+    case, layout = Case.random(seq_len=129), Layout.contiguous(129, 2)  # of 64 and of 65 rows
+
+    def last(rank: int, group: Group) -> torch.Tensor:
+        cache = KVCache(129, rank, 2)
+        cache.prefill(layout.shard(case.k, rank), layout.shard(case.v, rank), layout)
+        return decode_attention(case.q[:, 128:], cache, group=group)
+
+    assert_rows_close(simulate(2, last)[0], case.unsharded(Mask.causal())[0][:, 128:], TOLERANCE)

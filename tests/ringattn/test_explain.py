@@ -61,3 +61,9 @@ def test_refusals() -> None:
         explain(*q, layout=layout, mask=Mask.causal(documents=[5]))
     with pytest.raises(ValueError, match="transport 'pigeon'"):
         explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")
+
+
+def test_the_times_are_those_of_the_rank_asked_for() -> None:
+    text = explain(*shapes(8192), layout=Layout.contiguous(16384, 2), mask=Mask.causal(), schedule="kv", rank=0)
+    idle = next(line for line in text.splitlines() if "hop 1: computes nothing" in line)
+    assert "; 0 us of kernels" in idle

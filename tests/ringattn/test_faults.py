@@ -108,5 +108,20 @@ def test_a_senseless_timeout_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         timeout_seconds()
 
 
+def test_hops_that_wait_in_line_are_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ringattn.watchdog import TIMEOUT, Watchdog
+
+    monkeypatch.setenv(TIMEOUT, "50")
+    watch = Watchdog(dist.HashStore(), rank=0, size=2, device=torch.device("cpu"))
+    watch.stop()
+    hops = [watch.start("forward", t, 2, ()) for t in range(2)]
+    for hop in hops:
+        hop.since -= 100
+    watch.passed(hops[0])
+    assert watch._late() is None and watch._late() is None
+    watch._seen = (hops[0].number, time.monotonic() - 60)
+    assert watch._late() is hops[1]
+
+
 if __name__ == "__main__":
     run_rings(int(sys.argv[5]), *sys.argv[1:5])

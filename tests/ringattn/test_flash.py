@@ -181,3 +181,37 @@ def test_tensors_of_other_dimensions_are_refused(shape: tuple[int, ...]) -> None
 def test_contradictions_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         flash_attention(*inputs(7, 5), **changes)
+
+
+def test_autocast_is_obeyed_as_by_torchs_own():
+    q, k, v = inputs(7, 9, dtype=torch.float32)
+    expected = flash_attention(*(x.bfloat16() for x in (q, k, v)), is_causal=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        for tensors in ((q, k, v), (q, k, v.bfloat16())):
+            assert torch.equal(flash_attention(*tensors, is_causal=True), expected)
+        in_double = [x.double() for x in (q, k, v)]
+        under = flash_attention(*in_double, is_causal=True)
+    assert torch.equal(under, flash_attention(*in_double, is_causal=True))
+
+
+def test_dropout_of_the_last_queries():
+    q, k, v = inputs(40, 40)
+    options = dict(is_causal=True, dropout_p=0.3, seed=5)
+    whole = flash_attention(q, k, v, **options)
+    torch.testing.assert_close(flash_attention(q[:, 30:], k, v, **options), whole[:, 30:])
+
+
+def test_one_tensor_keeps_blocks_of_two_sizes():
+    keep = torch.ones(1, 1, 2, 2, dtype=torch.bool)
+    for size in (64, 128):
+        x = torch.randn(1, 2 * size, 1, 8)
+        torch.testing.assert_close(flash_attention(x, x, x, blocks=BlockMask(keep, size)), flash_attention(x, x, x))
+
+
+def test_blocks_of_an_evaluation():
+    with torch.inference_mode():
+        keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+        q, k, v = (x.detach() for x in inputs(7, 9))
+        for kept in (True, False):
+            keep.fill_(kept)
+            assert flash_attention(q, k, v, blocks=BlockMask(keep)).any() == kept

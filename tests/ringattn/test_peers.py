@@ -306,3 +306,11 @@ def test_a_graph_of_an_exchange_that_never_ran_is_refused(no_gpu: None, resolve:
 
     with pytest.raises(RuntimeError, match="call it once before it is captured in a CUDA graph"):
         run_node(2, on_rank, resolve)
+
+
+def test_dtypes_one_after_the_other(no_gpu, resolve) -> None:
+    layout, case, dtypes = Layout.zigzag(33, 2), Case.random(seq_len=33), (torch.float64, torch.float32, torch.float64)
+    shards = run_node(2, lambda rank, group: [case.to(d).on_rank(layout, Mask.causal(), rank, group) for d in dtypes], resolve)
+    for i in range(3):
+        got = [layout.unshard([shard[i][j] for shard in shards]) for j in range(5)]
+        assert_close(got, case.unsharded(Mask.causal()), 1e-5)

@@ -158,3 +158,14 @@ def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(mo
     monkeypatch.undo()
     expected = ask(planning.Plan(plans[1].mask, plans[1].layout, 1, CPU))
     assert len(found) == len(expected) > 4 and all(map(torch.equal, found, expected))
+
+
+def test_work_of_values_with_another_dim() -> None:
+    q, k, v = (torch.empty(3, 4, heads, dim, device="meta") for heads, dim in ((8, 192), (2, 192), (2, 128)))
+    assert backward_work(q, k, v).pair_flops == 2 * 8 * (3 * 192 + 2 * 128)
+
+
+def test_what_a_rank_keeps_is_no_sum() -> None:
+    q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
+    planned = plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
+    assert planned.sum_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)

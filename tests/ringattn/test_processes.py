@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import Layout, Mask, ring_attention, ulysses
+from ringattn import Layout, Mask, ring_attention, transport, ulysses
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case, assert_close, masks
@@ -221,3 +221,13 @@ def check_graph() -> None:
 @on_gpus
 def test_nvlink_in_a_cuda_graph(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_graph, ranks, tmp_path / "ranks", backend="nccl")
+
+
+def test_a_group_of_the_same_name_is_another() -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        name, cpu = dist.group.WORLD.group_name, torch.device("cpu")
+        transport.resolve(name, cpu)
+        same = transport._resolved[name, cpu, "auto"][0] is dist.group.WORLD
+        dist.destroy_process_group()
+        assert same

@@ -208,9 +208,10 @@ def test_nothing_saved_yet(tmp_path):
     assert latest(tmp_path / "none") is None
 
 
-def test_a_run_killed_before_the_rename_keeps_the_previous(tmp_path):
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_run_killed_before_the_rename_keeps_the_previous(keep, tmp_path):
     first = save(tmp_path, 1)
-    process = multiprocessing.get_context("spawn").Process(target=_save_and_die, args=(tmp_path,))
+    process = multiprocessing.get_context("spawn").Process(target=_save_and_die, args=(tmp_path, keep))
     process.start()
     process.join()
     assert process.exitcode == 9
@@ -220,10 +221,10 @@ def test_a_run_killed_before_the_rename_keeps_the_previous(tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000001", "step_00000003"]
 
 
-def _save_and_die(directory: Path) -> None:
-    rename = os.rename
-    os.rename = lambda source, target: os._exit(9) if Path(target).parent == directory else rename(source, target)
-    save(directory, 2)
+def _save_and_die(directory: Path, keep: int) -> None:
+    rename, target = os.rename, directory / "step_00000002"
+    os.rename = lambda source, name: os._exit(9) if Path(name) == target else rename(source, name)
+    save(directory, 2, keep=keep)
 
 
 def test_a_disk_that_fails_is_one_clear_error(tmp_path):
@@ -383,3 +384,13 @@ def assert_refused(path: Path, message: str, tensors: dict | None = None) -> Non
     assert type(error.value) is CheckpointError
     assert "\n" not in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_all_is_on_the_disk_before_it_has_a_name(tmp_path, monkeypatch):
+    target, events, fsync, rename = tmp_path / "step_00000010", [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda file: events.append(os.stat(file).st_ino) or fsync(file))
+    monkeypatch.setattr(os, "rename", lambda old, new: rename(old, new) or (Path(new) == target and events.append("named")))
+    save(tmp_path)
+    before, after = events[: events.index("named")], events[events.index("named") :]
+    assert {file.stat().st_ino for file in (target, *target.iterdir())} <= set(before)
+    assert tmp_path.stat().st_ino in after

@@ -2,6 +2,7 @@ import importlib
 import json
 import linecache
 import sys
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.distributed import run_ranks
-from train import data
+from train import data, loop
 from train.config import ConfigError, DataConfig
 from train.data import PackedDataset, load
 from train.tokenizer import BytesTokenizer
@@ -287,3 +288,8 @@ def _load_on_a_rank(directory) -> None:
 
     BytesTokenizer.encode = note
     assert load(config("text", path=str(directory / "one.txt")), BytesTokenizer()).lengths.tolist() == [10]
+
+
+def test_another_order_is_another_corpus():
+    first, second = (loop.corpus(SimpleNamespace(data=pack(x, 1))) for x in ([[1], [2, 3]], [[2, 3], [1]]))
+    assert first != second

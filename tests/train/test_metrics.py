@@ -1,5 +1,6 @@
 import json
 import logging
+import os
 import re
 
 import pytest
@@ -168,3 +169,11 @@ def test_wandb_that_breaks_off_does_not_stop_training(tmp_path, caplog):
     recorder.close()
     assert steps_of(tmp_path) == [1, 2]
     assert caplog.text.count("gone") == 1
+
+
+def test_a_file_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: events.append("synced") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: events.append("named") or replace(*names))
+    metrics.write_whole(tmp_path / "a", "text")
+    assert events == ["synced", "named"] and (tmp_path / "a").read_text() == "text"

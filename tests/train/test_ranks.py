@@ -11,16 +11,19 @@ import datasets
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import ringattn.attention
+from kernels import intervals
 from ringattn import Mask
 from ringattn import plan as planning
 from tests.distributed import run_ranks
 from tests.train.launch import write_corpus
 from train import loop, memory, parallel
 from train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from train.data import Batch
 from train.generate import generate
-from train.model import Block
+from train.model import GPT, Block
 
 STEPS = 20
 SEQUENCES = 4  # a step
@@ -208,3 +211,52 @@ def test_activation_checkpointing_never_runs_attention_twice(choice, results, mo
         gradients(job(str(results / "corpus" / "*.txt"), 1, activation_checkpointing=choice), results / "again.pt")
     assert len(calls) == SEQUENCES * 2  # micro-steps, layers
     assert len(blocks) == 2 * len(calls)  # all else runs again
+
+
+def plain_loss(model: GPT, batch: Batch, window: int) -> torch.Tensor:
+    """The loss of a batch of 61 tokens by torch's own attention under the mask written out."""
+    allowed = intervals.dense(*Mask.causal(window, batch.documents).intervals(61), 61)[:, None]
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+
+    def finish(hidden, head):
+        return F.cross_entropy((hidden @ head[:257].T).flatten(0, 1), batch.labels.flatten())
+
+    return model(batch.tokens, torch.arange(61), attend, finish)
+
+
+def test_steps_are_those_of_plain_pytorch(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "corpus").mkdir()
+    for i in range(100):  # short documents, or their mask would show nothing
+        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} squared is {i * i}.")
+    config = job(f"{tmp_path}/corpus/*.txt", 1)
+    config.optim, config.trainer.steps = OptimConfig(lr=3e-3, betas=(0.8, 0.9), clip=0.5, warmup_steps=2), 4
+    with one_rank():
+        run = loop.build(config)
+        plain = GPT(config.model, 257)
+        plain.load_state_dict({name: x.full_tensor() for name, x in run.model.state_dict().items()})
+        decay = ((2, 0.1), (1, 0.0))  # of matrices, of the norms' scales
+        groups = [dict(params=[p for p in plain.parameters() if p.ndim == n], weight_decay=w) for n, w in decay]
+        optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-8)
+        for step, lr in enumerate((1.5e-3, 3e-3, 1.65e-3, 3e-4), 1):
+            loss = sum(plain_loss(plain, batch, 40) for batch in loop.fetch(run, 4 * (step - 1))) / 4
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            assert norm > 0.5
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            row = loop.take_step(run, step, 4 * (step - 1))
+            assert (row["loss"], row["grad_norm"], row["lr"]) == pytest.approx((loss.item(), norm.item(), lr), rel=1e-4)
+        for name, parameter in run.model.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=1e-3, atol=1e-4)
+
+
+def test_pairs_count_every_row():
+    batch = Batch(torch.zeros(2, 4), torch.zeros(2, 4), ((4,), (3, 1)))
+    assert loop._pairs(Mask.causal(), batch) == 2 * 10
+    assert loop._pairs(Mask.causal(documents=batch.documents), batch) == 10 + 7
