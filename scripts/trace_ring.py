@@ -180,6 +180,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("the clocks of several hosts cannot be compared: trace a ring of one host")
     if not arguments.draw and "RANK" not in os.environ:
         parser.error("run it with torchrun, or give --draw")
+    if arguments.draw and not arguments.draw.is_file():
+        parser.error(f"--draw {arguments.draw}: no such file")
     return arguments
 
 

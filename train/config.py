@@ -86,7 +86,7 @@ class OptimConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip: float = 1.0  # global gradient norm
+    clip: float | None = 1.0  # global gradient norm; None: as it comes
     schedule: str = "cosine"  # cosine | wsd
     warmup_steps: int | None = None  # None: a tenth of the steps
     decay_fraction: float = 0.2  # wsd: the share of the steps, at the end, over which lr falls
@@ -110,6 +110,9 @@ class TrainerConfig:
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
+    # the path of a checkpoint, of whose parameters a run begins, with steps, optimizer and data of its own: to train on with
+    # longer sequences, or on other text
+    init_from: str | None = None
     log_every: int = 1
     sample_tokens: int = 128  # generated at the end; 0: none
     sample_prompt: str = "def "
@@ -120,8 +123,10 @@ class TrainerConfig:
 class LoggerConfig:
     """Where metrics go besides the console and metrics.jsonl."""
 
-    wandb: str = "auto"  # auto (online when logged in, else offline) | online | offline | off
-    project: str = "ringattn"
+    wandb: str = (
+        "auto"  # auto (the environment's WANDB_MODE, else online when logged in, else offline) | online | offline | off
+    )
+    project: str | None = None  # None: the environment's WANDB_PROJECT, else ringattn
 
 
 @dataclass
@@ -190,6 +195,14 @@ def check(config: Config, world_size: int) -> None:
             value = attrgetter(name)(config)
             if value is not None and not holds(value):  # None stands for a default, NaN for nothing
                 raise ConfigError(f"{name}={value} makes no sense: it must be {bound}")
+    for name, seed in (("data.seed", config.data.seed), ("trainer.seed", config.trainer.seed)):
+        if seed >= 2**63:
+            raise ConfigError(f"{name}={seed} makes no sense: it must be below 2**63")
+    if config.trainer.init_from is not None and config.trainer.resume not in ("auto", "never"):
+        raise ConfigError(
+            f"trainer.init_from={config.trainer.init_from} and trainer.resume={config.trainer.resume} contradict each other: a "
+            "run begins with the parameters of one checkpoint, or goes on from one"
+        )
     if config.trainer.deterministic and config.parallel.kernel == "hopper":
         raise ConfigError(
             "trainer.deterministic=true and parallel.kernel=hopper contradict each other: those kernels sum gradients in no "

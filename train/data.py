@@ -158,6 +158,8 @@ def _library_files() -> list[str]:
 def _files(config: DataConfig) -> list[str]:
     if not config.path:
         raise ConfigError(f"data.source={config.source} needs data.path: a file or a glob such as 'corpus/**/*.txt'")
+    if Path(config.path).expanduser().is_dir():
+        raise ConfigError(f"data.path={config.path} is a folder: give its files, such as '{config.path}/**/*.*'")
     pattern = str(Path(config.path).expanduser())
     names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
     files = sorted(name for name in names if Path(name).is_file())
@@ -214,6 +216,8 @@ def _reason(error: BaseException) -> str:
     """The first line of the innermost cause."""
     while error.__cause__:
         error = error.__cause__
+    if isinstance(error, StopIteration):  # of a reader that looks for the first row
+        return "it holds nothing"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 
 

@@ -26,6 +26,7 @@ from train import checkpoint, flops, memory, metrics, optim, parallel, resuming
 from train.config import Config, ConfigError, TrainerConfig, check
 from train.data import Batch, PackedDataset, load
 from train.generate import generate
+from train.lock import alone_in
 from train.loss import IGNORE, cross_entropy
 from train.model import GPT
 from train.tokenizer import Tokenizer, load_tokenizer
@@ -50,28 +51,13 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         ConfigError: on every rank, before training starts: settings or files that cannot be honoured.
         Diverged: on every rank.
     """
-    run = build(config)
-    describe(run, directory)
-    done, consumed = resume(run, directory)
-    if done >= config.trainer.steps:
-        return read_summary(run, directory, done)
-    gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
-    with parallel.agreed():
-        (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
-        recorder = metrics.Recorder(config, directory, done, run.peak_flops)
-    with closing(recorder):
-        rows = []
-        for step in range(done + 1, config.trainer.steps + 1):
-            began = time.perf_counter()
-            row = take_step(run, step, consumed)
-            consumed += run.sequences_per_step
-            rows.append(row | {"seconds": time.perf_counter() - began})
-            total_tokens = consumed * config.data.seq_len
-            memory_gib = peak_memory_gib(run.device)
-            recorder.log(step, tokens=run.tokens_per_step, **rows[-1], total_tokens=total_tokens, peak_memory_gib=memory_gib)
-            if is_due(step, config.trainer):
-                save(run, directory, step, consumed)
-    return finish(run, directory, rows)
+    with alone_in(directory):
+        run = build(config)
+        describe(run, directory)
+        done, consumed = resume(run, directory)
+        if done >= config.trainer.steps:
+            return read_summary(run, directory, done)
+        return finish(run, directory, take_steps(run, directory, done, consumed), config.trainer.steps)
 
 
 @dataclass
@@ -233,6 +219,27 @@ def describe(run: Run, directory: Path) -> None:
         log.info(f"{name:<12}{value}")
 
 
+def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict[str, float]]:
+    """All steps after `done`, with their metrics and checkpoints. Returns what `take_step` does and the seconds of each."""
+    trainer, rows = run.config.trainer, []
+    gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
+    with parallel.agreed():
+        (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
+        recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
+    with closing(recorder):
+        for step in range(done + 1, trainer.steps + 1):
+            began = time.perf_counter()
+            row = take_step(run, step, consumed)
+            consumed += run.sequences_per_step
+            rows.append(row | {"seconds": time.perf_counter() - began})
+            total_tokens = consumed * run.config.data.seq_len
+            memory_gib = peak_memory_gib(run.device)
+            recorder.log(step, tokens=run.tokens_per_step, **rows[-1], total_tokens=total_tokens, peak_memory_gib=memory_gib)
+            if is_due(step, trainer):
+                save(run, directory, step, consumed)
+    return rows
+
+
 def take_step(run: Run, step: int, consumed: int) -> dict[str, float]:
     """One optimizer step on the sequences from `consumed` on.
 
@@ -255,7 +262,8 @@ def take_step(run: Run, step: int, consumed: int) -> dict[str, float]:
             share.backward()
         loss += share.detach()
     dist.all_reduce(loss)
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), run.config.optim.clip).full_tensor()
+    most = math.inf if run.config.optim.clip is None else run.config.optim.clip
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), most).full_tensor()
     if step < run.config.trainer.steps:
         prepare(run, consumed + run.sequences_per_step, masks[-1])
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
@@ -338,26 +346,45 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
     settings, found = run.config, (None, None)
     with parallel.agreed():
         if dist.get_rank() == 0:
-            found = resuming.choose(directory / "checkpoints", settings.trainer.resume)
+            found = resuming.choose(directory / "checkpoints", settings.trainer)
     path, run.origin = parallel.share(found)
     if path is None:
+        if settings.trainer.init_from is not None:
+            load_parameters(run, Path(settings.trainer.init_from).expanduser().resolve())
         return 0, 0
     with parallel.agreed():
         meta = checkpoint.read_meta(path)
         if meta.get("corpus") != corpus(run):
             raise ConfigError(
                 f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
-                "nothing: resume with the data, data.seq_len and data.seed it was saved with"
+                "nothing: resume with the data, tokenizer, data.seq_len and data.seed it was saved with, or begin with its "
+                "parameters alone by trainer.init_from"
             )
         if settings.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
-            settings.optim.warmup_steps = meta["config"]["optim"]["warmup_steps"]
+            settings.optim.warmup_steps = kept = meta["config"]["optim"]["warmup_steps"]
+            if kept > settings.trainer.steps:
+                raise ConfigError(
+                    f"trainer.steps={settings.trainer.steps} would end in the warmup of {kept} steps that {path} began: train "
+                    "longer, or set optim.warmup_steps"
+                )
         changed = resuming.differences(path, meta, settings, run.tokens_per_step)
-        check(settings, dist.get_world_size())  # whether the kept warmup fits the steps
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))
     if not checkpoint.load_rng(path):
         log.info(f"{'':<12}on another number of ranks: random generators start anew")
     return meta["step"], meta["consumed"]
+
+
+def load_parameters(run: Run, path: Path) -> None:
+    """Begin with the parameters of the checkpoint at `path`, and nothing else of it: another text, length or window may follow.
+
+    Raises:
+        ConfigError: on every rank: no checkpoint, or one of a model of another shape.
+    """
+    with parallel.agreed():
+        changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
+    checkpoint.load(path, checkpoint.model_state(run.model))
+    log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
 
 def corpus(run: Run) -> dict[str, int]:
@@ -389,11 +416,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
 
 
-def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str, Any]:
-    """Sample from the model, plot the loss, and write and return the summary."""
+def finish(run: Run, directory: Path, rows: list[dict[str, float]], done: int) -> dict[str, Any]:
+    """Sample from the model after `done` steps, plot the loss, and write and return the summary."""
     text = sample(run) if run.config.trainer.sample_tokens else None
-    final_loss = parallel.share(_final_loss(directory, rows[-1]["step"]) if dist.get_rank() == 0 else None)
-    summary = summarise(run, rows, final_loss)
+    final_loss = parallel.share(_final_loss(directory, done) if dist.get_rank() == 0 else None)
+    summary = summarise(run, rows, done, final_loss)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
         if text is not None:
@@ -404,13 +431,13 @@ def finish(run: Run, directory: Path, rows: list[dict[str, float]]) -> dict[str,
     return summary
 
 
-def _final_loss(directory: Path, steps: int) -> float:
+def _final_loss(directory: Path, done: int) -> float:
     """The mean over the last tenth of all steps, since the loss of one depends on its text."""
-    rows = metrics.read(directory / "metrics.jsonl", until=steps)
-    return statistics.fmean(row["loss"] for row in rows[-max(steps // 10, 1) :])
+    rows = metrics.read(directory / "metrics.jsonl", until=done)
+    return statistics.fmean(row["loss"] for row in rows[-max(done // 10, 1) :])
 
 
-def summarise(run: Run, rows: list[dict[str, float]], final_loss: float) -> dict[str, Any]:
+def summarise(run: Run, rows: list[dict[str, float]], done: int, final_loss: float) -> dict[str, Any]:
     """What a job comes down to.
 
     Rates are of the median step of `rows`, those since the job was started or resumed; the first, which warms up, counts only
@@ -424,7 +451,7 @@ def summarise(run: Run, rows: list[dict[str, float]], final_loss: float) -> dict
         "seq_len": run.config.data.seq_len,
         "ranks": world_size,
         "ring": run.mesh.sequence.size(),
-        "steps": rows[-1]["step"],
+        "steps": done,
         "final_loss": final_loss,
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
@@ -445,7 +472,9 @@ def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
         if not rows:
             raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
     ranks = dist.get_world_size()
-    return finish(run, directory, [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows])
+    return finish(
+        run, directory, [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows], done
+    )
 
 
 def sample(run: Run) -> str:

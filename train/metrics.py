@@ -32,6 +32,9 @@ COLUMNS = {
 }
 
 
+WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}  # the environment's, as ours
+
+
 class Recorder:
     """Records steps 1, 2, ... `trainer.steps` of a run, `done` of which were taken before.
 
@@ -158,6 +161,8 @@ def write_whole(path: Path, text: str) -> None:
 def _start_wandb(config: Config, directory: Path, done: int):
     """The W&B run, or None. A resumed run goes on with the one it began."""
     choice = config.logger.wandb
+    if choice == "auto":
+        choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
     if choice == "off":
         return None
     import wandb  # here, as it is slow to import
@@ -170,7 +175,9 @@ def _start_wandb(config: Config, directory: Path, done: int):
     file = directory / "wandb_id"
     if not (done and file.exists()):
         file.write_text(secrets.token_hex(4))
-    settings = dict(project=config.logger.project, name=config.name, id=file.read_text(), config=asdict(config))
+    project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
+    name, group = _names(config.name, directory)
+    settings = dict(project=project, name=name, group=group, id=file.read_text(), config=asdict(config))
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
             quiet = wandb.Settings(silent=True, console="off", init_timeout=30)
@@ -182,6 +189,13 @@ def _start_wandb(config: Config, directory: Path, done: int):
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
             wandb.teardown()  # or the next try finds the run's id in use
     return None
+
+
+def _names(name: str | None, directory: Path) -> tuple[str | None, str | None]:
+    """(a run's name in W&B, its group): the jobs of a sweep, whose directories are numbers, share a name."""
+    if name and directory.name.isdecimal() and directory.parent.name == Path(name).name:
+        return f"{name}/{directory.name}", name
+    return name, None
 
 
 def _logged_in(wandb) -> bool:

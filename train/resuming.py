@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from train import checkpoint
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, TrainerConfig
 
 COMPARED = ("model", "data", "parallel", "optim", "trainer")  # groups of settings
 FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
 FREE = (
     *("data.path", "parallel.timeout_s"),  # the first is compared as the corpus
-    *("trainer.device", "trainer.compile", "trainer.resume", "trainer.peak_tflops"),
+    *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
 )
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not as they were, by name: (then, now)
 
 
-def choose(own: Path, choice: str) -> tuple[Path | None, str | None]:
+def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """The checkpoint to go on from, if any, and its run's origin: the checkpoint of another run that it began from, if any.
 
     A path in `own` goes back to that checkpoint, at every launch. Another path is where a run begins: as soon as it has a
@@ -28,12 +28,19 @@ def choose(own: Path, choice: str) -> tuple[Path | None, str | None]:
 
     Args:
         own: the run's directory of checkpoints.
-        choice: `trainer.resume`.
+        trainer: `resume` and `init_from`.
 
     Raises:
-        ConfigError: the run has checkpoints already, and was not begun from `choice`; or one cannot be read.
+        ConfigError: the run has checkpoints already, and was not begun as these say; or one cannot be read.
     """
-    newest = checkpoint.latest(own)
+    newest, choice = checkpoint.latest(own), trainer.resume
+    if newest is not None and trainer.init_from is not None:
+        begun = checkpoint.read_meta(newest)["config"]["trainer"].get("init_from")
+        if begun != trainer.init_from:
+            raise ConfigError(
+                f"trainer.init_from={trainer.init_from}, but {newest} is of a run that began with "
+                f"{begun or 'parameters of its own'}: give the run another name, or leave trainer.init_from out"
+            )
     if choice == "never" and newest is not None:
         raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
     if choice in ("auto", "never"):
@@ -71,6 +78,13 @@ def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_ste
             f"{path} has done all {meta['step']} steps, with {_listed(changed, changed)}: give the run another name, or raise "
             "trainer.steps"
         )
+    return _listed(changed, changed)
+
+
+def model_differences(meta: dict[str, Any], config: Config) -> str:
+    """Of the model that a checkpoint with this `meta` holds, what is not as in the settings; "" if all is the same."""
+    then, now = meta["config"]["model"], json.loads(json.dumps(asdict(config.model)))
+    changed = {f"model.{name}": (then[name], now[name]) for name in then if name in now and then[name] != now[name]}
     return _listed(changed, changed)
 
 

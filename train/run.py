@@ -28,7 +28,7 @@ import torch.distributed as dist
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
@@ -145,10 +145,14 @@ def describe(error: Exception) -> str:
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
+    if isinstance(error, OverrideParseException):
+        *_, what = (line for line in error.message.splitlines() if not line.startswith("See https"))
+        return f"{error.override}: {what}; quote a value with brackets for Hydra, too: 'key=\"value\"'"
     if isinstance(cause, OmegaConfBaseException):
         where = f"{cause.full_key}: " if cause.full_key else ""
         return where + str(cause).splitlines()[0]
-    return " ".join(re.split("Config search path|See https", str(error))[0].split())
+    text = " ".join(re.split("Config search path|See https", str(error))[0].split())
+    return text + ("; begin the file with # @package _global_" if text.startswith("In 'experiment/") else "")
 
 
 def crash(store: dist.Store) -> NoReturn:

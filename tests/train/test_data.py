@@ -231,7 +231,7 @@ def test_rows_that_cannot_serve(rows, changes, message):
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_no_file(source, tmp_path):
     assert_one_line_error(config(source, path=f"{tmp_path}/*.none"), "matches no file")
-    assert_one_line_error(config(source, path=str(tmp_path)), "matches no file")
+    assert_one_line_error(config(source, path=str(tmp_path)), "is a folder: give its files")
     assert_one_line_error(config(source), "needs data.path")
 
 
@@ -293,3 +293,8 @@ def _load_on_a_rank(directory) -> None:
 def test_another_order_is_another_corpus():
     first, second = (loop.corpus(SimpleNamespace(data=pack(x, 1))) for x in ([[1], [2, 3]], [[2, 3], [1]]))
     assert first != second
+
+
+def test_an_empty_file_of_rows_holds_nothing(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "it holds nothing")

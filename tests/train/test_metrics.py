@@ -2,6 +2,7 @@ import json
 import logging
 import os
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
@@ -177,3 +178,23 @@ def test_a_file_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: events.append("named") or replace(*names))
     metrics.write_whole(tmp_path / "a", "text")
     assert events == ["synced", "named"] and (tmp_path / "a").read_text() == "text"
+
+
+@pytest.mark.parametrize(("mode", "choice"), [("disabled", "off"), ("offline", "offline"), (None, "auto")])
+def test_wandbs_own_environment_is_obeyed(mode, choice, tmp_path, monkeypatch):
+    import wandb
+
+    begun = {}
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if mode:
+        monkeypatch.setenv("WANDB_MODE", mode)
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    monkeypatch.setattr(metrics, "_logged_in", lambda wandb: True)
+    monkeypatch.setattr(wandb, "init", lambda **options: begun.update(options) or Mock())
+    directory = tmp_path / "run" / "3"
+    Recorder(config("auto"), directory).close()
+    if choice == "off":
+        assert not begun
+    else:
+        assert begun["mode"] == ("offline" if choice == "offline" else "online")
+        assert (begun["project"], begun["name"], begun["group"]) == ("ours", "run/3", "run")

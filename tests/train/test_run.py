@@ -1,13 +1,16 @@
+import fcntl
 import json
 import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn import watchdog
@@ -60,6 +63,11 @@ BAD = {
     "subset of files": (["data.subset=en"], "data.subset=en, but only datasets of the hub have subsets"),
     "column of files": (["data.column=body"], "data.column=body, but data.source=text has no columns"),
     "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
+    "a folder": (["data.path=corpus"], "data.path=corpus is a folder: give its files, such as 'corpus/**/*.*'"),
+    "seed beyond 64 bits": (["trainer.seed=99999999999999999999"], "trainer.seed=99999999999999999999 makes no sense"),
+    "brackets": (["data.split=train[:10]"], "data.split=train[:10]: mismatched input '[' expecting <EOF>; quote a value"),
+    "two beginnings": (["trainer.init_from=a", "trainer.resume=b"], "init_from=a and trainer.resume=b contradict each other"),
+    "parameters of nothing": (["trainer.init_from=/missing"], "/missing is no checkpoint"),
     "no name": (["name=null"], "name=null names no directory"),
     "empty name": (["name="], "name= names no directory"),
     "a file where the directory shall be": (["hydra.run.dir=corpus/00.txt"], "directory cannot be made or written: [Errno"),
@@ -205,12 +213,45 @@ def test_a_kernel_that_cannot_take_the_model_is_one_line(monkeypatch):
         loop._choose_kernel(config, torch.device("cuda", 7), bf16=False)
 
 
+def parameters_of(path: Path) -> dict[str, torch.Tensor]:
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith("model.")}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+def test_a_run_from_parameters_alone(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "trainer.steps=2"]
+    assert main(monkeypatch, *settings, "name=a") == 0
+    path = "outputs/a/checkpoints/step_00000002"
+    more = [*settings, "name=b", "data.seq_len=24", "model.window=7", f"trainer.init_from={path}"]
+    assert main(monkeypatch, *more, "optim.lr=1e-30") == 0
+    assert "model.window=None (now 7)" in capfd.readouterr().out
+    before, after = (parameters_of(tmp_path / "outputs" / name / "checkpoints" / "step_00000002") for name in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert main(monkeypatch, *more, "optim.lr=1e-30") == 0  # it is the run's own now
+    assert main(monkeypatch, *[x for x in more if x != f"trainer.init_from={path}"], "trainer.init_from=outputs/c") == 1
+    assert_one_error(capfd, "is of a run that began with outputs/a/checkpoints/step_00000002")
+    assert main(monkeypatch, *settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
+    assert_one_error(capfd, "has shape (128, 32), in this run (8, 32)")
+
+
+def test_two_jobs_in_one_directory(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=1"]
+    (tmp_path / "outputs" / "a").mkdir(parents=True)
+    with open(tmp_path / "outputs" / "a" / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert main(monkeypatch, *settings) == 1
+        assert_one_error(capfd, "another process trains in ")
+    assert main(monkeypatch, *settings) == 0
+
+
 def test_fewer_steps_than_the_kept_warmup_are_refused(corpus, monkeypatch, capfd):
     settings = [*SMALL, f"data.path={corpus}", "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9"]
     assert main(monkeypatch, *settings, "name=a", "trainer.steps=6", "optim.warmup_steps=5") == 0
     settings += ["name=b", "trainer.resume=outputs/a/checkpoints/step_00000002"]
     assert main(monkeypatch, *settings, "trainer.steps=4") == 1
-    assert_one_error(capfd, "optim.warmup_steps=5 exceeds trainer.steps=4")
+    assert_one_error(capfd, "trainer.steps=4 would end in the warmup of 5 steps that")
 
 
 def test_an_error_without_an_option_names_none():
