@@ -21,7 +21,6 @@ from kernels.tiles import (
     LOG2_E,
     block_column,
     draw,
-    edge_tile,
     kept_blocks,
     load_rows,
     load_scalars,
@@ -30,6 +29,7 @@ from kernels.tiles import (
     tile_start,
     visible,
     walk_blocks,
+    walk_tile,
 )  # fmt: skip
 
 
@@ -94,7 +94,7 @@ def _group_tile(
         index, head = step % per_head, step // per_head
     elif GROUP > 1:
         head = column % GROUP
-    tile = edge_tile(num_head, num_full, index) if EDGE else num_head + index
+    tile = walk_tile(num_head, num_full, index, EDGE)
     return tile_start(begin, tile, column, STEP, BLOCK, GROUP), head
 
 
@@ -135,30 +135,20 @@ def _key_gradient_kernel(
     value_grad = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
     # each loop runs over all heads of the group: nested loops would drain the load pipeline and spill registers
     HEADS: tl.constexpr = GROUP if blocks is None else 1
-    column = block_column(blocks, begin, num_head, QUERIES, BLOCK)
-    for step in range(0, HEADS * num_full):
-        next_column = block_column(blocks, begin, num_head + step + 1, QUERIES, BLOCK)
-        start, head = _group_tile(begin, num_head, num_full, step, num_full, column, QUERIES, BLOCK, GROUP, False)
-        head = (key_head * GROUP + head).to(tl.int64)
-        key_grad, value_grad = _key_step(
-            q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
-            q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
-            key_grad, value_grad, log2_scale,
-            QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
-        )  # fmt: skip
-        column = next_column
-    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), QUERIES, BLOCK)
-    for step in range(0, HEADS * num_edge):
-        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, step + 1), QUERIES, BLOCK)
-        start, head = _group_tile(begin, num_head, num_full, step, num_edge, column, QUERIES, BLOCK, GROUP, True)
-        head = (key_head * GROUP + head).to(tl.int64)
-        key_grad, value_grad = _key_step(
-            q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
-            q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
-            key_grad, value_grad, log2_scale,
-            QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
-        )  # fmt: skip
-        column = next_column
+    for MASKED in tl.static_range(2):
+        num_steps = num_edge if MASKED else num_full
+        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), QUERIES, BLOCK)
+        for step in range(0, HEADS * num_steps):
+            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, step + 1, MASKED), QUERIES, BLOCK)
+            start, head = _group_tile(begin, num_head, num_full, step, num_steps, column, QUERIES, BLOCK, GROUP, MASKED)
+            head = (key_head * GROUP + head).to(tl.int64)
+            key_grad, value_grad = _key_step(
+                q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
+                q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
+                key_grad, value_grad, log2_scale,
+                QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+            )  # fmt: skip
+            column = next_column
     if dropout is not None:
         value_grad *= factor
 
@@ -234,26 +224,17 @@ def _query_gradient_kernel(
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
-    column = block_column(blocks, begin, num_head, KEYS, BLOCK)
-    for tile in range(num_head, num_head + num_full):
-        next_column = block_column(blocks, begin, tile + 1, KEYS, BLOCK)
-        start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
-        query_grad = _query_step(
-            query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
-        )  # fmt: skip
-        column = next_column
-    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), KEYS, BLOCK)
-    for edge in range(0, num_edge):
-        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, edge + 1), KEYS, BLOCK)
-        start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
-        query_grad = _query_step(
-            query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-            row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
-        )  # fmt: skip
-        column = next_column
+    for MASKED in tl.static_range(2):
+        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), KEYS, BLOCK)
+        for i in range(0, num_edge if MASKED else num_full):
+            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, i + 1, MASKED), KEYS, BLOCK)
+            start = tile_start(begin, walk_tile(num_head, num_full, i, MASKED), column, KEYS, BLOCK, 1)
+            query_grad = _query_step(
+                query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
+                row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
+                KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+            )  # fmt: skip
+            column = next_column
     base = batch * num_queries * NUM_HEADS + head
     _put_rows(dq + base * DIM, query_grad * scale, first, end, NUM_HEADS, QUERIES, DIM, PADDED, ADD_DQ)
 

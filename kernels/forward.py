@@ -19,7 +19,6 @@ from kernels.tiles import (
     LOG2_E,
     block_column,
     draw,
-    edge_tile,
     kept_blocks,
     load_rows,
     load_scalars,
@@ -28,6 +27,7 @@ from kernels.tiles import (
     tile_start,
     visible,
     walk_blocks,
+    walk_tile,
 )  # fmt: skip
 
 
@@ -100,24 +100,16 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
-    column = block_column(blocks, begin, num_head, KEYS, BLOCK)
-    for tile in range(num_head, num_head + num_full):
-        next_column = block_column(blocks, begin, tile + 1, KEYS, BLOCK)
-        start = tile_start(begin, tile, column, KEYS, BLOCK, 1)
-        m, l, o = _step(
-            query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, False,
-        )  # fmt: skip
-        column = next_column
-    column = block_column(blocks, begin, edge_tile(num_head, num_full, 0), KEYS, BLOCK)
-    for edge in range(0, num_edge):
-        next_column = block_column(blocks, begin, edge_tile(num_head, num_full, edge + 1), KEYS, BLOCK)
-        start = tile_start(begin, edge_tile(num_head, num_full, edge), column, KEYS, BLOCK, 1)
-        m, l, o = _step(
-            query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
-            KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, True,
-        )  # fmt: skip
-        column = next_column
+    for MASKED in tl.static_range(2):  # the tiles that all rows see, then those to mask
+        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), KEYS, BLOCK)
+        for i in range(0, num_edge if MASKED else num_full):
+            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, i + 1, MASKED), KEYS, BLOCK)
+            start = tile_start(begin, walk_tile(num_head, num_full, i, MASKED), column, KEYS, BLOCK, 1)
+            m, l, o = _step(
+                query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
+                KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+            )  # fmt: skip
+            column = next_column
     if dropout is not None:
         o *= factor
 

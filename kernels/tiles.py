@@ -174,9 +174,9 @@ def walk_blocks(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def edge_tile(num_head, num_full, edge):
-    """The edge-th tile to mask: the full tiles lie between head and tail."""
-    return edge + tl.where(edge < num_head, 0, num_full)
+def walk_tile(num_head, num_full, i, MASKED: tl.constexpr):
+    """The i-th tile of the walk that all rows see, or of those to mask: the former lie between head and tail."""
+    return i + tl.where(i < num_head, 0, num_full) if MASKED else num_head + i
 
 
 @triton.jit

@@ -47,18 +47,11 @@ def circulate(
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     journey = transport.begin(schedule, {"traveller": traveller, "result": home})
-    held: dict[int, Block] = {}
+    held: dict[int, Block] = {rank: traveller}
     results: dict[int, Block] = {}
     arrived: list[tuple[range, Block]] = []
     for t, step in enumerate(steps):
-        departing = [
-            results.pop(message.owner)
-            if message.kind == "result"
-            else traveller
-            if message.owner == rank
-            else held[message.owner]
-            for message in step.outgoing
-        ]
+        departing = [results.pop(m.owner) if m.kind == "result" else held[m.owner] for m in step.outgoing]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
         try:
             arrive = watched(partial(journey.exchange, t, departing), transport, hop)
@@ -71,7 +64,7 @@ def circulate(
         except BaseException:
             transport.watchdog.withdraw(hop)
             raise
-        held = {}
+        held = {rank: traveller}
         for message, block in zip(step.incoming, completed(arrive, transport, hop), strict=True):
             owner = message.owner
             if message.kind == "traveller":
@@ -201,8 +194,8 @@ class Ring:
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             intervals, options = visits[here]
-            partial = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
-            return partial if into is None else _merge(into, partial)
+            earned = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
+            return earned if into is None else _merge(into, earned)
 
         circulate(schedule, self.transport, (q,), visit, home, _merge, label="forward of the state ring")
         return home.finalize(q.dtype)
@@ -244,10 +237,10 @@ class Ring:
             q, dout, lse, delta = traveller
             intervals, options = visits[here]
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
-            partial, dk, dv = dispatch.backward(
+            earned, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.scale, dq, dk, dv, grad_dtype=dtype, **options
             )
-            return (partial,) if into is None or dq is not None else _add(into, (partial,))
+            return (earned,) if into is None or dq is not None else _add(into, (earned,))
 
         label = "backward of the state ring"
         traveller = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
@@ -266,8 +259,8 @@ class Ring:
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
             intervals, options = visits[here]
             given = (into or (None, None)) if q.shape[0] == 1 else (None, None)
-            partial = gathered.add(*traveller, intervals, *given, options["dropout"])
-            return partial if into is None or given[0] is not None else _add(into, partial)
+            earned = gathered.add(*traveller, intervals, *given, options["dropout"])
+            return earned if into is None or given[0] is not None else _add(into, earned)
 
         grads = _Total(home, (k, v))
         circulate(schedule, self.transport, (k, v), visit, home, _add, grads.settle, "backward of the KV ring")
