@@ -23,8 +23,8 @@ from ringattn.flash import flash_attention
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.recompute import keep_attention
+from ringattn.simulated import simulate
 from ringattn.state import PartialState
-from ringattn.transport import simulate
 from ringattn.ulysses import ulysses_attention
 
 __all__ = [

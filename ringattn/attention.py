@@ -10,9 +10,9 @@ from kernels.checks import PRECISIONS
 from ringattn import operator
 from ringattn import transport as transports
 from ringattn.graphs import keep_if_captured
+from ringattn.group import Group, rank_and_size
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.messages import Group, rank_and_size
 from ringattn.plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 

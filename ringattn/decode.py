@@ -12,10 +12,12 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.intervals import Intervals
+from ringattn import transport
 from ringattn.attention import DTYPES, scale_of
+from ringattn.group import Group, rank_and_size
 from ringattn.layout import Layout
-from ringattn.messages import Group, exchange, rank_and_size
 from ringattn.state import PartialState
+from ringattn.transport import Addressed
 
 MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it cuts it evenly
 SPLIT_ROWS = 256  # keys of a split at least: fewer do not repay the merge
@@ -260,18 +262,26 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
     power = 1 << (size.bit_length() - 1)
     partner = rank - power if rank >= power else rank + power
     if rank >= power:
-        exchange(group, [(packed, partner)], [])
-        exchange(group, [], [(other, partner)])
+        _exchange(group, [(packed, partner)], [])
+        _exchange(group, [], [(other, partner)])
         return _unpack(other)
     if partner < size:
-        exchange(group, [], [(other, partner)])
+        _exchange(group, [], [(other, partner)])
         packed = _merge_packed(packed, other)
     for peer in (rank ^ (1 << i) for i in range(power.bit_length() - 1)):
-        exchange(group, [(packed, peer)], [(other, peer)])
+        _exchange(group, [(packed, peer)], [(other, peer)])
         packed = _merge_packed(packed, other) if rank < peer else _merge_packed(other, packed)
     if partner < size:
-        exchange(group, [(packed, partner)], [])
+        _exchange(group, [(packed, partner)], [])
     return _unpack(packed)
+
+
+def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
+    """All of them at once; on return the received tensors hold their data, or will for what follows on the GPU's stream.
+
+    Two ranks match their messages in the order in which both list them.
+    """
+    transport.resolve(group.group_name).exchange(sends, receives).wait()
 
 
 def _unpack(packed: Tensor) -> PartialState:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ringattn.attention import check_choices
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
+from ringattn.group import Group
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.messages import Group
 from ringattn.plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
 from ringattn.schedule import Message, RankStep
 from ringattn.transport import resolve

@@ -28,9 +28,9 @@ from ringattn.attention import (
     ring_of,
     scale_of,
 )
+from ringattn.group import Group, rank_and_size
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.messages import Group, rank_and_size
 from ringattn.peer_swap import MOST_SENDS
 from ringattn.ring import Ring
 from ringattn.swap import Heads, Landing, Rows, begin

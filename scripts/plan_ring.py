@@ -353,6 +353,22 @@ def plot(rows: list[tuple[Layer, Cost]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+UNITS = (  # option, field of `Cluster`, unit of the option, meaning
+    ("--forward-tflops", "forward_flops", 1e12, "of a GPU"),
+    ("--backward-tflops", "backward_flops", 1e12, "of a GPU"),
+    ("--forward-sums-gbs", "forward_sums", 1e9, "GB/s of partial results that a GPU adds up"),
+    ("--backward-sums-gbs", "backward_sums", 1e9, "GB/s of partial results that a GPU adds up"),
+    ("--nvlink-gbs", "nvlink", 1e9, "GB/s a GPU sends"),
+    ("--nvlink-us", "nvlink_latency", 1e-6, "of a message"),
+    ("--network-gbs", "network", 1e9, "GB/s a GPU sends"),
+    ("--network-us", "network_latency", 1e-6, "of a message"),
+    ("--forward-launch-us", "forward_launch", 1e-6, "of a step"),
+    ("--backward-launch-us", "backward_launch", 1e-6, "of a step"),
+    ("--forward-ends-us", "forward_ends", 1e-6, "of a step"),
+    ("--backward-ends-us", "backward_ends", 1e-6, "of a step"),
+)
+
+
 def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Cluster()
@@ -368,19 +384,9 @@ def command_line() -> argparse.ArgumentParser:
     add("--layout", choices=KINDS, default="zigzag", help="default: zigzag")
     add("--schedule", choices=SCHEDULES, default="auto", help="default: auto, the faster in each direction")
     add("--ulysses", default="1", help="ranks that exchange heads, or 'auto' for what takes least time (default: 1)")
-    add("--forward-tflops", type=float, default=default.forward_flops / 1e12, help="of a GPU (default: %(default)g)")
-    add("--backward-tflops", type=float, default=default.backward_flops / 1e12, help="of a GPU (default: %(default)g)")
-    for name, sums in (("--forward-sums-gbs", default.forward_sums), ("--backward-sums-gbs", default.backward_sums)):
-        add(name, type=float, default=sums / 1e9, help="GB/s of partial results that a GPU adds up (default: %(default)g)")
-    add("--nvlink-gbs", type=float, default=default.nvlink / 1e9, help="GB/s a GPU sends (default: %(default)g)")
-    add("--nvlink-us", type=float, default=default.nvlink_latency * 1e6, help="of a message (default: %(default)g)")
     add("--node", type=int, default=default.node, help="GPUs of a node (default: %(default)s)")
-    add("--network-gbs", type=float, default=default.network / 1e9, help="GB/s a GPU sends (default: %(default)g)")
-    add("--network-us", type=float, default=default.network_latency * 1e6, help="of a message (default: %(default)g)")
-    add("--forward-launch-us", type=float, default=default.forward_launch * 1e6, help="of a step (default: %(default)g)")
-    add("--backward-launch-us", type=float, default=default.backward_launch * 1e6, help="of a step (default: %(default)g)")
-    add("--forward-ends-us", type=float, default=default.forward_ends * 1e6, help="of a step (default: %(default)g)")
-    add("--backward-ends-us", type=float, default=default.backward_ends * 1e6, help="of a step (default: %(default)g)")
+    for option, name, unit, meaning in UNITS:
+        add(option, dest=name, type=float, default=getattr(default, name) / unit, help=f"{meaning} (default: %(default)g)")
     add("--plot", type=Path, help="a picture of the table to write")
     add("--measured", type=Path, help="JSON rows to compare with, in place of the table")
     return parser
@@ -403,21 +409,7 @@ def run(given: argparse.Namespace) -> None:
     """
     if given.plot and given.measured:
         raise ValueError("--plot draws the table, which --measured leaves out: give one of them")
-    cluster = Cluster(
-        given.forward_tflops * 1e12,
-        given.backward_tflops * 1e12,
-        given.forward_sums_gbs * 1e9,
-        given.backward_sums_gbs * 1e9,
-        given.nvlink_gbs * 1e9,
-        given.nvlink_us / 1e6,
-        given.node,
-        given.network_gbs * 1e9,
-        given.network_us / 1e6,
-        given.forward_launch_us / 1e6,
-        given.backward_launch_us / 1e6,
-        given.forward_ends_us / 1e6,
-        given.backward_ends_us / 1e6,
-    )
+    cluster = Cluster(node=given.node, **{name: getattr(given, name) * unit for _, name, unit, _ in UNITS})
     how = dict(batch=given.batch, mask=given.mask, window=given.window, layout=given.layout, schedule=given.schedule)
 
     if given.measured:
