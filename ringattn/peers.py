@@ -33,7 +33,7 @@ from ringattn.watchdog import Watchdog
 
 KINDS = ("traveller", "result")
 ARRIVED, CREDIT = range(2)  # flags, for each kind and step
-HELD = 1 << 30  # bytes of results that all have a slot of their own, so that they can be added up at the end, in one go
+HELD_BYTES = 1 << 30  # bytes of results that all have a slot of their own, so that they can be added up at the end, in one go
 SMALL_SLOT = 128 << 20  # up to here a kind has three slots, so that messages may come two steps early; else two
 
 
@@ -91,7 +91,7 @@ class Slots:
             queues = [queue for (_, of_kind), queue in self.arrivals.items() if of_kind == kind]
             size = max((self.extents(message)[-1] for queue in queues for _, message in queue), default=0)
             most = max(map(len, queues), default=0)
-            if kind == "result" and most * size <= HELD:
+            if kind == "result" and most * size <= HELD_BYTES:
                 self.counts[kind], self.holds_results = most, True
             else:
                 self.counts[kind] = min(most, 3 if size <= SMALL_SLOT else 2)

@@ -29,7 +29,7 @@ Arrive = Callable[[], list[Block]]  # wait for what was exchanged; the blocks re
 Addressed = list[tuple[Tensor, int]]  # a contiguous tensor and the rank of the ring it goes to or comes from
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
-HELD = 3  # results that have come home, each in memory of its own
+HELD_RESULTS = 3  # results that have come home, each in memory of its own
 CHOICE = "RINGATTN_TRANSPORT"  # environment: what "auto" means
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,9 @@ class _Exchanges:
     def __init__(self, line: Messenger, steps: tuple[RankStep, ...], like: Like) -> None:
         self.line, self.steps, self.like = line, steps, like
         incoming = [message for step in steps for message in step.incoming]
-        self.holds_results = sum(message.kind == "result" and message.owner == line.rank for message in incoming) <= HELD
+        self.holds_results = (
+            sum(message.kind == "result" and message.owner == line.rank for message in incoming) <= HELD_RESULTS
+        )
 
     def exchange(self, t: int, departing: list[Block]) -> Arrive:
         step = self.steps[t]

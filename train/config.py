@@ -114,7 +114,7 @@ class TrainerConfig:
     # longer sequences, or on other text
     init_from: str | None = None
     log_every: int = 1
-    sample_tokens: int = 128  # generated at the end; 0: none
+    sample_tokens: int = 128  # generated at the end, and when a run that has ended is launched again; 0: none
     sample_prompt: str = "def "
     peak_tflops: float | None = None  # of one device, for MFU; None: known for the device, else MFU is left out
 

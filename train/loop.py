@@ -418,14 +418,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def finish(run: Run, directory: Path, rows: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Sample from the model after `done` steps, plot the loss, and write and return the summary."""
-    text = sample(run) if run.config.trainer.sample_tokens else None
+    write_sample(run, directory)
     final_loss = parallel.share(_final_loss(directory, done) if dist.get_rank() == 0 else None)
     summary = summarise(run, rows, done, final_loss)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
-        if text is not None:
-            log.info(f"sample      {text!r}")
-            (directory / "sample.txt").write_text(text, encoding="utf-8")
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         metrics.write_whole(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
@@ -461,11 +458,12 @@ def summarise(run: Run, rows: list[dict[str, float]], done: int, final_loss: flo
 
 
 def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
-    """The summary of a job that has nothing left to train; made now if it was ended before it had one."""
+    """The summary of a job that has nothing left to train, but for a sample; made now if it was ended before it had one."""
     path = directory / "summary.json"
     log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
     summary = parallel.share(json.loads(path.read_text()) if path.exists() else None)
     if summary is not None and summary["steps"] == done:  # else of a run that went on
+        write_sample(run, directory)
         return summary
     rows = parallel.share(metrics.read(directory / "metrics.jsonl", until=done))
     with parallel.agreed():
@@ -475,6 +473,16 @@ def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
     return finish(
         run, directory, [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows], done
     )
+
+
+def write_sample(run: Run, directory: Path) -> None:
+    """Let the model write on, unless `trainer.sample_tokens` is 0."""
+    if not run.config.trainer.sample_tokens:
+        return
+    text = sample(run)
+    if dist.get_rank() == 0:
+        log.info(f"sample      {text!r}")
+        (directory / "sample.txt").write_text(text, encoding="utf-8")
 
 
 def sample(run: Run) -> str:

@@ -15,6 +15,7 @@ FREE = (
     *("data.path", "parallel.timeout_s"),  # the first is compared as the corpus
     *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
+    *("trainer.sample_tokens", "trainer.sample_prompt"),
 )
 
 Changes = dict[str, tuple[Any, Any]]  # settings that are not as they were, by name: (then, now)

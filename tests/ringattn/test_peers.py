@@ -186,7 +186,7 @@ def test_rings_one_after_the_other(
     held: bool, ranks: int, schedule: str, no_gpu: None, resolve: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers back to back with other data, masks, layouts and sizes, larger and smaller, of one and of two batch rows."""
-    monkeypatch.setattr(peers_module, "HELD", 1 << 30 if held else 0)
+    monkeypatch.setattr(peers_module, "HELD_BYTES", 1 << 30 if held else 0)
     plans = []
     for i, (name, seq_len, kind) in enumerate(
         [("causal", 33, "zigzag"), ("full", 33, "zigzag"), ("causal", 70, "zigzag"), ("window", 41, "contiguous")] * 2

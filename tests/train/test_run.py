@@ -117,7 +117,7 @@ def test_a_run_then_a_checkpoint_that_does_not_fit_or_cannot_be_read(corpus, mon
     assert main(monkeypatch, *settings, "optim.lr=0.5") == 1
     assert_one_error(capfd, "step_00000003 has done all 3 steps, with optim.lr=0.002 (now 0.5): give the run another name")
 
-    for other in ("trainer.seed=1", "optim.warmup_steps=1", "trainer.steps=2", "trainer.sample_tokens=6"):
+    for other in ("trainer.seed=1", "optim.warmup_steps=1", "trainer.steps=2"):
         assert main(monkeypatch, *settings, other) == 1
         assert_one_error(capfd, f"step_00000003 has done all 3 steps, with {other.split('=')[0]}=")
 
@@ -234,6 +234,14 @@ def test_a_run_from_parameters_alone(corpus, monkeypatch, tmp_path, capfd):
     assert_one_error(capfd, "is of a run that began with outputs/a/checkpoints/step_00000002")
     assert main(monkeypatch, *settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
     assert_one_error(capfd, "has shape (128, 32), in this run (8, 32)")
+
+
+def test_a_run_that_has_ended_samples_again(corpus, monkeypatch, tmp_path):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=1"]
+    assert main(monkeypatch, *settings) == 0
+    assert not (tmp_path / "outputs" / "a" / "sample.txt").exists()
+    assert main(monkeypatch, *settings, "trainer.sample_tokens=3", "trainer.sample_prompt=7 is") == 0
+    assert (tmp_path / "outputs" / "a" / "sample.txt").read_text(encoding="utf-8").startswith("7 is")
 
 
 def test_two_jobs_in_one_directory(corpus, monkeypatch, tmp_path, capfd):
