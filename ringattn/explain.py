@@ -45,7 +45,8 @@ def explain(
         rank: whose hops are told. None: this rank's, or rank 0's where there is no group.
 
     Raises:
-        ValueError: a layout for another number of ranks than the group has, a rank outside it, or unknown names.
+        ValueError: a layout for another number of ranks than the group has, a rank outside it, shapes that are none of
+            attention's, or unknown names.
     """
     check_choices(schedule, transport)
     if group is None:
@@ -59,6 +60,8 @@ def explain(
     here = here if rank is None else rank
     if not 0 <= here < layout.ranks:
         raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
+    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (B, N, H, D), Hkv divides Hq")
     mask.check(layout.seq_len, q.shape[0])
     planned = plan(mask, layout, here, torch.device("cpu"))
     lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]

@@ -367,6 +367,8 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
                     f"trainer.steps={settings.trainer.steps} would end in the warmup of {kept} steps that {path} began: train "
                     "longer, or set optim.warmup_steps"
                 )
+        if path.parent.resolve() == (directory / "checkpoints").resolve():  # how the run began, later launches need not say
+            settings.trainer.init_from = resuming.init_from(path)
         changed = resuming.differences(path, meta, settings, run.tokens_per_step)
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))

@@ -36,8 +36,8 @@ def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """
     newest, choice = checkpoint.latest(own), trainer.resume
     if newest is not None and trainer.init_from is not None:
-        begun = checkpoint.read_meta(newest)["config"]["trainer"].get("init_from")
-        if begun != trainer.init_from:
+        begun = init_from(newest)
+        if begun is None or Path(begun).expanduser().resolve() != Path(trainer.init_from).expanduser().resolve():
             raise ConfigError(
                 f"trainer.init_from={trainer.init_from}, but {newest} is of a run that began with "
                 f"{begun or 'parameters of its own'}: give the run another name, or leave trainer.init_from out"
@@ -57,6 +57,11 @@ def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
             "another name, or leave trainer.resume out"
         )
     return newest, str(path)
+
+
+def init_from(path: Path) -> str | None:
+    """`trainer.init_from` of the run whose checkpoint is at `path`."""
+    return checkpoint.read_meta(path)["config"]["trainer"].get("init_from")
 
 
 def _origin(path: Path) -> str | None:

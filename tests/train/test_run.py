@@ -229,8 +229,10 @@ def test_a_run_from_parameters_alone(corpus, monkeypatch, tmp_path, capfd):
     assert "model.window=None (now 7)" in capfd.readouterr().out
     before, after = (parameters_of(tmp_path / "outputs" / name / "checkpoints" / "step_00000002") for name in "ab")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert main(monkeypatch, *more, "optim.lr=1e-30") == 0  # it is the run's own now
-    assert main(monkeypatch, *[x for x in more if x != f"trainer.init_from={path}"], "trainer.init_from=outputs/c") == 1
+    later = [x for x in more if "init_from" not in x] + ["trainer.steps=3"]
+    assert main(monkeypatch, *later) == 0  # from its own checkpoint, as the same command would
+    assert main(monkeypatch, *later, f"trainer.init_from={tmp_path / path}") == 0
+    assert main(monkeypatch, *later, "trainer.init_from=outputs/c") == 1
     assert_one_error(capfd, "is of a run that began with outputs/a/checkpoints/step_00000002")
     assert main(monkeypatch, *settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
     assert_one_error(capfd, "has shape (128, 32), in this run (8, 32)")
