@@ -219,8 +219,9 @@ def _copy(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     Raises:
         RuntimeError: while a CUDA graph is being captured: it would copy anew from memory that is given back.
     """
-    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("this mask was not used with these shapes: call it once before it is captured in a CUDA graph")
-    if not wait and torch.device(device).type == "cuda":
+    if on_gpu and not wait:
         x = x.pin_memory()  # or the host would wait for the stream
     return x.to(device, non_blocking=not wait)

@@ -36,15 +36,19 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def under_autocast(device: torch.device) -> bool:
+    """Whether `torch.autocast` is on for tensors on `device`."""
+    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+
+
 def _as_it_says(function: Callable) -> Callable:
     """`function` of q and more with products in its own dtypes, which `torch.autocast` would round."""
 
     @wraps(function)
     def call(q: Tensor, *arguments, **options):
-        device = q.device.type
-        if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        if not under_autocast(q.device):
             return function(q, *arguments, **options)
-        with torch.autocast(device, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             return function(q, *arguments, **options)
 
     return call

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels import dispatch
 from kernels.checks import PRECISIONS
+from kernels.reference import under_autocast
 from ringattn import operator
 from ringattn import transport as transports
 from ringattn.graphs import keep_if_captured
@@ -104,10 +105,10 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in the dtype of `torch.autocast` where it is on, as torch's own attention takes them; fp64 stays."""
-    device = tensors[0].device.type
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+    device = tensors[0].device
+    if not under_autocast(device):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(device.type)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
@@ -133,6 +134,24 @@ def check_choices(schedule: str, transport: str) -> None:
         raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(transports.TRANSPORTS)}")
 
 
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse shapes that are none of attention's.
+
+    Raises:
+        ValueError: naming those given.
+    """
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
+    (batch, _, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
+    if k.shape != (batch, num_keys, num_key_heads, head_dim) or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
+            "v (B, N, Hkv, Dv)"
+        )
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(f"{num_heads} query heads do not divide into {num_key_heads} key heads: Hkv must divide Hq")
+
+
 def check_inputs(
     q: Tensor,
     k: Tensor,
@@ -155,16 +174,7 @@ def check_inputs(
             f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
             "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
         )
-    if not q.ndim == k.ndim == v.ndim == 4:
-        raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
-    (batch, _, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
-    if k.shape != (batch, num_keys, num_key_heads, head_dim) or v.shape[:3] != k.shape[:3]:
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
-            "v (B, N, Hkv, Dv)"
-        )
-    if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(f"{num_heads} query heads do not divide into {num_key_heads} key heads: Hkv must divide Hq")
+    check_shapes(q, k, v)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
@@ -173,10 +183,10 @@ def check_inputs(
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
     if not 0 <= dropout_p < 1 or isinstance(seed, float) or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and an integer 0 <= seed < 2**63")
-    mask.check(seq_len, batch)
+    mask.check(seq_len, q.shape[0])
     if q.dtype not in DTYPES:
         raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
-    dispatch.choose(q.device, q.dtype, backend, (head_dim, v.shape[3]), plain=dropout_p == 0)
+    dispatch.choose(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 

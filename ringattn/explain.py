@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_choices
+from ringattn.attention import check_choices, check_shapes
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.group import Group
 from ringattn.layout import Layout
@@ -60,8 +60,7 @@ def explain(
     here = here if rank is None else rank
     if not 0 <= here < layout.ranks:
         raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
-    if not q.ndim == k.ndim == v.ndim == 4 or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give (B, N, H, D), Hkv divides Hq")
+    check_shapes(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
     planned = plan(mask, layout, here, torch.device("cpu"))
     lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]

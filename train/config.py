@@ -123,9 +123,8 @@ class TrainerConfig:
 class LoggerConfig:
     """Where metrics go besides the console and metrics.jsonl."""
 
-    wandb: str = (
-        "auto"  # auto (the environment's WANDB_MODE, else online when logged in, else offline) | online | offline | off
-    )
+    # auto (the environment's WANDB_MODE, else online when logged in, else offline) | online | offline | off
+    wandb: str = "auto"
     project: str | None = None  # None: the environment's WANDB_PROJECT, else ringattn
 
 
@@ -166,8 +165,9 @@ AT_LEAST_ONE = (
     *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
 )
+SEEDS = ("data.seed", "trainer.seed")
 AT_LEAST_ZERO = (
-    *("optim.warmup_steps", "optim.weight_decay", "optim.min_lr_ratio", "data.seed", "trainer.seed"),
+    *("optim.warmup_steps", "optim.weight_decay", "optim.min_lr_ratio", *SEEDS),
     *("trainer.checkpoint_every", "trainer.sample_tokens"),
 )
 POSITIVE = ("model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "optim.clip", "trainer.peak_tflops")
@@ -190,14 +190,12 @@ def check(config: Config, world_size: int) -> None:
         (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
         (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
         (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
+        (SEEDS, "below 2**63", lambda value: value < 2**63),
     ):
         for name in names:
             value = attrgetter(name)(config)
             if value is not None and not holds(value):  # None stands for a default, NaN for nothing
                 raise ConfigError(f"{name}={value} makes no sense: it must be {bound}")
-    for name, seed in (("data.seed", config.data.seed), ("trainer.seed", config.trainer.seed)):
-        if seed >= 2**63:
-            raise ConfigError(f"{name}={seed} makes no sense: it must be below 2**63")
     if config.trainer.init_from is not None and config.trainer.resume not in ("auto", "never"):
         raise ConfigError(
             f"trainer.init_from={config.trainer.init_from} and trainer.resume={config.trainer.resume} contradict each other: a "

@@ -343,10 +343,10 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
 
     Raises ConfigError, on every rank: `trainer.resume`, or what else is set, does not fit the checkpoints there are.
     """
-    settings, found = run.config, (None, None)
+    settings, own, found = run.config, directory / "checkpoints", (None, None)
     with parallel.agreed():
         if dist.get_rank() == 0:
-            found = resuming.choose(directory / "checkpoints", settings.trainer)
+            found = resuming.choose(own, settings.trainer)
     path, run.origin = parallel.share(found)
     if path is None:
         if settings.trainer.init_from is not None:
@@ -360,15 +360,7 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
                 "nothing: resume with the data, tokenizer, data.seq_len and data.seed it was saved with, or begin with its "
                 "parameters alone by trainer.init_from"
             )
-        if settings.optim.warmup_steps is None:  # or a raised trainer.steps would begin another warmup
-            settings.optim.warmup_steps = kept = meta["config"]["optim"]["warmup_steps"]
-            if kept > settings.trainer.steps:
-                raise ConfigError(
-                    f"trainer.steps={settings.trainer.steps} would end in the warmup of {kept} steps that {path} began: train "
-                    "longer, or set optim.warmup_steps"
-                )
-        if path.parent.resolve() == (directory / "checkpoints").resolve():  # how the run began, later launches need not say
-            settings.trainer.init_from = resuming.init_from(path)
+        resuming.inherit(path, own, meta, settings)
         changed = resuming.differences(path, meta, settings, run.tokens_per_step)
     checkpoint.load(path, checkpoint.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))
@@ -472,9 +464,8 @@ def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
         if not rows:
             raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
     ranks = dist.get_world_size()
-    return finish(
-        run, directory, [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows], done
-    )
+    rows = [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows]
+    return finish(run, directory, rows, done)
 
 
 def write_sample(run: Run, directory: Path) -> None:

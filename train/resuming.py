@@ -36,7 +36,7 @@ def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """
     newest, choice = checkpoint.latest(own), trainer.resume
     if newest is not None and trainer.init_from is not None:
-        begun = init_from(newest)
+        begun = _init_from(checkpoint.read_meta(newest))
         if begun is None or Path(begun).expanduser().resolve() != Path(trainer.init_from).expanduser().resolve():
             raise ConfigError(
                 f"trainer.init_from={trainer.init_from}, but {newest} is of a run that began with "
@@ -59,9 +59,27 @@ def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     return newest, str(path)
 
 
-def init_from(path: Path) -> str | None:
-    """`trainer.init_from` of the run whose checkpoint is at `path`."""
-    return checkpoint.read_meta(path)["config"]["trainer"].get("init_from")
+def inherit(path: Path, own: Path, meta: dict[str, Any], config: Config) -> None:
+    """Set what a launch that goes on from the checkpoint at `path`, with this `meta`, need not say again.
+
+    That is the warmup, or a raised `trainer.steps` would begin another one, and, of a checkpoint in `own`, how the run began.
+
+    Raises:
+        ConfigError: steps that end within that warmup.
+    """
+    if config.optim.warmup_steps is None:
+        config.optim.warmup_steps = kept = meta["config"]["optim"]["warmup_steps"]
+        if kept > config.trainer.steps:
+            raise ConfigError(
+                f"trainer.steps={config.trainer.steps} would end in the warmup of {kept} steps that {path} began: train "
+                "longer, or set optim.warmup_steps"
+            )
+    if path.parent.resolve() == own.resolve():
+        config.trainer.init_from = _init_from(meta)
+
+
+def _init_from(meta: dict[str, Any]) -> str | None:
+    return meta["config"]["trainer"].get("init_from")
 
 
 def _origin(path: Path) -> str | None:
@@ -74,7 +92,9 @@ def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_ste
     Raises:
         ConfigError: another model; or steps that are all done already, with other settings.
     """
-    changed = _changes(meta, json.loads(json.dumps(asdict(config))), tokens_per_step)
+    changed = _changes(meta, config, COMPARED)
+    if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
+        changed = {"tokens_per_step": (before, tokens_per_step)} | changed
     if fixed := [name for name in changed if name.startswith(FIXED)]:
         raise ConfigError(
             f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
@@ -89,16 +109,15 @@ def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_ste
 
 def model_differences(meta: dict[str, Any], config: Config) -> str:
     """Of the model that a checkpoint with this `meta` holds, what is not as in the settings; "" if all is the same."""
-    then, now = meta["config"]["model"], json.loads(json.dumps(asdict(config.model)))
-    changed = {f"model.{name}": (then[name], now[name]) for name in then if name in now and then[name] != now[name]}
+    changed = _changes(meta, config, ("model",))
     return _listed(changed, changed)
 
 
-def _changes(meta: dict[str, Any], now: dict[str, Any], tokens_per_step: int) -> Changes:
-    pairs = {"tokens_per_step": (meta.get("tokens_per_step", tokens_per_step), tokens_per_step)}
-    pairs |= {
+def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
+    now = json.loads(json.dumps(asdict(config)))
+    pairs = {
         f"{group}.{name}": (value, now[group][name])
-        for group in COMPARED
+        for group in groups
         for name, value in meta["config"][group].items()
         if name in now[group]
     }

@@ -61,9 +61,10 @@ def test_refusals() -> None:
         explain(*q, layout=layout, mask=Mask.causal(documents=[5]))
     with pytest.raises(ValueError, match="transport 'pigeon'"):
         explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")
-    for wrong in (shapes(4, 4, 3), [x[0] for x in q]):
-        with pytest.raises(ValueError, match="give .B, N, H, D., Hkv divides Hq"):
-            explain(*wrong, layout=layout, mask=Mask.causal())
+    wrong = {"4 query heads do not divide into 3 key heads": shapes(4, 4, 3), "have 3, 3, 3 dimensions": [x[0] for x in q]}
+    for message, tensors in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            explain(*tensors, layout=layout, mask=Mask.causal())
 
 
 def test_the_times_are_those_of_the_rank_asked_for() -> None:
