@@ -38,8 +38,8 @@ def command(variant: str, model: str, length: int, ranks: int, steps: int, outpu
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     if variant == "ringattn":
         settings = (
-            *(f"model={model}", f"data.seq_len={length}", "data.mask_documents=false", f"trainer.steps={steps}"),
-            *("trainer.batch_size=1", "trainer.checkpoint_every=0", "trainer.sample_tokens=0", "logger=off"),
+            *(f"model={model}", f"data.seq_len={length}", "data.mask_documents=false", "data.eval_split=null", "logger=off"),
+            *(f"trainer.steps={steps}", "trainer.batch_size=1", "trainer.checkpoint_every=0", "trainer.sample_tokens=0"),
             f"hydra.run.dir={output}",
         )
         return [*torchrun, str(ROOT / "train" / "run.py"), *settings]

@@ -1,7 +1,7 @@
 """The typed configuration: defaults here < YAML in configs/ < the command line, checked once before anything starts."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from kernels import dispatch
@@ -52,6 +52,10 @@ class DataConfig:
     path: str | None = None  # a file or glob for text, jsonl, parquet; a dataset name for hub
     subset: str | None = None  # hub: the dataset's configuration
     split: str = "train"
+    # of held-out text, whose loss is taken now and then: another split, or part of one as 'train[95%:]', and other files; None:
+    # as in training; where both are None no text is held out
+    eval_split: str | None = None
+    eval_path: str | None = None
     column: str = "text"
     tokenizer: str = "bytes"  # bytes | the path of a tokenizer.json
     seq_len: int = 1024  # tokens a sequence, over all ranks of its ring
@@ -62,6 +66,14 @@ class DataConfig:
     def origin(self) -> str:
         """Where documents come from, as on the command line."""
         return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
+
+    @property
+    def held_out(self) -> "DataConfig | None":
+        """The held-out text as a corpus of its own."""
+        if self.eval_split is None and self.eval_path is None:
+            return None
+        path, split = self.eval_path or self.path, self.eval_split or self.split
+        return replace(self, path=path, split=split, eval_path=None, eval_split=None)
 
 
 @dataclass
@@ -107,6 +119,9 @@ class TrainerConfig:
     compile: bool | None = None  # fuse what lies around attention, and the loss, with torch.compile; None: on cuda
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
+    eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
+    eval_sequences: int = 16  # of an evaluation, the same in all; fewer where there are not so many
+    time_limit_s: float | None = None  # seconds since the launch, after which no step begins and the run is saved and ends
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
@@ -152,25 +167,20 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 AT_LEAST_ONE = (
-    *(
-        "model.vocab_size",
-        "model.layers",
-        "model.dim",
-        "model.heads",
-        "model.kv_heads",
-        "model.head_dim",
-        "model.ffn_dim",
-        "model.window",
-    ),
-    *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
+    *("model.vocab_size", "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_dim"),
+    *("model.window", "data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
+    "trainer.eval_sequences",
 )
 SEEDS = ("data.seed", "trainer.seed")
 AT_LEAST_ZERO = (
     *("optim.warmup_steps", "optim.weight_decay", "optim.min_lr_ratio", *SEEDS),
-    *("trainer.checkpoint_every", "trainer.sample_tokens"),
+    *("trainer.checkpoint_every", "trainer.eval_every", "trainer.sample_tokens"),
 )
-POSITIVE = ("model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "optim.clip", "trainer.peak_tflops")
+POSITIVE = (
+    *("model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "optim.clip"),
+    *("trainer.peak_tflops", "trainer.time_limit_s"),
+)
 
 
 def check(config: Config, world_size: int) -> None:
@@ -214,9 +224,15 @@ def check(config: Config, world_size: int) -> None:
 
 def _check_data(data: DataConfig) -> None:
     """What the source has no use for would train on something else than is meant."""
-    if data.source == "stdlib" and data.path is not None:
+    for name in ("path", "eval_path"):
+        if data.source == "stdlib" and (path := getattr(data, name)) is not None:
+            raise ConfigError(
+                f"data.{name}={path}, but data.source=stdlib reads no file: choose data=text, jsonl, parquet or hub"
+            )
+    if data.held_out is not None and (data.held_out.path, data.held_out.split) == (data.path, data.split):
         raise ConfigError(
-            f"data.path={data.path}, but data.source=stdlib reads no file: choose data=text, jsonl, parquet or hub"
+            f"data.eval_split={data.eval_split} data.eval_path={data.eval_path} is what training reads: hold out other files, "
+            "or another part, as data.split='train[:95%]' and data.eval_split='train[95%:]' do"
         )
     if data.source != "hub" and data.subset is not None:
         raise ConfigError(

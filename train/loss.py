@@ -33,6 +33,19 @@ def cross_entropy(
     return loss / num_valid
 
 
+def token_losses(
+    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int = CHUNK, compiled: bool = False
+) -> Tensor:
+    """-log softmax(head hidden)[label] of every token, fp32 (B, N), 0 where the label is IGNORE; without gradients.
+
+    Args: as those of `cross_entropy`.
+    """
+    losses = _compiled(_losses) if compiled else _losses
+    flat, flat_labels = hidden.flatten(0, 1), labels.flatten()
+    of_chunks = [losses(flat[rows] @ head.T, flat_labels[rows], vocab_size)[1] for rows in _chunks(len(flat), chunk)]
+    return torch.cat(of_chunks).view(labels.shape)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """Loss = sum_t lse_t - logit_t[label_t]; d logits = softmax - onehot, at valid tokens."""
 

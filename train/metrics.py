@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 # The console line, in order; what a step does not know is left out.
 COLUMNS = {
     "loss": "loss {:.4f}",
+    "eval_loss": "eval loss {:.4f}",
     "grad_norm": "grad norm {:.3g}",
     "lr": "lr {:.2e}",
     "tokens_per_s_per_rank": "{:,.0f} tokens/s a rank",
@@ -76,7 +77,7 @@ class Recorder:
         self._file.write(_json_line(row))
         self._file.flush()
         self._seconds.append(seconds)
-        if step % self._every == 0 or step == self._steps:
+        if step % self._every == 0 or step == self._steps or "eval_loss" in row:
             log.info(self._line(row))
         self._send(row)
 
@@ -121,19 +122,38 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def plot_loss(path: Path, image: Path) -> None:
-    """Draw the loss in the metrics.jsonl `path` over tokens, or over steps where tokens are unknown, as PNG `image`."""
+    """Draw the losses in the metrics.jsonl `path` as PNG `image`.
+
+    Over tokens, or over steps where tokens are unknown; and, where held-out text was evaluated, its loss at last over how many
+    tokens a token sees.
+    """
     from matplotlib.figure import Figure  # not pyplot: no global state, no display; here, as it is slow to import
 
     rows = [row for row in read(path) if row.get("loss") is not None]
+    evaluated = [row for row in rows if row.get("eval_loss") is not None]
+    figure = Figure(figsize=(11 if evaluated else 7, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if evaluated else 1, squeeze=False)[0]
     x = "total_tokens" if rows and all("total_tokens" in row for row in rows) else "step"
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    axes.plot([row[x] for row in rows], [row["loss"] for row in rows], linewidth=1.2)
-    axes.set_xlabel("tokens" if x == "total_tokens" else "step")
-    axes.set_ylabel("training loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    panels[0].plot([row[x] for row in rows], [row["loss"] for row in rows], linewidth=1.2, label="training")
+    panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
+    if evaluated:
+        panels[0].plot([row[x] for row in evaluated], [row["eval_loss"] for row in evaluated], "o-", label="held-out text")
+        panels[0].legend(frameon=False)
+        _plot_by_context(panels[1], evaluated[-1])
+    for axes in panels:
+        axes.set_ylabel("loss (nats per token)")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(image, dpi=150)
+
+
+def _plot_by_context(axes, row: dict[str, float]) -> None:
+    """The groups of `evaluate`, at equal distances."""
+    groups = {int(name.removeprefix("eval_loss/")): loss for name, loss in row.items() if name.startswith("eval_loss/")}
+    axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
+    axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])
+    axes.set_xlabel(f"tokens that a token sees before it, at least (held-out text, step {row['step']})")
+    axes.tick_params("x", rotation=45)
 
 
 def _json_line(row: dict[str, float]) -> str:

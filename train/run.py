@@ -35,7 +35,9 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from train import parallel, sweep
 from train.config import Config, ConfigError
-from train.loop import Diverged, train
+from train.loop import train
+from train.step import Diverged
+from train.stopping import Stopped
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
@@ -114,7 +116,7 @@ def run_hydra(job: Callable[[DictConfig], None]) -> int:
     except OSError as error:  # those of a job do not come here
         complain(ConfigError(f"the run's directory cannot be made or written: {error}; check the disk, or give another name"))
         return 1
-    except SystemExit as end:  # --help, --cfg, a flag that does not exist
+    except SystemExit as end:  # --help, --cfg, a flag that does not exist; or Stopped, which ends a whole sweep
         return int(end.code or 0)
     return 0
 
@@ -129,7 +131,7 @@ def follow() -> int:
     while (job := parallel.share(None)) is not None:
         try:
             train(*job)
-        except USER_ERRORS:
+        except (*USER_ERRORS, Stopped):
             continue
     return 0
 

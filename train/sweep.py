@@ -5,6 +5,7 @@ from typing import Any
 
 COLUMNS = {
     "final loss": ("final_loss", "{:.4f}"),
+    "eval loss": ("eval_loss", "{:.4f}"),
     "tokens/s": ("tokens_per_s", "{:,.0f}"),
     "TFLOP/s a rank": ("tflops_per_rank", "{:.3g}"),
     "MFU": ("mfu", "{:.1%}"),
@@ -34,5 +35,5 @@ def table(outcomes: list[Outcome]) -> str:
 def _cells(summary: dict[str, Any] | None) -> list[str]:
     if summary is None:
         return ["failed"] + ["-"] * (len(COLUMNS) - 1)
-    values = [(summary[key], form) for key, form in COLUMNS.values()]
+    values = [(summary.get(key), form) for key, form in COLUMNS.values()]
     return ["-" if value is None else form.format(value) for value, form in values]

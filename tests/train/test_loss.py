@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from train import loss as loss_module
-from train.loss import IGNORE, cross_entropy
+from train.loss import IGNORE, cross_entropy, token_losses
 
 
 def problem(tokens: int, vocab_size: int, dtype=torch.float32):
@@ -36,6 +36,14 @@ def test_loss_and_gradients(chunk, vocab_size, dtype, tolerance):
     for grad, expected_grad in zip(grads, expected_grads, strict=True):
         assert grad.dtype == dtype
         torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_the_loss_of_every_token(chunk):
+    hidden, head, labels = problem(63, 57)
+    losses = token_losses(hidden.detach(), head.detach(), labels, 57, chunk)
+    reference = F.cross_entropy((hidden @ head[:57].T).mT, labels, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(losses, reference.detach())
 
 
 def test_compiled_it_is_the_same(monkeypatch):

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
+from matplotlib.axes import Axes
 
 from tests.distributed import run_ranks
 from train import metrics
@@ -120,6 +121,23 @@ def test_the_plot_is_a_png(tmp_path, rows, values):
         recorder.log(step, tokens=10, seconds=1.0, **({"loss": 5 / step, "total_tokens": 10 * step} | values))
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_held_out_losses_are_drawn_over_steps_and_contexts(tmp_path, monkeypatch, caplog):
+    recorder = Recorder(config(log_every=100), tmp_path)
+    caplog.set_level(logging.INFO)
+    for step in range(1, 7):
+        evaluated = {"eval_loss": 6 / step, "eval_loss/0": 7 / step, "eval_loss/128": 5 / step} if step % 3 == 0 else {}
+        recorder.log(step, tokens=10, seconds=1.0, loss=5 / step, **evaluated)
+    assert [re.search(r"step +(\d).* eval loss (\S+)", message).groups() for message in caplog.messages] == [
+        ("3", "2.0000"),
+        ("6", "1.0000"),
+    ]
+    drawn = {}
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: drawn.update({len(drawn): (list(x), list(y))}))
+    monkeypatch.setattr(Axes, "legend", Mock())
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+    assert list(drawn.values())[1:] == [([3, 6], [2, 1]), ([0, 1], [7 / 6, 5 / 6])]
 
 
 @pytest.mark.parametrize("choice", ["auto", "offline"])

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringattn import watchdog
 from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
-from train import loop, metrics, parallel, run
+from train import build, loop, metrics, parallel, run
 from train.config import Config, ConfigError, TrainerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -63,6 +63,12 @@ BAD = {
     "subset of files": (["data.subset=en"], "data.subset=en, but only datasets of the hub have subsets"),
     "column of files": (["data.column=body"], "data.column=body, but data.source=text has no columns"),
     "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
+    "held-out text that is trained on": (["data.eval_split=train"], "is what training reads: hold out other files"),
+    "held-out files without a use": (
+        ["data=stdlib", "data.path=null", "data.eval_path=a"],
+        "data.eval_path=a, but data.source",
+    ),
+    "missing held-out files": (["data.eval_path=/missing"], "held-out text (none by data.eval_split=null): data.path=/missing"),
     "a folder": (["data.path=corpus"], "data.path=corpus is a folder: give its files, such as 'corpus/**/*.*'"),
     "seed beyond 64 bits": (["trainer.seed=99999999999999999999"], "trainer.seed=99999999999999999999 makes no sense"),
     "brackets": (["data.split=train[:10]"], "data.split=train[:10]: mismatched input '[' expecting <EOF>; quote a value"),
@@ -210,7 +216,7 @@ def test_a_kernel_that_cannot_take_the_model_is_one_line(monkeypatch):
     config = Config(trainer=TrainerConfig(precision="fp32"))
     config.parallel.kernel = "hopper"
     with pytest.raises(ConfigError, match="parallel.kernel=hopper: .*torch.float32 is not fp16 or bf16"):
-        loop._choose_kernel(config, torch.device("cuda", 7), bf16=False)
+        build._choose_kernel(config, torch.device("cuda", 7), bf16=False)
 
 
 def parameters_of(path: Path) -> dict[str, torch.Tensor]:
@@ -376,5 +382,5 @@ def test_ranks_agree_on_an_error():
 
 
 def test_checkpoints_come_regularly_and_at_the_end():
-    assert [step for step in range(1, 8) if loop.is_due(step, TrainerConfig(steps=7, checkpoint_every=3))] == [3, 6, 7]
-    assert [step for step in range(1, 4) if loop.is_due(step, TrainerConfig(steps=3, checkpoint_every=0))] == [3]
+    assert [step for step in range(1, 8) if loop.is_due(step, every=3, steps=7)] == [3, 6, 7]
+    assert [step for step in range(1, 4) if loop.is_due(step, every=0, steps=3)] == [3]

@@ -7,7 +7,8 @@ from train.sweep import Outcome, table
 
 pytestmark = pytest.mark.timeout(300)
 
-SUMMARY = {"final_loss": 2.5, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123, "mfu": None, "peak_memory_gib": 1.0}
+SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123}
+SUMMARY |= {"mfu": None, "peak_memory_gib": 1.0}
 
 
 def test_table():
@@ -15,10 +16,10 @@ def test_table():
     assert table(outcomes).splitlines() == [
         "Common to all: a=1",
         "",
-        "| overrides | final loss | tokens/s | TFLOP/s a rank | MFU | peak GiB a rank |",
-        "|---|---|---|---|---|---|",
-        "| b=2 | 2.5000 | 12,346 | 0.0123 | - | 1.00 |",
-        "| b=3 | failed | - | - | - | - |",
+        "| overrides | final loss | eval loss | tokens/s | TFLOP/s a rank | MFU | peak GiB a rank |",
+        "|---|---|---|---|---|---|---|",
+        "| b=2 | 2.5000 | 2.7500 | 12,346 | 0.0123 | - | 1.00 |",
+        "| b=3 | failed | - | - | - | - | - |",
     ]
 
 

@@ -1,0 +1,81 @@
+import datasets
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import intervals
+from ringattn import Mask
+from tests.train.jobs import job, one_rank
+from tests.train.launch import write_corpus
+from train import build, evaluate
+from train.config import Config, ConfigError
+from train.data import Batch
+
+WINDOW = 40
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch) -> Config:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(evaluate, "FEWEST", 8)
+    config = job(write_corpus(tmp_path / "corpus"), 1)
+    config.trainer.batch_size = 2  # of five sequences, the last batch has one
+    return config
+
+
+def plain_losses(run: build.Run, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every token of a held-out sequence: the loss by torch's own attention, and how many tokens before it are seen."""
+    tokens, labels, documents = run.held_out.sequence(index)
+    allowed = intervals.dense(*Mask.causal(WINDOW, [documents]).intervals(61), 61)[:, None]
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+
+    def finish(hidden, head):
+        return F.cross_entropy((hidden @ head[:257].T)[0], torch.from_numpy(labels), reduction="none")
+
+    with torch.no_grad():
+        return run.model(torch.from_numpy(tokens)[None], torch.arange(61), attend, finish), allowed[0, 0].sum(-1) - 1
+
+
+@pytest.mark.parametrize("wanted", [5, 1000], ids=["five sequences", "all there are"])
+def test_the_loss_is_that_of_plain_pytorch(wanted, config):
+    config.trainer.eval_sequences = wanted
+    with one_rank():
+        run = build.build(config)
+        count = min(wanted, run.held_out.sequences_per_epoch)
+        assert count % 2 == 1
+        result = evaluate.evaluate(run)
+        losses, before = (torch.cat(parts) for parts in zip(*(plain_losses(run, i) for i in range(count)), strict=True))
+    expected = {"eval_loss": losses.mean().item()}
+    for start, end in ((0, 8), (8, 16), (16, 32), (32, 64)):
+        expected[f"eval_loss/{start}"] = losses[(before >= start) & (before < end)].mean().item()
+    assert result == pytest.approx(expected, rel=1e-5)
+    assert run.held_out.tokens_per_epoch < run.data.tokens_per_epoch / 5
+
+
+def test_tokens_are_grouped_by_what_they_see():
+    documents = ((200, 312), (512,))
+    batch = Batch(torch.zeros(2, 512), torch.zeros(2, 512), documents)
+    starts = evaluate.context_groups(512)
+    assert starts == [0, 128, 256]
+    first, second = evaluate.group_of(batch, Mask.causal(documents=documents), starts)
+    assert first.bincount().tolist() == [128 + 128, 72 + 128, 56] and first[199] == 1 and first[200] == 0
+    assert second.tolist() == [0] * 128 + [1] * 128 + [2] * 256
+    assert evaluate.group_of(batch, Mask.causal(window=100), starts).max() == 0
+    assert evaluate.context_groups(128) == evaluate.context_groups(1) == [0]
+
+
+def test_a_group_without_tokens_is_left_out(config):
+    config.model.window, config.trainer.eval_sequences = 16, 1
+    with one_rank():
+        assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
+
+
+def test_held_out_text_that_fills_no_sequence(config, tmp_path):
+    (tmp_path / "short.txt").write_text("short")
+    config.data.eval_path, config.data.eval_split = str(tmp_path / "short.txt"), None
+    config.data.split = "train"
+    with one_rank(), pytest.raises(ConfigError, match="held-out text .*: the corpus has 6 tokens, data.seq_len=61 needs 62"):
+        build.build(config)
