@@ -1,5 +1,6 @@
 import fcntl
 import json
+import logging
 import os
 import statistics
 import subprocess
@@ -25,9 +26,12 @@ pytestmark = pytest.mark.timeout(300)
 def corpus(tmp_path, monkeypatch) -> str:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
+    threads, root = torch.get_num_threads(), logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))  # Hydra puts others there, and sets the level
+    level = root.level
     yield write_corpus(tmp_path / "corpus")
     torch.set_num_threads(threads)
+    root.setLevel(level)
 
 
 def main(monkeypatch, *arguments: str) -> int:
