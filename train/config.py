@@ -125,8 +125,8 @@ class TrainerConfig:
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
-    # the path of a checkpoint, of whose parameters a run begins, with steps, optimizer and data of its own: to train on with
-    # longer sequences, or on other text
+    # the path of a checkpoint, or of a Llama model in Hugging Face's format, with whose parameters a run begins, with steps,
+    # optimizer and data of its own: to train on with longer sequences, or on other text
     init_from: str | None = None
     log_every: int = 1
     sample_tokens: int = 128  # generated at the end, and when a run that has ended is launched again; 0: none

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train import checkpoint, metrics, optim, parallel, resuming
+from train import checkpoint, huggingface, metrics, optim, parallel, resuming
 from train.build import Run, build, describe
 from train.config import Config, ConfigError
 from train.evaluate import evaluate
@@ -103,14 +103,25 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
 
 
 def load_parameters(run: Run, path: Path) -> None:
-    """Begin with the parameters of the checkpoint at `path`, and nothing else of it: another text, length or window may follow.
+    """Begin with the parameters at `path`, and nothing else of it: another text, length or window may follow.
+
+    Args:
+        path: of a checkpoint, or of a folder in Hugging Face's format.
 
     Raises:
-        ConfigError: on every rank: no checkpoint, or one of a model of another shape.
+        ConfigError: on every rank: neither, or one of a model of another shape.
     """
+    theirs = huggingface.is_model(path)
     with parallel.agreed():
-        changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
-    checkpoint.load(path, checkpoint.model_state(run.model))
+        if theirs:
+            changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
+        else:
+            changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
+    if theirs:
+        with parallel.agreed():
+            huggingface.load(path, run.model)
+    else:
+        checkpoint.load(path, checkpoint.model_state(run.model))
     log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
 

@@ -1,0 +1,71 @@
+"""Write what was trained as a model of Hugging Face's transformers: config.json, safetensors, and the tokenizer.
+
+    python scripts/export_huggingface.py outputs/long/checkpoints/step_00010000 long-hf
+
+It loads as any model of the Llama architecture does, of a model with a window as Mistral's. Needs memory for all parameters.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from train import checkpoint, huggingface  # noqa: E402
+from train.config import ConfigError, DataConfig, ModelConfig  # noqa: E402
+from train.model import GPT  # noqa: E402
+from train.tokenizer import load_tokenizer  # noqa: E402
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path, help="a step_... directory")
+    parser.add_argument("folder", type=Path, help="a new or empty one")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    arguments = parser.parse_args()
+    try:
+        export(arguments.checkpoint, arguments.folder, DTYPES[arguments.dtype])
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write the checkpoint at `path` to `folder`.
+
+    Raises:
+        ConfigError: no checkpoint, no tokenizer, or a folder with something in it.
+    """
+    from huggingface_hub import save_torch_state_dict
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already, with something in it: give a new folder")
+    config = checkpoint.read_meta(path)["config"]
+    data, settings = DataConfig(**config["data"]), ModelConfig(**config["model"])
+    tokenizer = load_tokenizer(data.tokenizer)
+    model = GPT(settings, tokenizer.vocab_size)
+    checkpoint.load(path, checkpoint.model_state(model))
+    tensors = {huggingface.their_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
+        tensors[name] = tensors[name][
+            : tokenizer.vocab_size
+        ].clone()  # what is behind them only fills up, and was never trained
+    folder.mkdir(parents=True, exist_ok=True)
+    save_torch_state_dict(tensors, folder)
+    described = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+    if data.tokenizer != "bytes":
+        shutil.copy(Path(data.tokenizer).expanduser(), folder / "tokenizer.json")
+    print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

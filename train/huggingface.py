@@ -1,0 +1,179 @@
+"""Models in the format of Hugging Face's transformers: a folder of config.json and safetensors, of the Llama architecture.
+
+It is the architecture of `train.model` under other names, with a window Mistral's. A run may begin with such a model
+(`trainer.init_from`), and what was trained can be written as one (`scripts/export_huggingface.py`).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from train.config import ConfigError, ModelConfig
+from train.model import padded_vocabulary
+
+NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}  # ours: theirs
+BLOCK_NAMES = {
+    "attention_norm": "input_layernorm.weight",
+    "query.weight": "self_attn.q_proj.weight",
+    "key.weight": "self_attn.k_proj.weight",
+    "value.weight": "self_attn.v_proj.weight",
+    "output.weight": "self_attn.o_proj.weight",
+    "ffn_norm": "post_attention_layernorm.weight",
+    "gate.weight": "mlp.gate_proj.weight",
+    "up.weight": "mlp.up_proj.weight",
+    "down.weight": "mlp.down_proj.weight",
+}
+# what else a config.json may ask for, and the only value that the model has
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+
+
+def is_model(path: Path) -> bool:
+    """Whether `path` is a folder of this format, rather than a checkpoint of ours."""
+    return (path / "config.json").is_file()
+
+
+def their_name(name: str) -> str:
+    """Of a parameter of `train.model.GPT`."""
+    if match := re.fullmatch(r"blocks\.(\d+)\.(.*)", name):
+        return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}"
+    return NAMES[name]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The model of the folder `path` in the terms of ModelConfig.
+
+    Raises:
+        ConfigError: config.json cannot be read, or asks for what the model here has not.
+    """
+    try:
+        config = json.loads((path / "config.json").read_text())
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        settings = {
+            "vocab_size": config["vocab_size"],
+            "layers": config["num_hidden_layers"],
+            "dim": config["hidden_size"],
+            "heads": config["num_attention_heads"],
+            "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+            "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            "ffn_features": config["intermediate_size"],
+            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
+            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "tie_embeddings": config.get("tie_word_embeddings", False),
+            "window": config.get("sliding_window") if config["model_type"] == "mistral" else None,
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}/config.json is none of a Llama model: {type(error).__name__}: {error}") from error
+    asked = {name: (config.get(name, value), (value,)) for name, value in FIXED.items()}
+    asked["model_type"] = config["model_type"], tuple(ARCHITECTURES)
+    asked["rope_type"] = rope.get("rope_type", rope.get("type", "default")), ("default",)
+    for name, (value, known) in asked.items():
+        if value not in known:
+            only = " or ".join(map(str, known))
+            raise ConfigError(
+                f"{path}/config.json: {name} is {value}, and the model here has only {only}: choose another model"
+            )
+    return settings
+
+
+def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
+    """Of the folder's model, what may be otherwise in the settings and is, as rope_theta; "" if all is the same.
+
+    Args:
+        vocab_size: of the run's tokenizer.
+
+    Raises:
+        ConfigError: what may not, since it gives parameters their shapes; or fewer tokens than the tokenizer has.
+    """
+    theirs = read_settings(path)
+    rows = theirs.pop("vocab_size")
+    if rows < vocab_size:
+        raise ConfigError(f"{path} has {rows} tokens, fewer than the tokenizer's {vocab_size}: set data.tokenizer to its own")
+    if rows > padded_vocabulary(model, vocab_size):
+        raise ConfigError(f"{path} has {rows} tokens, more than the model here: set model.vocab_size={rows}")
+    changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
+    named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
+    listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
+    if not changed.keys() <= {"rope_theta", "norm_eps", "window"}:
+        raise ConfigError(f"{path} is a model of {listed}: set the same")
+    return listed
+
+
+def load(path: Path, model: nn.Module) -> None:
+    """Fill the parameters of `model`, of which each rank reads the rows that it holds. Further rows of a vocabulary stay.
+
+    Raises:
+        ConfigError: a tensor is missing or of another shape, or a file cannot be read.
+    """
+    find = _finder(path)
+    for name, parameter in model.state_dict().items():
+        stored = find(their_name(name))
+        shape = tuple(stored.get_shape())
+        num_rows = min(shape[0], len(parameter)) if name in ("embedding", "head") else len(parameter)
+        if shape != (num_rows, *parameter.shape[1:]):
+            raise ConfigError(f"{path}: {their_name(name)} has shape {shape}, in this run {tuple(parameter.shape)}")
+        own, first = _own_rows(parameter)
+        last = min(first + len(own), num_rows)
+        if first < last:
+            own[: last - first].copy_(stored[first:last])
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """What this rank holds of a parameter that is cut as `torch.chunk` does, and which row of it comes first."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    return parameter.to_local(), parameter.device_mesh.get_local_rank() * -(-len(parameter) // parameter.device_mesh.size())
+
+
+def _finder(path: Path) -> Callable[[str], Any]:
+    """A function that finds a tensor of the folder by name, as something to cut rows from."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        files = [safe_open(file, "pt") for file in sorted(path.glob("*.safetensors"))]
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
+    where = {name: file for file in files for name in file.keys()}
+
+    def find(name: str) -> Any:
+        if name not in where:
+            raise ConfigError(f"{path} has no {name} in its *.safetensors: give the whole folder of a Llama model")
+        return where[name].get_slice(name)
+
+    return find
+
+
+def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
+    """The config.json of a model.
+
+    Args:
+        vocab_size: rows of its embedding.
+        seq_len: tokens of the sequences it was trained on.
+    """
+    model_type = "mistral" if model.window else "llama"
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.dim,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_features,
+        "intermediate_size": model.ffn_features,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": seq_len,
+        "bos_token_id": eos,
+        "eos_token_id": eos,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **FIXED,
+        **({"sliding_window": model.window} if model.window else {}),
+    }
