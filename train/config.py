@@ -29,6 +29,10 @@ class ModelConfig:
     head_dim: int | None = None  # None: dim / heads
     ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
     rope_theta: float = 10_000.0
+    rope_factor: float | None = (
+        None  # as in Llama 3.1: how many times slower features turn that turn seldom in rope_trained_len
+    )
+    rope_trained_len: int = 8192  # tokens of the sequences before; without rope_factor it has no meaning
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     window: int | None = None  # keys a query may see, itself included; None: all before it
@@ -168,7 +172,15 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     *("model.vocab_size", "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_dim"),
-    *("model.window", "data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
+    *(
+        "model.rope_factor",
+        "model.rope_trained_len",
+        "model.window",
+        "data.seq_len",
+        "parallel.ring",
+        "parallel.ulysses",
+        "parallel.timeout_s",
+    ),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
     "trainer.eval_sequences",
 )
@@ -250,6 +262,8 @@ def _check_model(model: ModelConfig) -> None:
         )
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
+    if model.rope_factor is None and model.rope_trained_len != ModelConfig.rope_trained_len:
+        raise ConfigError(f"model.rope_trained_len={model.rope_trained_len} has no meaning without model.rope_factor: set both")
     head_dim = model.head_features
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise ConfigError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config import ConfigError, ModelConfig
-from train.model import padded_vocabulary
+from train.model import FASTEST, padded_vocabulary
 
 NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}  # ours: theirs
 BLOCK_NAMES = {
@@ -31,6 +31,7 @@ BLOCK_NAMES = {
 }
 # what else a config.json may ask for, and the only value that the model has
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+TURNS = {"low_freq_factor": 1.0, "high_freq_factor": FASTEST}  # of "llama3" angles
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 
@@ -55,6 +56,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type", "default"))
         settings = {
             "vocab_size": config["vocab_size"],
             "layers": config["num_hidden_layers"],
@@ -64,6 +66,8 @@ def read_settings(path: Path) -> dict[str, Any]:
             "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             "ffn_features": config["intermediate_size"],
             "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
+            "rope_factor": rope["factor"] if kind == "llama3" else None,
+            "rope_trained_len": rope["original_max_position_embeddings"] if kind == "llama3" else ModelConfig.rope_trained_len,
             "norm_eps": config.get("rms_norm_eps", 1e-6),
             "tie_embeddings": config.get("tie_word_embeddings", False),
             "window": config.get("sliding_window") if config["model_type"] == "mistral" else None,
@@ -72,7 +76,9 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}/config.json is none of a Llama model: {type(error).__name__}: {error}") from error
     asked = {name: (config.get(name, value), (value,)) for name, value in FIXED.items()}
     asked["model_type"] = config["model_type"], tuple(ARCHITECTURES)
-    asked["rope_type"] = rope.get("rope_type", rope.get("type", "default")), ("default",)
+    asked["rope_type"] = kind, ("default", "llama3")
+    if kind == "llama3":
+        asked |= {name: (rope.get(name, value), (value,)) for name, value in TURNS.items()}
     for name, (value, known) in asked.items():
         if value not in known:
             only = " or ".join(map(str, known))
@@ -100,7 +106,7 @@ def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
     changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
     named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
     listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
-    if not changed.keys() <= {"rope_theta", "norm_eps", "window"}:
+    if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "norm_eps", "window"}:
         raise ConfigError(f"{path} is a model of {listed}: set the same")
     return listed
 
@@ -157,6 +163,10 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
         seq_len: tokens of the sequences it was trained on.
     """
     model_type = "mistral" if model.window else "llama"
+    more = {"sliding_window": model.window} if model.window else {}
+    if model.rope_factor is not None:
+        stretch = {"factor": model.rope_factor, "original_max_position_embeddings": model.rope_trained_len}
+        more["rope_scaling"] = {"rope_type": "llama3", **stretch, **TURNS}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -175,5 +185,5 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
         "eos_token_id": eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **FIXED,
-        **({"sliding_window": model.window} if model.window else {}),
+        **more,
     }

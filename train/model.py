@@ -19,6 +19,7 @@ from train.config import ModelConfig, round_up
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
+FASTEST = 4.0  # turns within the length a model was trained on, beyond which features keep their frequency
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
@@ -26,14 +27,28 @@ def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
-def rope(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), of global `positions` (N,) or (B, N).
 
-    Feature pair i of position p turns by p * theta ** (-2 i / D).
+    Feature pair i of position p turns by p * rope_theta ** (-2 i / D), or as `stretched` says.
     """
-    frequency = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
+    dim = config.head_features
+    frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
+    if config.rope_factor is not None:
+        frequency = stretched(frequency, config.rope_factor, config.rope_trained_len)
     angle = torch.atleast_2d(positions).float()[..., None, None] * frequency
     return angle.cos(), angle.sin()
+
+
+def stretched(frequency: Tensor, factor: float, trained_len: int) -> Tensor:
+    """Frequencies of rotary angles for more positions than the `trained_len` that a model knew, as in Llama 3.1.
+
+    Pairs that turned less than once in `trained_len` positions turn slower by `factor`, those that turned more than FASTEST
+    times as before, and those between by a mean of both.
+    """
+    turns = frequency * trained_len / (2 * math.pi)
+    kept = ((turns - 1) / (FASTEST - 1)).clamp(0, 1)
+    return frequency * (kept + (1 - kept) / factor)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -117,7 +132,7 @@ class GPT(nn.Module):
             What `finish` returns.
         """
         x = F.embedding(tokens, self.embedding)
-        cos, sin = rope(positions, self.blocks[0].head_dim, self.config.rope_theta)
+        cos, sin = rope(positions, self.config)
         attends = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
         for block, attend in zip(self.blocks, attends, strict=True):
             x = block(x, cos, sin, attend)

@@ -58,6 +58,8 @@ REFUSED = {
     "odd head dim": (dict(model__head_dim=33), 1, "a head dim of 33"),
     "large head dim": (dict(model__head_dim=258), 1, "a head dim of 258"),
     "no layers": (dict(model__layers=0), 1, "model.layers=0 makes no sense: it must be at least 1"),
+    "a length without its factor": (dict(model__rope_trained_len=4096), 1, "has no meaning without model.rope_factor"),
+    "a factor below 1": (dict(model__rope_factor=0.5), 1, "model.rope_factor=0.5 makes no sense: it must be at least 1"),
     "window below 1": (dict(model__window=0), 1, "model.window=0 makes no sense: it must be at least 1"),
     "ring that does not divide": (dict(parallel__ring=3), 4, "parallel.ring=3 does not divide the 4 ranks"),
     "ring larger than the world": (dict(parallel__ring=4), 2, "choose one of 1, 2"),

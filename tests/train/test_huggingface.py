@@ -1,6 +1,7 @@
 """Against the Llama forward written out under transformers' names; transformers itself gives the same logits."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -35,6 +36,10 @@ FOLDER = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+# of 16 features, in 40 tokens: some turn more than four times, some less than once, some between
+STRETCH = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 40}
+STRETCH |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = STRETCH | {"rope_theta": 50.0}
 
 
 def write_folder(folder: Path, **changes) -> Path:
@@ -62,14 +67,28 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
+def llama3(wavelength: float, rope: dict[str, float]) -> float:
+    """As in Llama 3.1's own code."""
+    length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    if wavelength < length / high:
+        return wavelength
+    if wavelength > length / low:
+        return wavelength * rope["factor"]
+    smooth = (length / wavelength - low) / (high - low)
+    return 1 / ((1 - smooth) / (wavelength * rope["factor"]) + smooth / wavelength)
+
+
 def llama(folder: Path, tokens: Tensor) -> Tensor:
     """Logits (S, V) of tokens (S,), in float64."""
     config = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.double() for name, tensor in read_tensors(folder).items()}
     eps, dim, window = config["rms_norm_eps"], config["head_dim"], config.get("sliding_window") or len(tokens)
-    theta = config["rope_theta"] if "rope_theta" in config else config["rope_parameters"]["rope_theta"]
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     place = torch.arange(len(tokens), dtype=torch.float64)
-    angles = place[:, None] / theta ** (torch.arange(0, dim, 2) / dim)
+    wavelengths = 2 * math.pi * config.get("rope_theta", rope.get("rope_theta")) ** (torch.arange(0, dim, 2).double() / dim)
+    if rope.get("rope_type") == "llama3":
+        wavelengths = torch.tensor([llama3(wavelength, rope) for wavelength in wavelengths.tolist()])
+    angles = 2 * math.pi * place[:, None] / wavelengths
     cos, sin = (torch.cat((x, x), -1) for x in (angles.cos(), angles.sin()))
     seen = (place[None] <= place[:, None]) & (place[None] > place[:, None] - window)
 
@@ -122,8 +141,10 @@ def settings_of(folder: Path) -> ModelConfig:
         {"tie_word_embeddings": True},
         {"model_type": "mistral", "sliding_window": 7},
         {"rope_parameters": None, "rope_scaling": None, "rope_theta": 3e4},
+        {"rope_parameters": LLAMA3},
+        {"rope_parameters": None, "rope_scaling": STRETCH, "rope_theta": 50.0},
     ],
-    ids=["Llama", "tied", "Mistral", "older names"],
+    ids=["Llama", "tied", "Mistral", "older names", "Llama 3.1", "Llama 3.1, older names"],
 )
 def test_a_folder_is_the_same_model_here(changes, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
@@ -141,7 +162,9 @@ def test_a_folder_is_the_same_model_here(changes, tmp_path):
 REFUSED = {
     "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, and the model here has only llama or mistral"),
     "biases": ({"attention_bias": True}, "attention_bias is True, and the model here has only False"),
-    "scaled angles": ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1.0}}, "rope_type is llama3"),
+    "scaled angles": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is yarn, .*default or llama3"),
+    "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
+    "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'original_max"),
     "scaled angles, older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
     "no sizes": ({"hidden_size": None}, "config.json is none of a Llama model: KeyError: 'hidden_size'"),
     "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the tokenizer's 257: set data.tokenizer"),
@@ -239,6 +262,14 @@ def test_a_window_is_mistrals(tmp_path, monkeypatch):
     assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
     torch.testing.assert_close(ours, llama(out, tokens), rtol=1e-4, atol=1e-4)
     assert settings_of(out).window == config.model.window == 40
+
+
+@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"rope_factor": 8.0, "rope_trained_len": 4096}], ids=str)
+def test_settings_survive_a_folder(settings, tmp_path):
+    model = ModelConfig(**SIZES, vocab_size=300, **settings)
+    described = huggingface.config_of(model, 300, 61, 256, torch.bfloat16)
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    assert settings_of(tmp_path) == model
 
 
 def test_a_tokenizer_goes_with_the_model(tmp_path, monkeypatch):

@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -7,7 +8,7 @@ import torch.nn.functional as F
 from ringattn import Layout, Mask, ring_attention
 from tests.train.test_config import composed
 from train.config import ModelConfig
-from train.model import GPT, Block, rope, rotate
+from train.model import GPT, Block, rope, rotate, stretched
 
 VOCAB = 50
 
@@ -36,9 +37,11 @@ def random_tokens(length: int, batch: int = 2):
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"), [("tiny", 0.83e6), ("124m", 123.6e6), ("350m", 353e6), ("1.4b", 1.44e9), ("8b", 8.03e9)]
-)
+SIZES = {"tiny": 0.83e6, "124m": 123.6e6, "350m": 353e6, "1.4b": 1.44e9, "8b": 8.03e9}
+SIZES |= {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9}
+
+
+@pytest.mark.parametrize(("name", "parameters"), SIZES.items())
 def test_sizes(name, parameters):
     with torch.device("meta"):
         model = GPT(composed(f"model={name}").model, vocab_size=257)
@@ -62,7 +65,7 @@ def test_only_distances_between_positions_matter():
 
 
 def test_rope_turns_pairs_by_the_documented_angle():
-    cos, sin = rope(torch.tensor([0, 7]), head_dim=4, theta=100.0)
+    cos, sin = rope(torch.tensor([0, 7]), ModelConfig(head_dim=4, rope_theta=100.0))
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 2, 1, 4)
     a, b = torch.tensor(7.0), torch.tensor(0.7)  # theta ** (-2 i / 4) is 1 and 0.1
     expected = torch.stack([a.cos(), -2 * b.sin(), a.sin(), 2 * b.cos()])
@@ -70,13 +73,23 @@ def test_rope_turns_pairs_by_the_documented_angle():
     torch.testing.assert_close(rotate(x, cos, sin)[0, 1, 0], expected)
 
 
+def test_features_that_turn_seldom_turn_slower():
+    """In 8,192 tokens: above four turns as before, below one slower by the factor, half-way between by the mean of both."""
+    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.5])
+    frequency = turns * 2 * math.pi / 8192
+    expected = torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
+    torch.testing.assert_close(stretched(frequency, 8.0, 8192) / frequency, expected)
+    plain, slower = (rope(torch.tensor([5000]), ModelConfig(head_dim=64, **x))[0] for x in ({}, {"rope_factor": 8.0}))
+    assert torch.equal(plain[..., :4], slower[..., :4]) and not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
+
+
 def test_rope_takes_positions_a_batch_row_and_keeps_fp32_angles():
     positions = torch.tensor([[0, 1, 2], [500_000, 500_001, 500_002]])
-    cos, sin = rope(positions, 8, 10_000.0)
+    cos, sin = rope(positions, ModelConfig(head_dim=8))
     assert cos.shape == (2, 3, 1, 4) and cos.dtype == torch.float32
     x = torch.randn(2, 3, 2, 8, dtype=torch.bfloat16)
     assert rotate(x, cos, sin).dtype == torch.bfloat16
-    torch.testing.assert_close(cos[1], rope(positions[1], 8, 10_000.0)[0][0])
+    torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
 
 
 def test_ring_attention_of_one_rank_is_the_same_attention():

@@ -44,7 +44,10 @@ BAD = {
     "unknown option": (["model.width=3"], "unknown option model.width: choose one of vocab_size, layers, dim"),
     "unknown option, forced": (["+model.width=3"], "unknown option model.width"),
     "unknown group": (["color=red"], "unknown option color: choose one of name, model, data"),
-    "unknown file of a group": (["model=huge"], "Available options in 'model': 1.4b 124m 350m 8b tiny"),
+    "unknown file of a group": (
+        ["model=huge"],
+        "Available options in 'model': 1.4b 124m 350m 8b llama-3.1-8b llama-3.2-1b tiny",
+    ),
     "wrong type": (["model.layers=two"], "model.layers: Value 'two' of type 'str' could not be converted to Integer"),
     "no value": (["trainer.steps"], "missing EQUAL"),
     "heads that do not divide": (["model.heads=3"], "model.kv_heads=2 does not divide model.heads=3"),
