@@ -1,6 +1,6 @@
 """Attention kernels for one device: forward and backward over interval masks.
 
-Every kernel module offers the same two functions, `forward` and `backward`, with the contract written down in
+Every family of kernels offers the same two functions, `forward` and `backward`, with the contract written down in
 `kernels.reference`; `kernels.dispatch` picks one by device, dtype and shape. Nothing here knows a process group.
 """
 

@@ -21,7 +21,7 @@ class BlockMask:
         size: rows of a block, a multiple of 64; 128 and its multiples let the kernels use their best tiles.
 
     Raises:
-        ValueError: anything outside the above.
+        ValueError: another dtype, number of dimensions or size. Calls refuse what does not fit their q and k.
     """
 
     keep: Tensor
@@ -40,7 +40,7 @@ class BlockMask:
             )
 
     def cut(self, rows: slice, keys: slice) -> "BlockMask":
-        """The mask of these query rows and key rows alone; both slices start at a block."""
+        """The mask of these query rows and key rows alone; both slices start at a block, or ValueError is raised."""
         if rows.start % self.size or keys.start % self.size:
             raise ValueError(f"rows from {rows.start} and keys from {keys.start} do not start at a block of {self.size}")
         rows, keys = (slice(x.start // self.size, -(-x.stop // self.size)) for x in (rows, keys))

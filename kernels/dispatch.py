@@ -166,6 +166,9 @@ def backward(
 
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
     always, and are used under `torch.use_deterministic_algorithms(True)`. `crowded` as in `forward`.
+
+    Raises:
+        ValueError: what `choose` refuses; backend "hopper" under deterministic algorithms.
     """
     chosen = _choose_backward(q, v, backend, dropout, blocks)
     if chosen != "hopper" and isinstance(delta, tuple):
@@ -178,7 +181,7 @@ def backward(
 
 
 def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """`kernels.reference.total`, fused on GPUs."""
+    """`kernels.reference.total`, on GPUs fused for fp32 sums of one batch row."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _module("triton", "total").total(base, parts, dtype)
     return reference.total(base, parts, dtype)

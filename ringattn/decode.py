@@ -100,6 +100,9 @@ class KVCache:
         """(k, v, positions) of this rank, allocated rows and all: the first `rows[rank]` are in use, by ascending position.
 
         Positions are int64 on the CPU.
+
+        Raises:
+            ValueError: nothing was kept yet.
         """
         if self._k is None:
             raise ValueError("the cache is empty: prefill it or append to it first")

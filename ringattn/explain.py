@@ -40,13 +40,13 @@ def explain(
 
     Args:
         q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter: tensors on
-            the "meta" device will do, and stand for a GPU.
+            the "meta" device will do, and without a group stand for a GPU.
         group: the ring. None: one that does not exist, on one host, over NVLink or, with transport "p2p", over NCCL.
         rank: whose hops are told. None: this rank's, or rank 0's where there is no group.
 
     Raises:
         ValueError: a layout for another number of ranks than the group has, a rank outside it, shapes that are none of
-            attention's, or unknown names.
+            attention's, documents of another length, or unknown names.
     """
     check_choices(schedule, transport)
     if group is None:

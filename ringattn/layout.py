@@ -5,8 +5,8 @@
     striped      0 1 2 0 1 2 0 1 2 0 1 2      every P-th position: equal causal work, and for short documents too
     dealt        1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length in any hands, named one by one; see `ringattn.balance`
 
-Chunks differ by at most one position where S does not divide; a rank may hold none at all. A layout over R ranks can be `split`
-for U ranks in the place of each one, who hold consecutive slices of its shard.
+Chunks differ by at most one position where S does not divide, but for the last one dealt, which may be shorter; a rank may hold
+none at all. A layout over R ranks can be `split` for U ranks in the place of each one: consecutive slices of its shard.
 """
 
 from collections.abc import Sequence

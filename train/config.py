@@ -125,7 +125,9 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
     eval_sequences: int = 16  # of an evaluation, the same in all; fewer where there are not so many
-    time_limit_s: float | None = None  # seconds since the launch, after which no step begins and the run is saved and ends
+    time_limit_s: float | None = (
+        None  # seconds since the launch, after which the run is saved and ends with the step it is in or the next
+    )
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
@@ -244,7 +246,7 @@ def _check_data(data: DataConfig) -> None:
     if data.held_out is not None and (data.held_out.path, data.held_out.split) == (data.path, data.split):
         raise ConfigError(
             f"data.eval_split={data.eval_split} data.eval_path={data.eval_path} is what training reads: hold out other files, "
-            "or another part, as data.split='train[:95%]' and data.eval_split='train[95%:]' do"
+            "or another part, as 'data.split=\"train[:95%]\"' and 'data.eval_split=\"train[95%:]\"' do"
         )
     if data.source != "hub" and data.subset is not None:
         raise ConfigError(
