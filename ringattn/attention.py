@@ -122,6 +122,19 @@ def check_layout(layout: Layout) -> None:
         raise ValueError(f"layout is a {type(layout).__name__}: give a ringattn.Layout, such as Layout.zigzag(seq_len, ranks)")
 
 
+def check_mask(mask: Mask) -> None:
+    """Refuse what is no mask.
+
+    Raises:
+        ValueError: naming what masks are.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
+            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
+        )
+
+
 def check_choices(schedule: str, transport: str) -> None:
     """Refuse a schedule or a transport that there is not.
 
@@ -169,11 +182,9 @@ def check_inputs(
     Raises:
         ValueError: saying what, why and what to do.
     """
-    if not isinstance(mask, Mask):
-        raise ValueError(
-            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
-            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
-        )
+    check_mask(mask)
+    if any(hasattr(x, "to_local") for x in (q, k, v)):
+        raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
     check_shapes(q, k, v)
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
@@ -181,7 +192,7 @@ def check_inputs(
         )
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
-    if not 0 <= dropout_p < 1 or isinstance(seed, float) or not 0 <= seed < 2**63:
+    if not 0 <= dropout_p < 1 or isinstance(seed, float | None) or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and an integer 0 <= seed < 2**63")
     mask.check(seq_len, q.shape[0])
     if q.dtype not in DTYPES:
@@ -264,4 +275,11 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
     return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule=schedule)
 
 
-_attention = operator.register("ring_attention", SETTINGS, _forward, _backward)
+def pairs_a_rank(batch, num_queries, num_keys, documents, is_causal, window, layout, seq_len, ranks, *_):
+    """The mean over the ranks of a ring, so that their counts sum to what all compute."""
+    lengths = documents.tolist() if documents.numel() else ()
+    counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len)
+    return batch * sum(counts) / len(counts) / ranks
+
+
+_attention = operator.register("ring_attention", SETTINGS, _forward, _backward, pairs_a_rank)

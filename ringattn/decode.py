@@ -125,8 +125,9 @@ class KVCache:
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
             # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
-            self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
-            self._positions = torch.full((rows,), torch.iinfo(torch.int64).max, device="cpu")
+            with torch.inference_mode(False):  # a cache made under it may be appended to outside
+                self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
+                self._positions = torch.full((rows,), torch.iinfo(torch.int64).max, device="cpu")
         for new, kept in ((k, self._k), (v, self._v)):
             if (new.shape[0], *new.shape[2:], new.dtype) != (kept.shape[0], *kept.shape[2:], kept.dtype):
                 raise ValueError(

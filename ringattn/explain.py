@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_choices, check_shapes
+from ringattn.attention import check_choices, check_layout, check_mask, check_shapes
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.group import Group
 from ringattn.layout import Layout
@@ -49,6 +49,7 @@ def explain(
             attention's, documents of another length, or unknown names.
     """
     check_choices(schedule, transport)
+    check_layout(layout)
     if group is None:
         speed = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
         joined, here = fabric("nccl" if transport == "p2p" else "nvlink", flops=speed), 0
@@ -60,6 +61,7 @@ def explain(
     here = here if rank is None else rank
     if not 0 <= here < layout.ranks:
         raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
+    check_mask(mask)
     check_shapes(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
     planned = plan(mask, layout, here, torch.device("cpu"))

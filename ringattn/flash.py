@@ -41,7 +41,7 @@ def flash_attention(
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. One dtype (fp16, bf16, fp32, fp64) and
             device; under `torch.autocast` they are cast to its dtype. `scaled_dot_product_attention` has rows and heads the
-            other way round: (B, H, N, D).
+            other way round: (B, H, N, D). They are finite: a NaN in v may reach rows that do not see it, in the same tile.
         mask: over the Nk positions of the keys; the last query stands at the last of them, as in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
@@ -151,4 +151,10 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
     return dispatch.backward(q, k, v, dout, lse, (out, dlse), *mask, **options)
 
 
-_attention = operator.register("flash_attention", _SETTINGS, _forward, _backward)
+def _pairs(batch, num_queries, num_keys, documents, keep, is_causal, window, *_):
+    lengths = documents.tolist() if documents.numel() else ()
+    counts = Mask.from_lengths(is_causal, window or None, lengths, num_keys).pairs(num_keys, num_queries)
+    return batch * sum(counts) / len(counts) * (1 if keep is None else keep.float().mean().item())
+
+
+_attention = operator.register("flash_attention", _SETTINGS, _forward, _backward, _pairs)

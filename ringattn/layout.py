@@ -12,10 +12,12 @@ none at all. A layout over R ranks can be `split` for U ranks in the place of ea
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import index
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -33,6 +35,11 @@ class Layout:
     ranks: int
 
     def __post_init__(self) -> None:
+        for name in ("seq_len", "ranks"):
+            try:
+                object.__setattr__(self, name, index(getattr(self, name)))
+            except TypeError:
+                raise ValueError(f"{name} = {getattr(self, name)}: give an integer") from None
         if self.seq_len < 1 or self.ranks < 1:
             raise ValueError(f"seq_len = {self.seq_len}, ranks = {self.ranks}: both must be at least 1")
         kind, split, parts = self.kind.partition("/")
@@ -104,7 +111,9 @@ class Layout:
 
     def rows(self, rank: int) -> int:
         """How many rows a rank holds."""
-        return len(self.positions(rank))
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
+        return _rows(self, rank)
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.
@@ -176,7 +185,24 @@ def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
 
 
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)  # kept: a gradient may pass by them later
+def _rows(layout: Layout, rank: int) -> int:
+    """`len(_positions(...))` in integers alone, which a compiler can follow."""
+    if layout.parts > 1:
+        whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
+        return (part + 1) * whole // layout.parts - part * whole // layout.parts
+    if layout.kind.startswith("dealt-"):
+        size, _, owners = layout.kind.removeprefix("dealt-").partition(":")
+        size, owners = int(size), owners.split(",")
+        missing = len(owners) * size - layout.seq_len if owners[-1] == str(rank) else 0
+        return owners.count(str(rank)) * size - missing
+    if layout.kind == "striped":
+        return max(0, -((rank - layout.seq_len) // layout.ranks))
+    return sum(end - begin for begin, end in _bounds(layout, rank))
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)  # kept: a gradient may pass by them later,
+@unset_fake_temporarily()  # and real tensors may ask for them
 def _positions(layout: Layout, rank: int) -> Tensor:
     if layout.parts > 1:
         whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts
@@ -187,8 +213,11 @@ def _positions(layout: Layout, rank: int) -> Tensor:
         return positions[positions < layout.seq_len]
     if layout.kind == "striped":
         return torch.arange(rank, max(rank, layout.seq_len), layout.ranks, device="cpu")
+    return torch.cat([torch.arange(begin, end, device="cpu") for begin, end in _bounds(layout, rank)])
+
+
+def _bounds(layout: Layout, rank: int) -> list[tuple[int, int]]:
+    """(begin, end) of a rank's chunks, contiguous or zigzag."""
     chunks = [rank] if layout.kind == "contiguous" else [rank, 2 * layout.ranks - 1 - rank]
     total = layout.ranks * len(chunks)
-    return torch.cat(
-        [torch.arange(i * layout.seq_len // total, (i + 1) * layout.seq_len // total, device="cpu") for i in chunks]
-    )
+    return [(i * layout.seq_len // total, (i + 1) * layout.seq_len // total) for i in chunks]

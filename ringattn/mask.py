@@ -11,6 +11,7 @@ from operator import index
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
@@ -37,6 +38,8 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
     # all rows' document lengths in one flat int64 tensor (empty: no documents): how an operator carries them
     lengths: Tensor = field(init=False, repr=False, compare=False)
+    # tokens of each row's documents: a compiler guards on what `check` reads, and need not on every length
+    totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.window is not None and (isinstance(self.window, float) or self.window < 1):
@@ -44,6 +47,7 @@ class Mask:
         for row in self.documents or ():
             if any(length < 1 for length in row):
                 raise ValueError(f"a document of {min(row)} tokens: every length must be at least 1")
+        object.__setattr__(self, "totals", tuple(sum(row) for row in self.documents or ()))
         lengths = [length for row in self.documents or () for length in row]
         with torch.inference_mode(False):  # a mask that an evaluation made may serve training, too
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
@@ -73,13 +77,13 @@ class Mask:
         Raises:
             ValueError: lengths that do not sum to `seq_len`, or neither one row of them nor `batch`.
         """
-        if self.documents is None:
+        if not self.totals:
             return
-        for row in self.documents:
-            if sum(row) != seq_len:
-                raise ValueError(f"documents sum to {sum(row)} tokens but the sequence has {seq_len}: they must be equal")
-        if len(self.documents) not in (1, batch):
-            raise ValueError(f"documents for {len(self.documents)} batch rows but the batch has {batch}: give 1 or {batch}")
+        for total in self.totals:
+            if total != seq_len:
+                raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: they must be equal")
+        if len(self.totals) not in (1, batch):
+            raise ValueError(f"documents for {len(self.totals)} batch rows but the batch has {batch}: give 1 or {batch}")
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
         """(lo, hi), int64 (1 or B, num_queries) on the CPU: query i sees the positions [lo, hi). Neither ever decreases.
@@ -95,10 +99,13 @@ class Mask:
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return lo.clone(), hi.clone()
 
-    def pairs(self, seq_len: int) -> list[int]:
-        """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask."""
-        lo, hi = shared_intervals(self, seq_len, seq_len)
-        return (hi - lo).sum(-1).tolist()
+    def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
+        """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask.
+
+        Args: as those of `intervals`.
+        """
+        lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
+        return (hi - lo).clamp(min=0).sum(-1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
@@ -114,6 +121,7 @@ class Mask:
 
 
 @lru_cache(maxsize=8)
+@unset_fake_temporarily()  # kept: real tensors may ask for them later
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """`mask.intervals` for all who ask: not to be changed."""
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")

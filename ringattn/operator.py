@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from kernels.reference import state_dtype
 from ringattn.recompute import once
@@ -26,7 +29,12 @@ class Keeping(NamedTuple):
 
 
 def register(
-    name: str, settings: str, forward: Callable[..., tuple], backward: Callable[..., tuple], keeping: Keeping | None = None
+    name: str,
+    settings: str,
+    forward: Callable[..., tuple],
+    backward: Callable[..., tuple],
+    pairs: Callable[..., float],
+    keeping: Keeping | None = None,
 ) -> Callable[..., tuple]:
     """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return the call of it.
 
@@ -38,6 +46,8 @@ def register(
         forward: forward(q, k, v, *settings).
         backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v; dlse is None
             where lse has no gradient.
+        pairs: pairs(batch, num_queries, num_keys, *settings), how many (query, key) pairs of one head a call computes, for
+            `torch.utils.flop_counter`.
         keeping: then forward returns (out, lse, kept), as the operator does, and backward is backward(kept, dout, dlse,
             *settings).
     """
@@ -95,7 +105,10 @@ def register(
 
     def call(*arguments):
         # a compiler needs the node; otherwise the dispatcher would only lead to autograd
-        return operator(*arguments) if torch.compiler.is_compiling() else differentiable(*arguments)
+        if torch.compiler.is_compiling():
+            return operator(*arguments)
+        arguments = _in_mode(arguments) if torch._C._len_torch_dispatch_stack() else arguments
+        return differentiable(*arguments)
 
     _library.impl(name, forward, "CompositeExplicitAutograd")
     _library.impl(name, differentiable, "Autograd")
@@ -103,7 +116,26 @@ def register(
     fakes = (keeping.fake_results, keeping.fake_gradients) if keeping else (_fake_results, _fake_gradients)
     torch.library.register_fake(f"ringattn::{name}", fakes[0], lib=_library)
     torch.library.register_fake(f"ringattn::{name}_backward", fakes[1], lib=_library)
+    _register_flops(name, pairs, bool(keeping))
     return call
+
+
+def _register_flops(name: str, pairs: Callable[..., float], keeping: bool) -> None:
+    """FLOPs as of torch's own attention: two products a pair forward, and five backward, the scores anew included."""
+
+    @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
+    def of_forward(q, k, v, *settings, out_val=None):
+        count = pairs(q.shape[0], q.shape[1], k.shape[1], *settings)
+        return round(2 * q.shape[2] * (q.shape[3] + v.shape[3]) * count)
+
+    @register_flop_formula(getattr(torch.ops.ringattn, f"{name}_backward"), get_raw=True)
+    def of_backward(*arguments, out_val=None):
+        if keeping:
+            (q, k, *_), dout, _, *settings = arguments
+        else:
+            q, k, _, _, _, dout, _, *settings = arguments
+        count = pairs(dout.shape[0], dout.shape[1], k.shape[1], *settings)
+        return round(2 * dout.shape[2] * (3 * q.shape[3] + 2 * dout.shape[3]) * count)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -123,6 +155,14 @@ def _is_plain(*tensors: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and set(map(type, tensors)) == {Tensor}
     )
+
+
+def _in_mode(arguments: tuple) -> tuple:
+    """The arguments as a mode of fake tensors, if there is one, lets them be mixed: masks hold real ones."""
+    mode = detect_fake_mode()
+    if mode is None:
+        return arguments
+    return tuple(mode.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
 
 
 def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:

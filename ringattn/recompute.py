@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Attend = Callable[[], tuple]
 
@@ -59,7 +59,8 @@ class _Context:
 class _Keep(_Context):
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        self.results.append(_detached(results))  # what is returned becomes part of a graph, which would keep itself alive
+        kept = _detached(results)
+        self.results.append((kept, _versions(kept)))  # what is returned becomes part of a graph, which would keep itself alive
         return results
 
 
@@ -71,13 +72,23 @@ class _Repeat(_Context):
         self.left = iter(self.results)
 
     def run(self, attend: Attend) -> tuple:
-        results = next(self.left, None)
+        results, versions = next(self.left, (None, []))
         if results is None:
             raise RuntimeError(
                 f"a pass called attention {len(self.results)} times and its repetition calls it once more: what is "
                 "checkpointed must do the same whenever it is called"
             )
+        if _versions(results) != versions:
+            raise RuntimeError(
+                "what attention returned was changed in place after the pass, and its repetition would begin with that: "
+                "write out = out * x for out *= x in what is checkpointed with keep_attention"
+            )
         return _detached(results)
+
+
+def _versions(results: tuple) -> list[int]:
+    """How often each tensor has been changed in place; it shares the count with the tensors it was detached from."""
+    return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 
 class _Thread(threading.local):

@@ -39,8 +39,13 @@ class SimulatedRing:
             finally:
                 self.turn.acquire()
         if message is None:
-            raise RuntimeError("another rank of the simulated ring failed")
+            raise RuntimeError(f"rank {src} of the simulated ring failed, or ended without what rank {dst} waits for")
         return message
+
+    def leave(self, rank: int) -> None:
+        """Wake who waits for a message of a rank that has ended."""
+        for dst in range(self.size):
+            self.mail[rank, dst].put(None)
 
     def abort(self) -> None:
         """Wake every rank that waits for a message."""
@@ -87,6 +92,8 @@ def simulate(
     """Run `function(rank, group)` on every rank of a simulated ring; the results, by rank.
 
     Args:
+        function: runs in threads, in which contexts of the caller, as torch.no_grad or torch.autocast, do not hold: enter
+            them in there.
         all_pairs: whether every rank can reach every other directly, or only its neighbours.
         in_turns: whether one rank computes while the others wait for messages, or for their turn. Many threads at once take
             several times as long, and not all kernels can bear them; but only then may ranks wait for each other otherwise.
@@ -104,6 +111,7 @@ def simulate(
         try:
             with ring.turn:
                 results[rank] = function(rank, group)
+            ring.leave(rank)
         except BaseException as failure:  # SystemExit too: else the others would wait for ever
             failures.append(failure)
             ring.abort()

@@ -205,7 +205,9 @@ def resolve(group_name: str, device: torch.device | None = None, transport: str 
     if device is None:
         return PointToPoint(group)
     key = group_name, device, transport
-    with _resolving:
+    with _resolving:  # one lock a key: who waits for the ranks of one group holds up no other
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
         if key not in _resolved or _resolved[key][0] is not group:
             if key in _resolved:  # of a group that has been destroyed
                 _resolved[key][1].watchdog.stop()
@@ -214,6 +216,7 @@ def resolve(group_name: str, device: torch.device | None = None, transport: str 
 
 
 _resolving = threading.Lock()
+_locks: dict[tuple, threading.Lock] = {}
 _resolved: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
 

@@ -24,6 +24,7 @@ from ringattn.attention import (
     check_choices,
     check_inputs,
     check_layout,
+    pairs_a_rank,
     ring_attention,
     ring_of,
     scale_of,
@@ -274,10 +275,15 @@ def _fake_gradients(kept, dout, dlse, rows, group, transport, with_lse, again, *
     return tuple(dout.new_empty(x.shape) for x in inputs)
 
 
+def _pairs(batch, num_queries, num_keys, rows, group, transport, with_lse, again, parts, *settings):
+    return pairs_a_rank(batch, num_queries, num_keys, *settings) / len(rows)
+
+
 _attention = operator.register(
     "ulysses_attention",
     _SETTINGS,
     _forward,
     _backward,
+    _pairs,
     operator.Keeping(_fake_results, _fake_gradients, inputs_too=lambda settings: settings[4]),
 )

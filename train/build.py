@@ -13,8 +13,8 @@ from ringattn import Mask
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
 from train import flops, memory, optim, parallel
-from train.config import Config, ConfigError, DataConfig, check
-from train.data import Batch, PackedDataset, load
+from train.config import Config, ConfigError, check
+from train.data import Batch, PackedDataset, load, load_held_out
 from train.model import GPT
 from train.tokenizer import Tokenizer, load_tokenizer
 
@@ -67,7 +67,8 @@ def build(config: Config) -> Run:
     mesh = parallel.build_mesh(device.type, sequence, ulysses)
     with parallel.agreed():
         data = load(config.data, tokenizer)
-        held_out = _load_held_out(config.data, tokenizer)
+    with parallel.agreed():  # apart, as in each the other ranks wait for rank 0
+        held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
     parallel.set_timeout(mesh, config.parallel.timeout_s)  # only now: to tokenise may take long
     recompute = _recompute(config, tokenizer, mesh, device, bf16)
@@ -99,15 +100,6 @@ def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch
         return dispatch.choose(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
     except ValueError as error:
         raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
-
-
-def _load_held_out(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset | None:
-    if config.held_out is None:
-        return None
-    try:
-        return load(config.held_out, tokenizer)
-    except ConfigError as error:
-        raise ConfigError(f"held-out text (none by data.eval_split=null): {error}") from None
 
 
 def compiles(config: Config, device: torch.device) -> bool:

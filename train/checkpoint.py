@@ -65,10 +65,15 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     """
     target = Path(directory) / f"step_{step:08d}"
     temporary = target.with_name(f".{target.name}.tmp")
-    _together(temporary, lambda: _prepare(temporary) if _rank() == 0 else None)
-    _together(temporary, lambda: _write_tensors(temporary, tensors))
     meta = {**meta, "step": step}
-    _together(target, lambda: _publish(temporary, target, meta, max(keep, 1)) if _rank() == 0 else None)
+    try:
+        _together(temporary, lambda: _prepare(temporary) if _rank() == 0 else None)
+        _together(temporary, lambda: _write_tensors(temporary, tensors))
+        _together(target, lambda: _publish(temporary, target, meta, max(keep, 1)) if _rank() == 0 else None)
+    except CheckpointError:
+        if _rank() == 0:  # a full disk stays full otherwise
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
     return target
 
 

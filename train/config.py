@@ -77,7 +77,7 @@ class DataConfig:
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or self.split
-        return replace(self, path=path, split=split, eval_path=None, eval_split=None)
+        return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)  # the same text for every seed
 
 
 @dataclass
@@ -243,11 +243,6 @@ def _check_data(data: DataConfig) -> None:
             raise ConfigError(
                 f"data.{name}={path}, but data.source=stdlib reads no file: choose data=text, jsonl, parquet or hub"
             )
-    if data.held_out is not None and (data.held_out.path, data.held_out.split) == (data.path, data.split):
-        raise ConfigError(
-            f"data.eval_split={data.eval_split} data.eval_path={data.eval_path} is what training reads: hold out other files, "
-            "or another part, as 'data.split=\"train[:95%]\"' and 'data.eval_split=\"train[95%:]\"' do"
-        )
     if data.source != "hub" and data.subset is not None:
         raise ConfigError(
             f"data.subset={data.subset}, but only datasets of the hub have subsets: choose data=hub, or leave it out"

@@ -60,6 +60,7 @@ class PackedDataset:
         """
         self.seq_len = seq_len
         self.seed = seed
+        self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}  # documents in each
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
@@ -127,6 +128,40 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
     if len(tokens) == 0:
         raise ConfigError(f"{config.origin} holds no text: give files or rows that are not empty")
     return PackedDataset(tokens, config.seq_len, config.seed)
+
+
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedDataset) -> PackedDataset | None:
+    """The held-out text of `config` beside what is trained on; None if it has none. All ranks call it.
+
+    Raises ConfigError as `load` does, and where training reads some of it.
+    """
+    if config.held_out is None:
+        return None
+    given = {name: f"eval_{name}" for name in ("path", "split") if getattr(config, f"eval_{name}") is not None}
+    try:
+        held_out = load(config.held_out, tokenizer)
+    except ConfigError as error:
+        message = re.sub(r"data\.(path|split)\b", lambda found: f"data.{given.get(found[1], found[1])}", str(error))
+        raise ConfigError(f"held-out text (none by data.eval_split=null data.eval_path=null): {message}") from None
+    if not _are_apart(config, config.held_out, training.splits):
+        raise ConfigError(
+            f"training reads some of the held-out text, {' '.join(f'data.{x}={getattr(config, x)}' for x in given.values())}: "
+            "hold out other files, or another part, as 'data.split=\"train[:95%]\"' and 'data.eval_split=\"train[95%:]\"' do"
+        )
+    return held_out
+
+
+def _are_apart(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
+    """Whether no file is of both, or they are parts of the same files that have no document in common."""
+    if training.path == held_out.path:
+        return not _overlap(training.split, held_out.split, sizes)
+    return training.source == "hub" or not set(_files(training)) & set(_files(held_out))
+
+
+def _overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
+    """Whether two splits, as `datasets` writes them, have a row in common; `sizes` are those of the whole splits."""
+    parts = [datasets.ReadInstruction.from_spec(split).to_absolute(sizes) for split in (first, second)]
+    return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 
 
 def _documents(config: DataConfig) -> tuple[datasets.Dataset, str]:

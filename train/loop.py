@@ -6,6 +6,7 @@ import time
 import zlib
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from train.config import Config, ConfigError
 from train.evaluate import evaluate
 from train.lock import alone_in
 from train.step import take_step
-from train.stopping import Stopped, requests
+from train.stopping import Stopped, any_asked, is_asked, listening
 from train.summary import finish, peak_memory_gib, read_summary
 
 log = logging.getLogger(__name__)
@@ -35,8 +36,11 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: on every rank, before training starts: settings or files that cannot be honoured.
         Diverged: on every rank.
-        Stopped: on every rank: the run was asked to, and is saved.
+        Stopped: on every rank: the launch was asked to end, and what the run has done is saved.
     """
+    if any_asked(config.trainer.time_limit_s):
+        log.info(f"{'stopped':<12}as asked, before {directory} began")
+        raise Stopped
     with alone_in(directory):
         run = build(config)
         describe(run, directory)
@@ -53,10 +57,10 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict
     with parallel.agreed():
         (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
-    with closing(recorder), requests(trainer.time_limit_s) as asked_to_stop:
+    with closing(recorder), listening():
         for step in range(done + 1, trainer.steps + 1):
             began = time.perf_counter()
-            row, asked = take_step(run, step, consumed, asked_to_stop)
+            row, asked = take_step(run, step, consumed, partial(is_asked, trainer.time_limit_s))
             stop = asked and step < trainer.steps
             consumed += run.sequences_per_step
             rows.append(row | {"seconds": time.perf_counter() - began})

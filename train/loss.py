@@ -43,7 +43,8 @@ def token_losses(
     losses = _compiled(_losses) if compiled else _losses
     flat, flat_labels = hidden.flatten(0, 1), labels.flatten()
     of_chunks = [losses(flat[rows] @ head.T, flat_labels[rows], vocab_size)[1] for rows in _chunks(len(flat), chunk)]
-    return torch.cat(of_chunks).view(labels.shape)
+    empty = hidden.new_zeros(0, dtype=torch.float32)  # a rank may hold no token
+    return torch.cat([empty, *of_chunks]).view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -13,8 +13,8 @@ COMPARED = ("model", "data", "parallel", "optim", "trainer")  # groups of settin
 FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
 FREE = (
     *("data.path", "parallel.timeout_s"),  # the first is compared as the corpus
-    *("data.eval_split", "data.eval_path", "trainer.eval_every", "trainer.eval_sequences", "trainer.time_limit_s"),
     *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
+    *("trainer.time_limit_s", "trainer.eval_every"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
     *("trainer.sample_tokens", "trainer.sample_prompt"),
 )

@@ -8,6 +8,7 @@ Rank 0 alone reads the command line and hands each job, settings and output dire
 same thing, in one directory, and a mistake is reported once. `--help` and `--cfg job` show the settings.
 """
 
+import errno
 import logging
 import os
 import re
@@ -40,11 +41,13 @@ from train.step import Diverged
 from train.stopping import Stopped
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
 def main() -> int:
     """Join the other ranks and work off the jobs of the command line. Returns the exit status."""
+    logging.raiseExceptions = False  # a log that cannot be written is no reason for a traceback a line
     store = parallel.start()
     try:
         status = lead(store) if dist.get_rank() == 0 else follow()
@@ -148,8 +151,9 @@ def describe(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        *_, what = (line for line in error.message.splitlines() if not line.startswith("See https"))
-        return f"{error.override}: {what}; quote a value with brackets for Hydra, too: 'key=\"value\"'"
+        *_, what = (line for line in error.message.splitlines() if line.strip(" ^") and not line.startswith("See https"))
+        what = "no value that Hydra can read" if what.startswith("Lexer") else what
+        return f"{error.override}: {what}; quote brackets, ~ and the like for Hydra, too: 'key=\"value\"'"
     if isinstance(cause, OmegaConfBaseException):
         where = f"{cause.full_key}: " if cause.full_key else ""
         return where + str(cause).splitlines()[0]
@@ -160,8 +164,12 @@ def describe(error: Exception) -> str:
 def crash(store: dist.Store) -> NoReturn:
     """End this process at once, since others may wait for it for ever in a collective; torchrun then ends them.
 
-    Only the first rank to fail prints its traceback: the failures of the others follow from it.
+    Only the first rank to fail prints its traceback, for a disk that is full or broken one line: the failures of the others
+    follow from it.
     """
+    error = sys.exc_info()[1]
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        end(store, f"error: rank {dist.get_rank()} cannot write: {error}; check the disk: the same name goes on afterwards", 1)
     end(store, f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", 1)
 
 

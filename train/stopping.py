@@ -2,10 +2,14 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+import torch.distributed as dist
+
 LAUNCHED = time.monotonic()
+_terminated = False  # for ever: it is the launch that is asked to end, not the job of a sweep that it is in
 
 
 class Stopped(SystemExit):
@@ -13,20 +17,29 @@ class Stopped(SystemExit):
 
 
 @contextmanager
-def requests(time_limit_s: float | None) -> Iterator[Callable[[], bool]]:
-    """Whether this process is asked to stop: by SIGTERM in this block, or as so many seconds have passed since the launch.
-
-    A second SIGTERM ends the process at once, and so does one outside the block.
+def listening() -> Iterator[None]:
+    """In here SIGTERM is a request that `is_asked` tells, also when it comes again, as torchrun hands on what its ranks have
+    had themselves. Elsewhere it ends the process at once.
     """
-    asked = False
 
     def ask(*_) -> None:
-        nonlocal asked
-        asked = True
-        signal.signal(signal.SIGTERM, before)
+        global _terminated
+        _terminated = True
 
     before = signal.signal(signal.SIGTERM, ask) or signal.SIG_DFL
     try:
-        yield lambda: asked or (time_limit_s is not None and time.monotonic() - LAUNCHED > time_limit_s)
+        yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def is_asked(time_limit_s: float | None) -> bool:
+    """Whether this rank has heard SIGTERM, or so many seconds have passed since the launch."""
+    return _terminated or (time_limit_s is not None and time.monotonic() - LAUNCHED > time_limit_s)
+
+
+def any_asked(time_limit_s: float | None) -> bool:
+    """Whether any rank is asked to end; all take part."""
+    asked = torch.tensor(int(is_asked(time_limit_s)))
+    dist.all_reduce(asked, dist.ReduceOp.MAX)
+    return bool(asked)

@@ -1,5 +1,7 @@
 """The ring against one rank: outputs and every gradient, on a simulated ring of up to 64 ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -176,6 +178,9 @@ REFUSED = {
     "another-dtype": ({"q": torch.zeros(1, 8, 4, 8)}, "give one dtype and device"),
     "negative-scale": ({"scale": -0.5}, "scale = -0.5"),
     "dropout-of-one": ({"dropout_p": 1.0}, "dropout_p = 1.0"),
+    "no-seed": ({"seed": None}, "seed = None: give"),
+    "a-mesh-for-a-group": ({"group": SimpleNamespace(get_group=None)}, "group is a SimpleNamespace: give a .*mesh.get_group"),
+    "not-in-the-group": ({"group": dist.GroupMember.NON_GROUP_MEMBER}, "group is a .*ProcessGroup that this rank is in"),
     "unknown-precision": ({"precision": "half"}, "unknown precision 'half'"),
     "unknown-schedule": ({"schedule": "star"}, "unknown schedule 'star'"),
     "unknown-transport": ({"transport": "pigeon"}, "unknown transport 'pigeon'"),
@@ -192,6 +197,15 @@ REFUSED = {
 def test_contradictions_are_refused(changes: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         _call(**changes)
+
+
+def test_a_rank_that_ends_early_ends_the_simulation() -> None:
+    def rank_1_does_nothing(rank: int, group) -> None:
+        if rank != 1:
+            _call(ranks=3, group=group, seq_len=9)
+
+    with pytest.raises(RuntimeError, match="rank 1 of the simulated ring failed, or ended without what rank . waits for"):
+        simulate(3, rank_1_does_nothing)
 
 
 @pytest.mark.parametrize("kind", (RuntimeError, SystemExit), ids=lambda kind: kind.__name__)

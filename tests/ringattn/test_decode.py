@@ -211,3 +211,12 @@ def test_a_rank_uses_more_rows_than_the_first() -> None:
         return decode_attention(case.q[:, 128:], cache, group=group)
 
     assert_rows_close(simulate(2, last)[0], case.unsharded(Mask.causal())[0][:, 128:], TOLERANCE)
+
+
+def test_a_cache_begun_in_an_evaluation_goes_on_outside() -> None:
+    case, cache = Case.random(seq_len=9), KVCache(9)
+    with torch.inference_mode():
+        cache.append(case.k[:, :4], case.v[:, :4])
+    cache.append(case.k[:, 4:], case.v[:, 4:])
+    got = decode_attention(case.q[:, 8:], cache, group=None)
+    assert_rows_close(got, case.unsharded(Mask.causal())[0][:, 8:], TOLERANCE)

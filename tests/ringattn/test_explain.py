@@ -59,6 +59,10 @@ def test_refusals() -> None:
         explain(*q, layout=layout, mask=Mask.causal(), rank=2)
     with pytest.raises(ValueError, match="documents sum to 5 tokens but the sequence has 8"):
         explain(*q, layout=layout, mask=Mask.causal(documents=[5]))
+    with pytest.raises(ValueError, match="mask is a str: give a ringattn.Mask"):
+        explain(*q, layout=layout, mask="causal")
+    with pytest.raises(ValueError, match="layout is a str: give a ringattn.Layout"):
+        explain(*q, layout="zigzag", mask=Mask.causal())
     with pytest.raises(ValueError, match="transport 'pigeon'"):
         explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")
     wrong = {"4 query heads do not divide into 3 key heads": shapes(4, 4, 3), "have 3, 3, 3 dimensions": [x[0] for x in q]}

@@ -35,6 +35,7 @@ def test_every_position_has_one_owner_and_shards_are_sorted(kind: str, seq_len: 
     assert torch.cat(shards).sort().values.tolist() == list(range(seq_len))
     assert all((shard.diff() > 0).all() for shard in shards)
     rows = [layout.rows(rank) for rank in range(ranks)]
+    assert rows == [len(shard) for shard in shards]
     assert max(rows) - min(rows) <= (2 if kind == "zigzag" else 1)
 
 
@@ -89,8 +90,12 @@ def test_what_is_refused() -> None:
         Layout.zigzag(8, 2).split(2).split(2)
     with pytest.raises(ValueError, match="seq_len = 0"):
         Layout.zigzag(0, 2)
-    with pytest.raises(ValueError, match="rank 2 of a layout over 2 ranks"):
-        Layout.zigzag(8, 2).positions(2)
+    for ask in (Layout.positions, Layout.rows):
+        with pytest.raises(ValueError, match="rank 2 of a layout over 2 ranks"):
+            ask(Layout.zigzag(8, 2), 2)
+    for wrong in ((8.0, 2), (8, "2")):  # 8.0 == 8 with the same hash: what is kept of one would serve the other
+        with pytest.raises(ValueError, match="give an integer"):
+            Layout.zigzag(*wrong)
     with pytest.raises(ValueError, match="dimension 1 has 7 rows"):
         Layout.zigzag(8, 2).shard(torch.zeros(1, 7), 0)
     with pytest.raises(ValueError, match="hold .2, 6. rows along dimension 1 but the layout's hold .4, 4."):

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ringattn import Layout, Mask, ring_attention
+from ringattn import Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
 from ringattn import attention as attention_module
 
 OPERATOR = torch.ops.ringattn.ring_attention.default
@@ -100,3 +102,85 @@ def test_selective_checkpointing_saves_the_output(saved: bool, monkeypatch: pyte
     (expected,) = torch.autograd.grad(attend(q.sin(), k.sin(), v.sin(), Mask.causal()).sin().sum(), q)
     assert torch.equal(got, expected)
     assert len(runs) == (1 if saved else 2) + 1
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
+def test_documents_are_compiled_once(dynamic: bool | None) -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _) -> torch.nn.Module:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(attend, backend=backend, fullgraph=True, dynamic=dynamic)
+    q, k, v = (x.detach() for x in inputs())
+    for count in (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12):
+        mask = Mask.causal(documents=[1] * (count - 1) + [13 - count])
+        assert torch.equal(compiled(q, k, v, mask), attend(q, k, v, mask))
+    assert len(graphs) <= 2
+
+
+def test_dealt_chunks_are_compiled_whole() -> None:
+    layout = Layout.dealt([0, 0, 0], 4, 12, 1)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ring_attention(q, k, v, layout=layout, mask=Mask.causal())
+
+    operands = inputs()
+    assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(*operands), attend(*operands))
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["fake alone", "real ones too"])
+def test_tensors_that_hold_nothing(mixed: bool) -> None:
+    """As for estimates of memory; and what is kept of them is of use afterwards."""
+    layout, mask = Layout.dealt([0, 0], 7, 12, 1), Mask.causal(window=11, documents=[5, 7])
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        whole = ring_attention(q, k, v, layout=layout, mask=mask)
+        return whole + flash_attention(q, k, v, mask=mask)
+
+    with FakeTensorMode(allow_non_fake_inputs=mixed):
+        operands = inputs()
+        if mixed:
+            mask.intervals(12), layout.positions(0)
+        out = call(*operands)
+        assert out.shape == (1, 12, 4, 8)
+        assert [x.shape for x in torch.autograd.grad(out.sum(), operands)] == [x.shape for x in operands]
+    call(*inputs()).sum().backward()
+
+
+def test_flops_are_those_of_the_pairs() -> None:
+    """A query sees itself and those before it, of 5 and of 7 tokens: 43 pairs of 4 heads of 8 features."""
+    mask, operands = Mask.causal(documents=[5, 7]), inputs()
+    for call in (
+        lambda q, k, v: ring_attention(q, k, v, layout=Layout.zigzag(12, 1), mask=mask),
+        lambda q, k, v: ulysses_attention(q, k, v, layout=Layout.zigzag(12, 1), mask=mask),
+        lambda q, k, v: flash_attention(q, k, v, mask=mask),
+    ):
+        with FlopCounterMode(display=False) as forward:
+            out = call(*operands)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        pairs = (5 * 6 + 7 * 8) // 2
+        assert (forward.get_total_flops(), backward.get_total_flops()) == (2 * 4 * 16 * pairs, 2 * 4 * 40 * pairs)
+
+
+def test_flops_as_torch_counts_its_own() -> None:
+    q, k, v = (torch.randn(2, 16, heads, dim, requires_grad=True) for heads, dim in ((4, 8), (4, 8), (4, 6)))
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v).sum().backward()
+    shapes = [x.transpose(1, 2).shape for x in (q, k, v)]
+    forward, backward = sdpa_flop_count(*shapes), sdpa_backward_flop_count(shapes[2], *shapes)
+    assert counter.get_total_flops() == forward + backward
+
+
+def test_flops_of_ranks_sum_to_those_of_all() -> None:
+    mask, layout = Mask.causal(documents=[5, 7]), Layout.contiguous(12, 3)
+
+    def count(rank: int, group) -> int:
+        q, k, v = (layout.shard(x.detach(), rank) for x in inputs())
+        with FlopCounterMode(display=False) as counter:
+            ring_attention(q, k, v, layout=layout, mask=mask, group=group)
+        return counter.get_total_flops()
+
+    assert sum(simulate(3, count)) == pytest.approx(2 * 4 * 16 * 43, abs=3)

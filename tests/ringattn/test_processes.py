@@ -1,14 +1,18 @@
 """The ring in real processes: gloo on CPUs, NCCL and NVLink on GPUs."""
 
 import random
+import threading
+import time
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from ringattn import Layout, Mask, ring_attention, transport, ulysses
+from ringattn import Layout, Mask, flash_attention, ring_attention, transport, ulysses
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case, assert_close, masks
@@ -231,3 +235,43 @@ def test_a_group_of_the_same_name_is_another() -> None:
         same = transport._resolved[name, cpu, "auto"][0] is dist.group.WORLD
         dist.destroy_process_group()
         assert same
+
+
+def begin_two_rings() -> None:
+    """Two threads, each with a ring of its own, which the ranks begin in another order."""
+    groups, layout = [dist.new_group([0, 1]) for _ in range(2)], Layout.zigzag(8, 2)
+    case, order, done = Case.random(seq_len=8), (0, 1) if dist.get_rank() == 0 else (1, 0), []
+
+    def attend(ring: int) -> None:
+        shards = case.on_rank(layout, Mask.causal(), dist.get_rank(), groups[ring])
+        done.append([layout.unshard(shard, group=groups[ring]) for shard in shards])
+
+    threads = [threading.Thread(target=attend, args=(ring,), daemon=True) for ring in order]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.3)
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 2, "the threads wait for each other"
+    for results in done:
+        assert_close(results, case.unsharded(Mask.causal()), 1e-10)
+
+
+def test_two_threads_begin_rings_of_their_own(tmp_path: Path) -> None:
+    run_ranks(begin_two_rings, 2, tmp_path / "ranks")
+
+
+def refuse_sharded_tensors() -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    x = distribute_tensor(torch.randn(1, 8, 2, 4), mesh, [Shard(1)])
+    calls = (
+        lambda: flash_attention(x, x, x),
+        lambda: ring_attention(x, x, x, layout=Layout.zigzag(8, 1), mask=Mask.causal()),
+    )
+    for call in calls:
+        with pytest.raises(ValueError, match="q, k, v are DTensors: give each rank's own rows as plain tensors"):
+            call()
+
+
+def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
+    run_ranks(refuse_sharded_tensors, 1, tmp_path / "ranks")

@@ -122,3 +122,24 @@ def test_a_repetition_that_calls_more_is_refused() -> None:
         assert torch.equal(flash_attention(*(2 * x for x in operands), mask=MASK), first)
         with pytest.raises(RuntimeError, match="called attention 1 times and its repetition calls it once more"):
             flash_attention(*operands, mask=MASK)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[:, :1].zero_()], ids=["whole", "by a view"])
+def test_a_result_that_is_changed_in_place_is_refused(change) -> None:
+    """What is kept for the repetition is the tensor that was returned."""
+    operands = inputs()
+
+    def attend(q, k, v):
+        return ring_attention(q.sin(), k, v, layout=Layout.contiguous(12, 1), mask=MASK)
+
+    def inside(q, k, v):
+        x = attend(q, k, v)
+        change(x)
+        return x.square()
+
+    with pytest.raises(RuntimeError, match="what attention returned was changed in place"):
+        kept(*operands, run=inside).sum().backward()
+    out = kept(*operands, run=attend)
+    change(out)
+    with pytest.raises(RuntimeError, match="what attention returned was changed in place"):
+        out.square().sum().backward()

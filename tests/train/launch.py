@@ -76,15 +76,20 @@ def own_errors(stderr: str) -> str:
 
 def kill_tree(root: int) -> None:
     """kill -9 a process and all that descend from it: torchrun gives its ranks sessions of their own."""
+    for pid in {root} | descendants(root):
+        os.kill(pid, signal.SIGKILL)
+
+
+def descendants(root: int) -> set[int]:
+    """The processes that a process has begun, and those that they have."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
         except (FileNotFoundError, ProcessLookupError):
             continue
-    doomed, added = {root}, True
+    found, added = set(), {root}
     while added:
-        added = {pid for pid, parent in parents.items() if parent in doomed} - doomed
-        doomed |= added
-    for pid in doomed:
-        os.kill(pid, signal.SIGKILL)
+        added = {pid for pid, parent in parents.items() if parent in added}
+        found |= added
+    return found

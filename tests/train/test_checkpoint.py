@@ -394,3 +394,16 @@ def test_all_is_on_the_disk_before_it_has_a_name(tmp_path, monkeypatch):
     before, after = events[: events.index("named")], events[events.index("named") :]
     assert {file.stat().st_ino for file in (target, *target.iterdir())} <= set(before)
     assert tmp_path.stat().st_ino in after
+
+
+def test_what_could_not_be_written_whole_does_not_fill_the_disk(tmp_path, monkeypatch):
+    write = checkpoint.dcp.save
+
+    def fill(*arguments, **options):
+        write(*arguments, **options)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(checkpoint.dcp, "save", fill)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -4,12 +4,13 @@ import torch
 import torch.nn.functional as F
 
 from kernels import intervals
-from ringattn import Mask
+from ringattn import Layout, Mask
+from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 from train import build, evaluate
 from train.config import Config, ConfigError
-from train.data import Batch
+from train.data import Batch, load, load_held_out
 
 WINDOW = 40
 
@@ -79,3 +80,46 @@ def test_held_out_text_that_fills_no_sequence(config, tmp_path):
     config.data.split = "train"
     with one_rank(), pytest.raises(ConfigError, match="held-out text .*: the corpus has 6 tokens, data.seq_len=61 needs 62"):
         build.build(config)
+
+
+OVERLAPS = {
+    "all of it": (("train", None), ("train[95%:]", None), True),
+    "two parts": (("train[:90%]", None), ("train[90%:]", None), False),
+    "two parts, written otherwise": (("train[:90%]", None), ("train[-4:]", None), False),
+    "one document": (("train[:90%]", None), ("train[35:]", None), True),
+    "other files": (("train[1:]", "0*.txt"), (None, "1*.txt"), False),
+    "the same file among others": (("train[1:]", "*.txt"), ("train[:1]", "0*.txt"), True),
+}
+
+
+@pytest.mark.parametrize(("training", "held_out", "overlap"), OVERLAPS.values(), ids=OVERLAPS.keys())
+def test_text_that_is_trained_on_is_not_held_out(training, held_out, overlap, config, tmp_path):
+    data = config.data
+    data.split, data.path = training[0], f"{tmp_path}/corpus/{training[1] or '*.txt'}"
+    data.eval_split, data.eval_path = held_out[0], held_out[1] and f"{tmp_path}/corpus/{held_out[1]}"
+    tokenizer = build.load_tokenizer("bytes")
+    if overlap:
+        with pytest.raises(ConfigError, match="training reads some of the held-out text, data.eval_"):
+            load_held_out(data, tokenizer, load(data, tokenizer))
+    else:
+        assert load_held_out(data, tokenizer, load(data, tokenizer)).sequences_per_epoch > 0
+
+
+def test_every_seed_is_evaluated_on_the_same_text(config):
+    config.data.seed = 7
+    with one_rank():
+        run = build.build(config)
+    assert (run.data.seed, run.held_out.seed) == (7, 0)
+
+
+def test_a_rank_without_tokens(tmp_path):
+    """Zigzag over four ranks leaves one of five tokens none for one of them."""
+    run_ranks(evaluate_few_tokens, 4, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)
+
+
+def evaluate_few_tokens(corpus: str, directory) -> None:
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    config = job(corpus, 1, ring=4, layout="zigzag")
+    config.data.seq_len, config.trainer.eval_sequences = 5, 1
+    assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
+    assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0"]

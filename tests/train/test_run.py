@@ -1,3 +1,4 @@
+import errno
 import fcntl
 import json
 import logging
@@ -70,15 +71,19 @@ BAD = {
     "subset of files": (["data.subset=en"], "data.subset=en, but only datasets of the hub have subsets"),
     "column of files": (["data.column=body"], "data.column=body, but data.source=text has no columns"),
     "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
-    "held-out text that is trained on": (["data.eval_split=train"], "is what training reads: hold out other files"),
+    "held-out text that is trained on": (
+        ["data.eval_split=train"],
+        "held-out text, data.eval_split=train: hold out other files",
+    ),
     "held-out files without a use": (
         ["data=stdlib", "data.path=null", "data.eval_path=a"],
         "data.eval_path=a, but data.source",
     ),
-    "missing held-out files": (["data.eval_path=/missing"], "held-out text (none by data.eval_split=null): data.path=/missing"),
+    "missing held-out files": (["data.eval_path=/missing"], "data.eval_path=null): data.eval_path=/missing matches no file"),
+    "tilde": (["data.path=~/c/*.txt"], "data.path=~/c/*.txt: no value that Hydra can read; quote brackets, ~ and"),
     "a folder": (["data.path=corpus"], "data.path=corpus is a folder: give its files, such as 'corpus/**/*.*'"),
     "seed beyond 64 bits": (["trainer.seed=99999999999999999999"], "trainer.seed=99999999999999999999 makes no sense"),
-    "brackets": (["data.split=train[:10]"], "data.split=train[:10]: mismatched input '[' expecting <EOF>; quote a value"),
+    "brackets": (["data.split=train[:10]"], "data.split=train[:10]: mismatched input '[' expecting <EOF>; quote brackets"),
     "two beginnings": (["trainer.init_from=a", "trainer.resume=b"], "init_from=a and trainer.resume=b contradict each other"),
     "parameters of nothing": (["trainer.init_from=/missing"], "/missing is no checkpoint"),
     "no name": (["name=null"], "name=null names no directory"),
@@ -279,6 +284,20 @@ def test_fewer_steps_than_the_kept_warmup_are_refused(corpus, monkeypatch, capfd
 
 def test_an_error_without_an_option_names_none():
     assert run.describe(OmegaConfBaseException("out of luck\nand more")) == "out of luck"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+def test_a_full_disk_is_one_line(number, monkeypatch):
+    said = []
+    monkeypatch.setattr(run, "end", lambda store, text, status: said.append((text, status)))
+    monkeypatch.setattr(run.dist, "get_rank", lambda: 1)
+    try:
+        raise OSError(number, os.strerror(number))
+    except OSError:
+        run.crash(None)
+    ((text, status),) = said
+    assert text.startswith(f"error: rank 1 cannot write: [Errno {number}] {os.strerror(number)}; check the disk")
+    assert status == 1 and "\n" not in text
 
 
 def test_each_job_has_its_own_patience(monkeypatch):

@@ -1,6 +1,8 @@
+import logging
 import os
 import signal
 import subprocess
+import sys
 import time
 
 import datasets
@@ -9,29 +11,30 @@ import torch
 
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
-from tests.train.launch import SCRIPT, SMALL, command, environment, launch, write_corpus
-from train import loop, metrics, stopping
-from train.stopping import Stopped, requests
+from tests.train.launch import SCRIPT, SMALL, command, descendants, environment, write_corpus
+from train import loop, metrics, run, stopping
+from train.stopping import Stopped, is_asked, listening
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_a_first_sigterm_asks_and_a_second_one_ends():
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch):
+    monkeypatch.setattr(stopping, "_terminated", False)
+
+
+def test_sigterm_is_heard_however_often_it_comes():
     before = signal.getsignal(signal.SIGTERM)
-    with requests(None) as asked:
-        assert not asked()
+    with listening():
+        assert not is_asked(None)
+        os.kill(os.getpid(), signal.SIGTERM)  # by whoever ends the job, and by torchrun
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked() and signal.getsignal(signal.SIGTERM) is before
-    with requests(None) as asked:
-        assert not asked()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert is_asked(None) and signal.getsignal(signal.SIGTERM) is before
 
 
 def test_time_runs_from_the_launch(monkeypatch):
     monkeypatch.setattr(stopping, "LAUNCHED", time.monotonic() - 100)
-    for limit, over in ((None, False), (1e4, False), (99, True)):
-        with requests(limit) as asked:
-            assert asked() == over
+    assert [is_asked(limit) for limit in (None, 1e4, 99)] == [False, False, True]
 
 
 def ask_at(step: int, rank: int):
@@ -57,7 +60,7 @@ def stop_on_one_rank(corpus: str, directory) -> None:
     take_step, loop.take_step = loop.take_step, ask_at(2, rank=1)
     with pytest.raises(Stopped):
         loop.train(small_job(corpus, 2), directory / "stopped")
-    loop.take_step = take_step
+    loop.take_step, stopping._terminated = take_step, False
     for name in ("stopped", "whole"):
         loop.train(small_job(corpus, 2), directory / name)
 
@@ -77,18 +80,37 @@ def test_a_last_step_is_no_stop(tmp_path, monkeypatch):
     assert summary["steps"] == 4 and (tmp_path / "run" / "summary.json").exists()
 
 
-def test_a_time_limit_ends_a_sweep(tmp_path):
-    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=5"]
-    result = launch(1, tmp_path, "-m", *settings, "trainer.time_limit_s=0.001", "data.seed=0,1")
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("stopped     as asked, after step 1, which is saved") == 1
-    assert [path.name for path in (tmp_path / "outputs" / "a").glob("*/checkpoints/*")] == ["step_00000001"]
-    assert not (tmp_path / "outputs" / "a" / "1").exists()
+def limited_after(step: int):
+    """A `take_step` after whose so manieth run the launch is over its time."""
+    take_step = loop.take_step
+
+    def limited(run, number, *arguments):
+        if number == step:
+            stopping.LAUNCHED -= 1e6
+        return take_step(run, number, *arguments)
+
+    return limited
 
 
-def test_sigterm_to_torchrun_saves(tmp_path):
+@pytest.mark.parametrize(("step", "message"), [(2, "as asked, after step 2, which is saved"), (4, "as asked, before ")])
+def test_a_time_limit_ends_a_sweep(step, message, tmp_path, monkeypatch, capfd):
+    """In the last step, too, after which the job is done, but not the next."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(stopping, "LAUNCHED", stopping.LAUNCHED)
+    monkeypatch.setattr(loop, "take_step", limited_after(step))
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.chdir(tmp_path)
+    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=4"]
+    monkeypatch.setattr(sys, "argv", ["train/run.py", "-m", *settings, "trainer.time_limit_s=1e5", "data.seed=0,1"])
+    assert run.main() == 0
+    assert capfd.readouterr().out.count(f"stopped     {message}") == 1
+    assert [path.name for path in (tmp_path / "outputs" / "a").glob("*/checkpoints/*")] == [f"step_0000000{step}"]
+    assert (tmp_path / "outputs" / "a" / "0" / "summary.json").exists() == (step == 4)
+
+
+def test_sigterm_to_all_processes_saves(tmp_path):
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=100000"]
-    run = tmp_path / "outputs" / "a"
+    directory = tmp_path / "outputs" / "a"
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             command(2, SCRIPT, *settings, "trainer.checkpoint_every=0"),
@@ -97,11 +119,13 @@ def test_sigterm_to_torchrun_saves(tmp_path):
             stdout=log,
             stderr=log,
         )
-        while not metrics.read(run / "metrics.jsonl"):
+        while not metrics.read(directory / "metrics.jsonl"):
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
-        process.terminate()
+        ranks = descendants(process.pid)
+        for each in (process.pid, *ranks):  # as a scheduler does; torchrun then hands it on
+            os.kill(each, signal.SIGTERM)
         process.wait(60)
-    steps = len(metrics.read(run / "metrics.jsonl"))
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
+    steps = len(metrics.read(directory / "metrics.jsonl"))
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
     assert f"stopped     as asked, after step {steps}, which is saved" in (tmp_path / "log").read_text()
