@@ -288,14 +288,14 @@ def test_an_error_without_an_option_names_none():
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
 def test_a_full_disk_is_one_line(number, monkeypatch):
-    said = []
-    monkeypatch.setattr(run, "end", lambda store, text, status: said.append((text, status)))
+    monkeypatch.setattr(run, "end", Mock(side_effect=SystemExit))
     monkeypatch.setattr(run.dist, "get_rank", lambda: 1)
     try:
         raise OSError(number, os.strerror(number))
     except OSError:
-        run.crash(None)
-    ((text, status),) = said
+        with pytest.raises(SystemExit):
+            run.crash(None)
+    _, text, status = run.end.call_args.args
     assert text.startswith(f"error: rank 1 cannot write: [Errno {number}] {os.strerror(number)}; check the disk")
     assert status == 1 and "\n" not in text
 
