@@ -56,10 +56,9 @@ class DataConfig:
     path: str | None = None  # a file or glob for text, jsonl, parquet; a dataset name for hub
     subset: str | None = None  # hub: the dataset's configuration
     split: str = "train"
-    # of held-out text, whose loss is taken now and then: another split, or part of one as 'train[95%:]', and other files; None:
-    # as in training; where both are None no text is held out
-    eval_split: str | None = None
-    eval_path: str | None = None
+    # of held-out text, whose loss is taken now and then: where both are None there is none
+    eval_split: str | None = None  # another split, or part of one as 'train[95%:]'; None: train
+    eval_path: str | None = None  # other files, or another dataset; None: those of training
     column: str = "text"
     tokenizer: str = "bytes"  # bytes | the path of a tokenizer.json
     seq_len: int = 1024  # tokens a sequence, over all ranks of its ring
@@ -76,7 +75,7 @@ class DataConfig:
         """The held-out text as a corpus of its own."""
         if self.eval_split is None and self.eval_path is None:
             return None
-        path, split = self.eval_path or self.path, self.eval_split or self.split
+        path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
         return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)  # the same text for every seed
 
 
@@ -125,9 +124,7 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
     eval_sequences: int = 16  # of an evaluation, the same in all; fewer where there are not so many
-    time_limit_s: float | None = (
-        None  # seconds since the launch, after which the run is saved and ends with the step it is in or the next
-    )
+    time_limit_s: float | None = None  # since the launch, after which the run ends with its step, or the next, and is saved
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
@@ -174,17 +171,10 @@ CHOICES = {
 }
 AT_LEAST_ONE = (
     *("model.vocab_size", "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_dim"),
-    *(
-        "model.rope_factor",
-        "model.rope_trained_len",
-        "model.window",
-        "data.seq_len",
-        "parallel.ring",
-        "parallel.ulysses",
-        "parallel.timeout_s",
-    ),
-    *("trainer.steps", "trainer.batch_size", "trainer.accumulate", "trainer.keep_checkpoints", "trainer.log_every"),
-    "trainer.eval_sequences",
+    *("model.rope_factor", "model.rope_trained_len", "model.window"),
+    *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
+    *("trainer.steps", "trainer.batch_size", "trainer.accumulate"),
+    *("trainer.keep_checkpoints", "trainer.eval_sequences", "trainer.log_every"),
 )
 SEEDS = ("data.seed", "trainer.seed")
 AT_LEAST_ZERO = (

@@ -18,8 +18,9 @@ class Stopped(SystemExit):
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """In here SIGTERM is a request that `is_asked` tells, also when it comes again, as torchrun hands on what its ranks have
-    had themselves. Elsewhere it ends the process at once.
+    """In here SIGTERM asks, which `is_asked` tells; elsewhere it ends the process at once.
+
+    It may come again, as torchrun hands on what its ranks have had themselves.
     """
 
     def ask(*_) -> None:
