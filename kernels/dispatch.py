@@ -4,7 +4,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from kernels.checks import MAX_HEAD_DIM
 from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from kernels.reference import Delta, Gradients, State
+from kernels.remember import remembered
 
 BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -28,7 +29,7 @@ class Choice:
     why: str
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def choose(
     device: torch.device,
     dtype: torch.dtype,

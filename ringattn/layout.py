@@ -19,6 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from kernels.remember import remembered
+
 KINDS = ("contiguous", "zigzag", "striped")
 
 
@@ -184,7 +186,7 @@ def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
         )
 
 
-@lru_cache(maxsize=256)
+@remembered(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
     """`len(_positions(...))` in integers alone, which a compiler can follow."""
     if layout.parts > 1:

@@ -1,8 +1,12 @@
 """The ring is one operator: checked by torch's own tests of operators, traced whole, and never recomputed."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import warn_once_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -118,6 +122,15 @@ def test_documents_are_compiled_once(dynamic: bool | None) -> None:
         mask = Mask.causal(documents=[1] * (count - 1) + [13 - count])
         assert torch.equal(compiled(q, k, v, mask), attend(q, k, v, mask))
     assert len(graphs) <= 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("call", [ring_attention, ulysses_attention, flash_attention], ids=lambda call: call.__name__)
+def test_a_compiler_has_nothing_to_warn_of(call: Callable) -> None:
+    options = {"mask": Mask.causal(window=3)} | ({} if call is flash_attention else {"layout": Layout.zigzag(12, 1)})
+    torch._dynamo.reset()
+    warn_once_cache.clear()
+    torch.compile(partial(call, **options), backend="eager", fullgraph=True)(*inputs())
 
 
 def test_dealt_chunks_are_compiled_whole() -> None:
