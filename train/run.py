@@ -34,6 +34,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from ringattn.watchdog import RingFault
 from train import parallel, sweep
 from train.config import Config, ConfigError
 from train.loop import train
@@ -164,13 +165,21 @@ def describe(error: Exception) -> str:
 def crash(store: dist.Store) -> NoReturn:
     """End this process at once, since others may wait for it for ever in a collective; torchrun then ends them.
 
-    Only the first rank to fail prints its traceback, for a disk that is full or broken one line: the failures of the others
-    follow from it.
+    Only the first rank to fail says why: the failures of the others follow from it.
     """
-    error = sys.exc_info()[1]
+    what = outside_cause(sys.exc_info()[1]) or traceback.format_exc()
+    end(store, f"rank {dist.get_rank()} failed: {what}", 1)
+
+
+def outside_cause(error: BaseException) -> str | None:
+    """One line for what is no mistake of the program, and where in it is of no interest: disks, and ranks that are gone."""
+    if isinstance(error, RingFault):
+        return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        end(store, f"error: rank {dist.get_rank()} cannot write: {error}; check the disk: the same name goes on afterwards", 1)
-    end(store, f"rank {dist.get_rank()} failed:\n{traceback.format_exc()}", 1)
+        return f"{error}: check the disk; the same name goes on afterwards"
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        return f"another rank is gone, and its own output may say why: {str(error).splitlines()[0]}"
+    return None
 
 
 def end(store: dist.Store, text: str, status: int) -> NoReturn:

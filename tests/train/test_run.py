@@ -3,20 +3,34 @@ import fcntl
 import json
 import logging
 import os
+import re
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn import watchdog
-from tests.train.launch import ROOT, SMALL, launch, own_errors, write_corpus
+from tests.train.launch import (
+    ROOT,
+    SCRIPT,
+    SMALL,
+    command,
+    descendants,
+    environment,
+    launch,
+    own_errors,
+    write_corpus,
+)
 from train import build, loop, metrics, parallel, run
 from train.config import Config, ConfigError, TrainerConfig
 
@@ -286,18 +300,51 @@ def test_an_error_without_an_option_names_none():
     assert run.describe(OmegaConfBaseException("out of luck\nand more")) == "out of luck"
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
-def test_a_full_disk_is_one_line(number, monkeypatch):
+OUTSIDE = {
+    "full disk": (OSError(errno.ENOSPC, "No space left on device"), "[Errno 28] No space left on device: check the disk"),
+    "read-only disk": (OSError(errno.EROFS, "Read-only file system"), "[Errno 30] Read-only file system: check the disk"),
+    "a rank in a ring": (
+        watchdog.RingFault("ringattn: rank 1 gives no sign of life"),
+        "ringattn: rank 1 gives no sign of life",
+    ),
+    "a rank, by gloo": (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error\nmore"), "another rank is gone, and its own"),
+    "a rank, by NCCL": (
+        dist.DistBackendError("NCCL error"),
+        "another rank is gone, and its own output may say why",
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "message"), OUTSIDE.values(), ids=OUTSIDE.keys())
+def test_what_comes_from_outside_is_one_line(error, message, monkeypatch):
     monkeypatch.setattr(run, "end", Mock(side_effect=SystemExit))
     monkeypatch.setattr(run.dist, "get_rank", lambda: 1)
-    try:
-        raise OSError(number, os.strerror(number))
-    except OSError:
-        with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit):
+        try:
+            raise error
+        except Exception:
             run.crash(None)
     _, text, status = run.end.call_args.args
-    assert text.startswith(f"error: rank 1 cannot write: [Errno {number}] {os.strerror(number)}; check the disk")
-    assert status == 1 and "\n" not in text
+    assert text.startswith(f"rank 1 failed: {message}") and status == 1 and "\n" not in text
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_one_line(tmp_path):
+    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=100000"]
+    with open(tmp_path / "log", "w") as log:
+        options = dict(cwd=tmp_path, env=environment(tmp_path), stdout=log, stderr=log)
+        process = subprocess.Popen(command(2, SCRIPT, *settings, "trainer.checkpoint_every=0"), **options)
+        while not metrics.read(tmp_path / "outputs" / "a" / "metrics.jsonl"):
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.02)
+        os.kill(next(filter(is_rank_1, descendants(process.pid))), signal.SIGKILL)
+        assert process.wait(60) != 0
+    errors, *_ = (tmp_path / "log").read_text().split("failed (exitcode: ")  # the rest is torchrun's
+    assert "Traceback" not in errors
+    assert re.search(r"^rank 0 failed: (ringattn: rank 1 gives no sign of life|another rank is gone)", errors, re.MULTILINE)
+
+
+def is_rank_1(pid: int) -> bool:
+    return b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def test_each_job_has_its_own_patience(monkeypatch):
