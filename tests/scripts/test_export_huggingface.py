@@ -1,0 +1,86 @@
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+
+from scripts import export_huggingface
+from tests.distributed import run_ranks
+from tests.train.jobs import job, one_rank
+from tests.train.launch import write_corpus
+from tests.train.llama import SIZES, llama, logits, read_tensors, settings_of, write_folder
+from train import build, checkpoint, loop
+from train.config import Config, ModelConfig
+from train.model import GPT
+
+
+def of_folder(corpus: str, folder: Path, ranks: int) -> Config:
+    config = job(corpus, 1, ring=ranks)
+    config.model = ModelConfig(**SIZES, tie_embeddings=False)
+    config.trainer.init_from, config.trainer.steps, config.optim.lr = str(folder), 1, 1e-30
+    return config
+
+
+def begin_and_save(corpus: str, folder: Path, directory: Path) -> None:
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    loop.train(of_folder(corpus, folder, dist.get_world_size()), directory / "run")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """hf, a folder, and run, of three ranks that began with it and changed nothing.
+
+    259 tokens in rows for 320, 107 a rank: the last rank holds the last 45 of them, and rows that only fill up.
+    """
+    directory = tmp_path_factory.mktemp("trained")
+    folder, corpus = write_folder(directory / "hf"), write_corpus(directory / "corpus")
+    run_ranks(begin_and_save, 3, directory / "store", corpus, folder, directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_run_on_three_ranks_begins_with_a_folder_and_leaves_one(dtype, trained, tmp_path, monkeypatch, capsys):
+    out, path = tmp_path / "out", trained / "run" / "checkpoints" / "step_00000001"
+    monkeypatch.setattr(sys, "argv", ["export", str(path), str(out), "--dtype", dtype])
+    assert export_huggingface.main() == 0
+    before, after = read_tensors(trained / "hf"), read_tensors(out)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        expected = tensor.to(export_huggingface.DTYPES[dtype])
+        torch.testing.assert_close(after[name], expected[:257] if len(tensor) == 259 else expected, rtol=0, atol=0)
+    described = json.loads((out / "config.json").read_text())
+    assert described["vocab_size"] == 257 and described["rope_theta"] == 10_000 and described["max_position_embeddings"] == 61
+    assert settings_of(out) == ModelConfig(**SIZES, tie_embeddings=False, vocab_size=257)
+    assert export_huggingface.main() == 1
+    assert "out is there already, with something in it: give a new folder" in capsys.readouterr().err
+
+
+def test_a_window_is_mistrals(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    config, out = job(write_corpus(tmp_path / "corpus"), 1), tmp_path / "out"
+    config.trainer.steps, config.optim.lr = 3, 0.03
+    with one_rank():
+        loop.train(config, tmp_path / "run")
+        run = build.build(config)
+        path = checkpoint.latest(tmp_path / "run" / "checkpoints")
+        checkpoint.load(path, checkpoint.model_state(run.model))
+        export_huggingface.export(path, out, torch.float32)
+        tokens = torch.randint(257, (50,), generator=torch.Generator().manual_seed(1))
+        ours = logits(run.model, tokens)[:, :257].double()
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
+    torch.testing.assert_close(ours, llama(out, tokens), rtol=1e-4, atol=1e-4)
+    assert settings_of(out).window == config.model.window == 40
+
+
+def test_a_tokenizer_goes_with_the_model(tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.json"
+    path.write_text("{}")
+    monkeypatch.setattr(export_huggingface, "load_tokenizer", lambda name: build.load_tokenizer("bytes"))
+    meta = {"config": {"data": {"tokenizer": str(path)}, "model": SIZES}}
+    tensors = checkpoint.model_state(GPT(ModelConfig(**SIZES), 257))
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, tensors, meta, keep=1)
+    export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
