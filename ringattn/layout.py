@@ -194,9 +194,9 @@ def _rows(layout: Layout, rank: int) -> int:
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("dealt-"):
         size, _, owners = layout.kind.removeprefix("dealt-").partition(":")
-        size, owners = int(size), owners.split(",")
-        missing = len(owners) * size - layout.seq_len if owners[-1] == str(rank) else 0
-        return owners.count(str(rank)) * size - missing
+        size, owners = int(size), [int(owner) for owner in owners.split(",")]
+        missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
+        return owners.count(rank) * size - missing
     if layout.kind == "striped":
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in _bounds(layout, rank))

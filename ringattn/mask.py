@@ -5,6 +5,7 @@ row is all that the ring and the kernels ever see of a mask.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import index
@@ -49,7 +50,8 @@ class Mask:
                 raise ValueError(f"a document of {min(row)} tokens: every length must be at least 1")
         object.__setattr__(self, "totals", tuple(sum(row) for row in self.documents or ()))
         lengths = [length for row in self.documents or () for length in row]
-        with torch.inference_mode(False):  # a mask that an evaluation made may serve training, too
+        real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
+        with torch.inference_mode(False), real:  # a mask that an evaluation made may serve training, too
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     @classmethod
@@ -77,7 +79,7 @@ class Mask:
         Raises:
             ValueError: lengths that do not sum to `seq_len`, or neither one row of them nor `batch`.
         """
-        if not self.totals:
+        if self.documents is None:
             return
         for total in self.totals:
             if total != seq_len:
@@ -105,7 +107,7 @@ class Mask:
         Args: as those of `intervals`.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
-        return (hi - lo).clamp(min=0).sum(-1).tolist()
+        return (hi - lo).sum(-1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels.reference import state_dtype
@@ -123,6 +123,8 @@ def register(
 def _register_flops(name: str, pairs: Callable[..., float], keeping: bool) -> None:
     """FLOPs as of torch's own attention: two products a pair forward, and five backward, the scores anew included."""
 
+    pairs = unset_fake_temporarily()(pairs)  # of tensors that hold nothing, too: masks are known
+
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
     def of_forward(q, k, v, *settings, out_val=None):
         count = pairs(q.shape[0], q.shape[1], k.shape[1], *settings)
@@ -162,7 +164,8 @@ def _in_mode(arguments: tuple) -> tuple:
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    return tuple(mode.from_tensor(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
+    convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)  # FLOPs ask for documents
+    return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
 
 
 def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:

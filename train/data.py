@@ -137,15 +137,15 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     """
     if config.held_out is None:
         return None
-    given = {name: f"eval_{name}" for name in ("path", "split") if getattr(config, f"eval_{name}") is not None}
     try:
         held_out = load(config.held_out, tokenizer)
     except ConfigError as error:
-        message = re.sub(r"data\.(path|split)\b", lambda found: f"data.{given.get(found[1], found[1])}", str(error))
+        settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
+        message = re.sub(settings, r"data.eval_\1", str(error))
         raise ConfigError(f"held-out text (none by data.eval_split=null data.eval_path=null): {message}") from None
     if not _are_apart(config, config.held_out, training.splits):
         raise ConfigError(
-            f"training reads some of the held-out text, {' '.join(f'data.{x}={getattr(config, x)}' for x in given.values())}: "
+            f"training reads some of the held-out text, data.eval_split={config.eval_split} data.eval_path={config.eval_path}: "
             "hold out other files, or another part, as 'data.split=\"train[:95%]\"' and 'data.eval_split=\"train[95%:]\"' do"
         )
     return held_out
@@ -153,14 +153,17 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
 
 def _are_apart(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Whether no file is of both, or they are parts of the same files that have no document in common."""
-    if training.path == held_out.path:
+    read = _files if training.path and training.source != "hub" else lambda config: [config.path]
+    if read(training) == read(held_out):
         return not _overlap(training.split, held_out.split, sizes)
-    return training.source == "hub" or not set(_files(training)) & set(_files(held_out))
+    return not set(read(training)) & set(read(held_out))
 
 
 def _overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
     """Whether two splits, as `datasets` writes them, have a row in common; `sizes` are those of the whole splits."""
-    parts = [datasets.ReadInstruction.from_spec(split).to_absolute(sizes) for split in (first, second)]
+    whole = "+".join(sizes)
+    specs = [datasets.ReadInstruction.from_spec(whole if split == "all" else split) for split in (first, second)]
+    parts = [spec.to_absolute(sizes) for spec in specs]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 
 
@@ -200,7 +203,7 @@ def _files(config: DataConfig) -> list[str]:
     files = sorted(name for name in names if Path(name).is_file())
     if not files:
         raise ConfigError(f"data.path={config.path} matches no file: give a file or a glob such as 'corpus/**/*.txt'")
-    return [glob.escape(str(Path(name).resolve())) for name in files]
+    return sorted({glob.escape(str(Path(name).resolve())) for name in files})
 
 
 def _hub_name(config: DataConfig) -> str:

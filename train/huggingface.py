@@ -5,6 +5,7 @@ It is the architecture of `train.model` under other names, with a window Mistral
 """
 
 import json
+import operator
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = rope.get("rope_type") or rope.get("type") or "default"
         settings = {
             "vocab_size": config["vocab_size"],
             "layers": config["num_hidden_layers"],
@@ -66,15 +67,17 @@ def read_settings(path: Path) -> dict[str, Any]:
             "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             "ffn_features": config["intermediate_size"],
             "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
-            "rope_factor": rope["factor"] if kind == "llama3" else None,
+            "rope_factor": float(rope["factor"]) if kind == "llama3" else None,
             "rope_trained_len": rope["original_max_position_embeddings"] if kind == "llama3" else ModelConfig.rope_trained_len,
             "norm_eps": config.get("rms_norm_eps", 1e-6),
-            "tie_embeddings": config.get("tie_word_embeddings", False),
-            "window": config.get("sliding_window") if config["model_type"] == "mistral" else None,
+            "tie_embeddings": bool(config.get("tie_word_embeddings")),
+            "window": config.get("sliding_window", 4096) if config["model_type"] == "mistral" else None,
         }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "ffn_features"):
+            operator.index(settings[name])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path}/config.json is none of a Llama model: {type(error).__name__}: {error}") from error
-    asked = {name: (config.get(name, value), (value,)) for name, value in FIXED.items()}
+    asked = {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
     asked["model_type"] = config["model_type"], tuple(ARCHITECTURES)
     asked["rope_type"] = kind, ("default", "llama3")
     if kind == "llama3":
@@ -120,6 +123,10 @@ def load(path: Path, model: nn.Module) -> None:
     find = _finder(path)
     for name, parameter in model.state_dict().items():
         stored = find(their_name(name))
+        if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+            raise ConfigError(
+                f"{path}: {their_name(name)} is {dtype}, a model that was quantized: choose the one it was made of"
+            )
         shape = tuple(stored.get_shape())
         num_rows = min(shape[0], len(parameter)) if name in ("embedding", "head") else len(parameter)
         if shape != (num_rows, *parameter.shape[1:]):
@@ -142,8 +149,10 @@ def _finder(path: Path) -> Callable[[str], Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        files = [safe_open(file, "pt") for file in sorted(path.glob("*.safetensors"))]
-    except (OSError, SafetensorError) as error:
+        index = path / "model.safetensors.index.json"
+        known = {path / name for name in json.loads(index.read_text())["weight_map"].values()} if index.is_file() else None
+        files = [safe_open(file, "pt") for file in sorted(known or path.glob("*.safetensors"))]
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
     where = {name: file for file in files for name in file.keys()}
 

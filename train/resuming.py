@@ -115,12 +115,11 @@ def model_differences(meta: dict[str, Any], config: Config) -> str:
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
-    now = json.loads(json.dumps(asdict(config)))
-    pairs = {
-        f"{group}.{name}": (value, now[group][name])
+    now, unset = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
+    pairs = {  # a setting that the checkpoint does not know was as it is where nothing is set
+        f"{group}.{name}": (meta["config"][group].get(name, unset[group][name]), value)
         for group in groups
-        for name, value in meta["config"][group].items()
-        if name in now[group]
+        for name, value in now[group].items()
     }
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE}
 

@@ -19,6 +19,7 @@ LITERAL = {
     "dealt-7-over-3": (Layout.dealt([1, 0, 0, 1], 2, 7, 3), [[2, 3, 4, 5], [0, 1, 6], []]),
     "zigzag-12-over-2-split-in-2": (Layout.zigzag(12, 2).split(2), [[0, 1, 2], [9, 10, 11], [3, 4, 5], [6, 7, 8]]),
     "dealt-7-over-2-split-in-2": (Layout.dealt([1, 0, 0, 1], 2, 7, 2).split(2), [[2, 3], [4, 5], [0], [1, 6]]),
+    "dealt-4-over-2-in-other-words": (Layout("dealt-2:0, 1", 4, 2), [[0, 1], [2, 3]]),
     "contiguous-2-split-in-3": (Layout.contiguous(2, 1).split(3), [[], [0], [1]]),
 }
 
@@ -26,6 +27,7 @@ LITERAL = {
 @pytest.mark.parametrize("layout, expected", LITERAL.values(), ids=LITERAL)
 def test_positions(layout: Layout, expected: list[list[int]]) -> None:
     assert [layout.positions(rank).tolist() for rank in range(layout.ranks)] == expected
+    assert [layout.rows(rank) for rank in range(layout.ranks)] == [len(positions) for positions in expected]
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 200), st.integers(1, 20))

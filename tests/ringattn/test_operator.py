@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ringattn import Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
+from ringattn import BlockMask, Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
 from ringattn import attention as attention_module
 
 OPERATOR = torch.ops.ringattn.ring_attention.default
@@ -197,3 +197,62 @@ def test_flops_of_ranks_sum_to_those_of_all() -> None:
         return counter.get_total_flops()
 
     assert sum(simulate(3, count)) == pytest.approx(2 * 4 * 16 * 43, abs=3)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "exchanged again"])
+def test_flops_where_heads_are_exchanged_sum_to_those_of_all(again: bool) -> None:
+    """43 pairs of 4 heads of 8 features, as on one rank."""
+    mask, layout = Mask.causal(documents=[5, 7]), Layout.contiguous(12, 1).split(2)
+
+    def count(rank: int, group) -> tuple[int, int]:
+        q, k, v = (layout.shard(x.detach(), rank).requires_grad_() for x in inputs())
+        options = dict(layout=layout, mask=mask, ulysses_group=group, exchange_again=again)
+        with FlopCounterMode(display=False) as forward:
+            out = ulysses_attention(q, k, v, **options)
+        with FlopCounterMode(display=False) as backward, torch.autograd.set_multithreading_enabled(False):
+            out.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    forward, backward = map(sum, zip(*simulate(2, count), strict=True))
+    assert (forward, backward) == (2 * 4 * 16 * 43, 2 * 4 * 40 * 43)
+
+
+def forward_flops(call: Callable[[], Tensor]) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("queries", "keys", "pairs"), [(2, 4, 3 + 4), (4, 2, 1 + 2)], ids=["the last", "more than keys"])
+def test_flops_of_other_queries_than_keys(queries: int, keys: int, pairs: int) -> None:
+    q, k, v = torch.randn(1, queries, 2, 8), torch.randn(1, keys, 2, 8), torch.randn(1, keys, 2, 8)
+    assert forward_flops(lambda: flash_attention(q, k, v, mask=Mask.causal())) == 2 * 2 * 16 * pairs
+
+
+def test_flops_of_a_window() -> None:
+    """Three keys, but for the first two queries; both rows of a batch count."""
+    mask, operands = Mask.causal(window=3), [x.detach().expand(2, -1, -1, -1) for x in inputs()]
+    for call in (
+        lambda: flash_attention(*operands, mask=mask),
+        lambda: ring_attention(*operands, layout=Layout.zigzag(12, 1), mask=mask),
+    ):
+        assert forward_flops(call) == 2 * 2 * 4 * 16 * (1 + 2 + 3 * 10)
+
+
+def test_flops_of_blocks_are_of_those_kept() -> None:
+    q, k, v = (torch.randn(1, 128, 2, 16) for _ in range(3))
+    blocks = BlockMask(torch.tensor([[True, False], [True, True]])[None, None], 64)
+    assert forward_flops(lambda: flash_attention(q, k, v, blocks=blocks)) == 2 * 2 * 32 * 128 * 128 * 3 // 4
+
+
+def test_flops_of_tensors_that_hold_nothing() -> None:
+    for documents in (None, [5, 7]):
+        counts = []
+        for mode in (FakeTensorMode(), torch.enable_grad()):
+            with mode, FlopCounterMode(display=False) as counter:
+                q, k, v = inputs()
+                mask = Mask.causal(documents=documents)
+                out = flash_attention(q, k, v, mask=mask) + ring_attention(q, k, v, layout=Layout.zigzag(12, 1), mask=mask)
+                torch.autograd.grad(out.sum(), q)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1] > 0

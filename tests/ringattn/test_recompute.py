@@ -143,3 +143,14 @@ def test_a_result_that_is_changed_in_place_is_refused(change) -> None:
     change(out)
     with pytest.raises(RuntimeError, match="what attention returned was changed in place"):
         out.square().sum().backward()
+
+
+def test_what_an_inference_returns_may_be_kept() -> None:
+    """Such tensors count no changes."""
+    keep, repeat = keep_attention()
+    with torch.inference_mode():
+        operands = inputs()
+        with keep:
+            first = flash_attention(*operands, mask=MASK)
+        with repeat:
+            assert torch.equal(flash_attention(*operands, mask=MASK), first)

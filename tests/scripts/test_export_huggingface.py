@@ -84,3 +84,15 @@ def test_a_tokenizer_goes_with_the_model(tmp_path, monkeypatch):
     saved = checkpoint.save(tmp_path / "checkpoints", 1, tensors, meta, keep=1)
     export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_an_export_is_bf16_in_a_folder_that_is_made(tmp_path, monkeypatch, capsys):
+    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}}
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, checkpoint.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
+    monkeypatch.setattr(sys, "argv", ["export", str(saved), str(tmp_path / "a" / "b")])
+    assert export_huggingface.main() == 0
+    assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", ["export", str(saved), str(tmp_path / "file")])
+    assert export_huggingface.main() == 1
+    assert "file is there already" in capsys.readouterr().err

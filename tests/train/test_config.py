@@ -58,6 +58,12 @@ REFUSED = {
     "odd head dim": (dict(model__head_dim=33), 1, "a head dim of 33"),
     "large head dim": (dict(model__head_dim=258), 1, "a head dim of 258"),
     "no layers": (dict(model__layers=0), 1, "model.layers=0 makes no sense: it must be at least 1"),
+    "no time": (dict(trainer__time_limit_s=0), 1, "trainer.time_limit_s=0 makes no sense: it must be positive"),
+    "evaluations that never come": (
+        dict(trainer__eval_every=-1),
+        1,
+        "trainer.eval_every=-1 makes no sense: it must be",
+    ),
     "a length without its factor": (dict(model__rope_trained_len=4096), 1, "has no meaning without model.rope_factor"),
     "a factor below 1": (dict(model__rope_factor=0.5), 1, "model.rope_factor=0.5 makes no sense: it must be at least 1"),
     "window below 1": (dict(model__window=0), 1, "model.window=0 makes no sense: it must be at least 1"),

@@ -9,8 +9,8 @@ from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 from train import build, evaluate
-from train.config import Config, ConfigError
-from train.data import Batch, load, load_held_out
+from train.config import Config, ConfigError, DataConfig
+from train.data import Batch, _are_apart, _overlap, load, load_held_out
 
 WINDOW = 40
 
@@ -88,6 +88,7 @@ OVERLAPS = {
     "two parts, written otherwise": (("train[:90%]", None), ("train[-4:]", None), False),
     "one document": (("train[:90%]", None), ("train[35:]", None), True),
     "other files": (("train[1:]", "0*.txt"), (None, "1*.txt"), False),
+    "the same files in other words": (("train[:50%]", "*.txt"), ("train[50%:]", "../corpus/*.txt"), False),
     "the same file among others": (("train[1:]", "*.txt"), ("train[:1]", "0*.txt"), True),
 }
 
@@ -123,3 +124,11 @@ def evaluate_few_tokens(corpus: str, directory) -> None:
     config.data.seq_len, config.trainer.eval_sequences = 5, 1
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
     assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0"]
+
+
+def test_splits_of_other_names_and_other_datasets_are_apart():
+    sizes = {"train": 9, "test": 9}
+    assert not _overlap("train", "test", sizes)
+    assert _overlap("train+test[:1]", "test", sizes) and _overlap("all", "test[8:]", sizes)
+    data = DataConfig(source="hub", path="owner/name", eval_path="owner/other")
+    assert _are_apart(data, data.held_out, sizes)

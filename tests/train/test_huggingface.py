@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.train.llama import LLAMA3, SIZES, STRETCH, llama, logits, settings_of, write_folder
+from tests.train.llama import FOLDER, LLAMA3, SIZES, STRETCH, llama, logits, settings_of, write_folder
 from train import huggingface
 from train.config import ConfigError, ModelConfig
 from train.model import GPT
@@ -38,6 +38,12 @@ def test_a_folder_is_the_same_model_here(changes, tmp_path):
 REFUSED = {
     "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, and the model here has only llama or mistral"),
     "biases": ({"attention_bias": True}, "attention_bias is True, and the model here has only False"),
+    "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, and the model here has only False"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, and the model here has only silu"),
+    "slow angles otherwise": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
+    "angles scaled by nothing": ({"rope_parameters": LLAMA3 | {"factor": None}}, "is none of a Llama model: TypeError"),
+    "sizes that are none": ({"vocab_size": "259"}, "is none of a Llama model: TypeError"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "is none of a Llama model: ZeroDivisionError"),
     "scaled angles": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is yarn, .*default or llama3"),
     "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
     "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'original_max"),
@@ -55,6 +61,86 @@ def test_what_is_refused(changes, message, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
     with pytest.raises(ConfigError, match=message):
         huggingface.differences(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
+
+
+def config_only(folder, **changes):
+    """A folder of config.json alone; of `changes`, None leaves something out."""
+    folder.mkdir()
+    config = {name: value for name, value in (FOLDER | changes).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+LEFT_OUT = {  # as transformers takes them
+    "rms_norm_eps": ({"rms_norm_eps": None}, "norm_eps", 1e-6),
+    "tie_word_embeddings": ({"tie_word_embeddings": None}, "tie_embeddings", False),
+    "rope_theta": ({"rope_parameters": None}, "rope_theta", 10_000),
+    "head_dim": ({"head_dim": None}, "head_features", 8),
+    "kv_heads": ({"num_key_value_heads": None}, "kv_heads", 4),
+    "a window of Mistral's": ({"model_type": "mistral"}, "window", 4096),
+    "a window of Llama's": ({"sliding_window": 7}, "window", None),
+    "two rope_theta": ({"rope_theta": 7.0}, "rope_theta", 500),
+}
+
+
+@pytest.mark.parametrize(("changes", "name", "value"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
+def test_what_config_leaves_out(changes, name, value, tmp_path):
+    assert huggingface.read_settings(config_only(tmp_path / "hf", **changes))[name] == value
+
+
+def test_nulls_are_what_transformers_takes_them_for(tmp_path):
+    nulls = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "head_dim"))
+    rope = {"rope_type": None, "rope_theta": 500.0}
+    (tmp_path / "config.json").write_text(json.dumps(FOLDER | nulls | {"rope_parameters": rope}))
+    settings = huggingface.read_settings(tmp_path)
+    assert (settings["head_features"], settings["tie_embeddings"], settings["rope_factor"]) == (8, False, None)
+
+
+@pytest.mark.parametrize("rows", [257, 320], ids=["the tokenizer's", "all rows here"])
+def test_vocabularies_that_just_fit(rows, tmp_path):
+    model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=500.0, norm_eps=1e-6)
+    assert huggingface.differences(config_only(tmp_path / "hf", vocab_size=rows), model, 257) == ""
+
+
+def test_stretched_angles_may_change_and_are_told(tmp_path):
+    model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=50.0, norm_eps=1e-6)
+    changed = huggingface.differences(config_only(tmp_path / "hf", rope_parameters=LLAMA3), model, 257)
+    assert changed == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now 8192)"
+
+
+def test_config_says_what_transformers_asks_for():
+    described = huggingface.config_of(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
+    expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
+    assert expected.items() <= described.items()
+    stretched = huggingface.config_of(ModelConfig(**SIZES, rope_factor=8.0), 257, 61, 256, torch.bfloat16)["rope_scaling"]
+    assert stretched == STRETCH | {"factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+def test_files_in_folders_of_the_folder_are_not_its(tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    (folder / "original").mkdir()
+    save_file({"model.norm.weight": torch.ones(31)}, folder / "original" / "model.safetensors")
+    huggingface.load(folder, GPT(settings_of(folder), 257))
+
+
+def test_quantized_parameters_are_refused(tmp_path):
+    """Their scales are tensors of their own, which nothing here would multiply by."""
+    folder = write_folder(tmp_path / "hf")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        save_file({name: x.to(torch.float8_e4m3fn) if "proj" in name else x for name, x in tensors.items()}, file)
+    with pytest.raises(ConfigError, match="q_proj.weight is F8_E4M3, a model that was quantized"):
+        huggingface.load(folder, GPT(settings_of(folder), 257))
+
+
+def test_only_files_of_the_index_are_read(tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    where = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    save_file({"model.norm.weight": torch.full((32,), 7.0)}, folder / "other.safetensors")
+    model = GPT(settings_of(folder), 257)
+    huggingface.load(folder, model)
+    assert torch.equal(model.norm, load_file(folder / where["model.norm.weight"])["model.norm.weight"])
 
 
 def test_what_may_change_is_told(tmp_path):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from tests.distributed import run_ranks
-from train import metrics
+from train import metrics, summary
 from train.config import Config, ConfigError, LoggerConfig, TrainerConfig
 from train.metrics import Recorder, plot_loss, read
 
@@ -216,3 +216,9 @@ def test_wandbs_own_environment_is_obeyed(mode, choice, tmp_path, monkeypatch):
     else:
         assert begun["mode"] == ("offline" if choice == "offline" else "online")
         assert (begun["project"], begun["name"], begun["group"]) == ("ours", "run/3", "run")
+
+
+def test_the_losses_of_a_summary_are_of_the_last_steps(tmp_path):
+    rows = [{"step": step, "loss": float(step), "eval_loss": 10.0 + step} for step in range(1, 21)]
+    (tmp_path / "metrics.jsonl").write_text("".join(map(metrics._json_line, rows)))
+    assert summary._losses(tmp_path, 20) == {"final_loss": 19.5, "eval_loss": 30.0}

@@ -87,7 +87,7 @@ BAD = {
     "decay without its schedule": (["optim.decay_fraction=0.5"], "a cosine schedule has no such phase"),
     "held-out text that is trained on": (
         ["data.eval_split=train"],
-        "held-out text, data.eval_split=train: hold out other files",
+        "held-out text, data.eval_split=train data.eval_path=None",
     ),
     "held-out files without a use": (
         ["data=stdlib", "data.path=null", "data.eval_path=a"],
@@ -457,3 +457,16 @@ def test_ranks_agree_on_an_error():
 def test_checkpoints_come_regularly_and_at_the_end():
     assert [step for step in range(1, 8) if loop.is_due(step, every=3, steps=7)] == [3, 6, 7]
     assert [step for step in range(1, 4) if loop.is_due(step, every=0, steps=3)] == [3]
+
+
+def test_a_setting_that_a_checkpoint_does_not_know_was_unset(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a"]
+    assert main(monkeypatch, *settings, "trainer.steps=1") == 0
+    path = tmp_path / "outputs" / "a" / "checkpoints" / "step_00000001" / "meta.json"
+    meta = json.loads(path.read_text())
+    for name in ("rope_factor", "rope_trained_len"):
+        del meta["config"]["model"][name]
+    path.write_text(json.dumps(meta))
+    assert main(monkeypatch, *settings, "trainer.steps=2", "model.rope_factor=8") == 1
+    assert_one_error(capfd, "was trained with model.rope_factor=None (now 8.0)")
+    assert main(monkeypatch, *settings, "trainer.steps=2") == 0

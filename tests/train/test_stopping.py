@@ -129,3 +129,12 @@ def test_sigterm_to_all_processes_saves(tmp_path):
     steps = len(metrics.read(directory / "metrics.jsonl"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
     assert f"stopped     as asked, after step {steps}, which is saved" in (tmp_path / "log").read_text()
+
+
+def ask_rank_1() -> None:
+    stopping._terminated = torch.distributed.get_rank() == 1
+    assert stopping.any_asked(None)
+
+
+def test_one_rank_that_was_asked_between_two_jobs_is_enough(tmp_path):
+    run_ranks(ask_rank_1, 2, tmp_path / "store")
