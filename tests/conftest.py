@@ -33,7 +33,10 @@ with torch.device("meta"):
 def _poisoned(allocate):
     def wrapper(*args, **kwargs):
         x = allocate(*args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
+        if x.is_floating_point():
+            with torch.no_grad():  # some releases of torch make leaves so
+                x.fill_(float("nan"))
+        return x
 
     return wrapper
 
