@@ -277,9 +277,16 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
 
 def pairs_a_rank(batch, num_queries, num_keys, documents, is_causal, window, layout, seq_len, ranks, *_):
     """The mean over the ranks of a ring, so that their counts sum to what all compute."""
+    return pairs_of_batch(batch, seq_len, documents, is_causal, window) / ranks
+
+
+def pairs_of_batch(
+    batch: int, seq_len: int, documents: Tensor, is_causal: bool, window: int, num_queries: int | None = None
+) -> float:
+    """How many (query, key) pairs of one head all rows of a batch compute, of a mask as operators carry it."""
     lengths = documents.tolist() if documents.numel() else ()
-    counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len)
-    return batch * sum(counts) / len(counts) / ranks
+    counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len, num_queries)
+    return batch * sum(counts) / len(counts)
 
 
 _attention = operator.register("ring_attention", SETTINGS, _forward, _backward, pairs_a_rank)

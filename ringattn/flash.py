@@ -10,7 +10,7 @@ from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.intervals import Intervals
 from ringattn import operator
-from ringattn.attention import autocast, check_inputs, scale_of
+from ringattn.attention import autocast, check_inputs, pairs_of_batch, scale_of
 from ringattn.graphs import keep_if_captured
 from ringattn.mask import Mask, shared_intervals
 
@@ -152,9 +152,8 @@ def _backward(q, k, v, out, lse, dout, dlse, *settings):
 
 
 def _pairs(batch, num_queries, num_keys, documents, keep, is_causal, window, *_):
-    lengths = documents.tolist() if documents.numel() else ()
-    counts = Mask.from_lengths(is_causal, window or None, lengths, num_keys).pairs(num_keys, num_queries)
-    return batch * sum(counts) / len(counts) * (1 if keep is None else keep.float().mean().item())
+    kept = 1 if keep is None else keep.float().mean().item()
+    return kept * pairs_of_batch(batch, num_keys, documents, is_causal, window, num_queries)
 
 
 _attention = operator.register("flash_attention", _SETTINGS, _forward, _backward, _pairs)

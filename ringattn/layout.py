@@ -107,15 +107,21 @@ class Layout:
         Raises:
             ValueError: no rank of the layout.
         """
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
+        self._check_rank(rank)
         return _positions(self, rank)
 
     def rows(self, rank: int) -> int:
-        """How many rows a rank holds."""
+        """How many rows a rank holds.
+
+        Raises:
+            ValueError: no rank of the layout.
+        """
+        self._check_rank(rank)
+        return _rows(self, rank)
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
-        return _rows(self, rank)
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.

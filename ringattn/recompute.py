@@ -59,8 +59,8 @@ class _Context:
 class _Keep(_Context):
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        kept = _detached(results)
-        self.results.append((kept, _versions(kept)))  # what is returned becomes part of a graph, which would keep itself alive
+        kept = _detached(results)  # what is returned becomes part of a graph, which would keep itself alive
+        self.results.append((kept, _versions(kept)))
         return results
 
 

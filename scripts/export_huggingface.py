@@ -55,9 +55,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     checkpoint.load(path, checkpoint.model_state(model))
     tensors = {huggingface.their_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
-        tensors[name] = tensors[name][
-            : tokenizer.vocab_size
-        ].clone()  # what is behind them only fills up, and was never trained
+        # the rows behind only fill up, and were never trained
+        tensors[name] = tensors[name][: tokenizer.vocab_size].clone()
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(tensors, folder)
     described = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)

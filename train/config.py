@@ -29,9 +29,7 @@ class ModelConfig:
     head_dim: int | None = None  # None: dim / heads
     ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
     rope_theta: float = 10_000.0
-    rope_factor: float | None = (
-        None  # as in Llama 3.1: how many times slower features turn that turn seldom in rope_trained_len
-    )
+    rope_factor: float | None = None  # as in Llama 3.1: how much slower features turn that turn seldom in rope_trained_len
     rope_trained_len: int = 8192  # tokens of the sequences before; without rope_factor it has no meaning
     norm_eps: float = 1e-5
     tie_embeddings: bool = True

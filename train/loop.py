@@ -115,16 +115,13 @@ def load_parameters(run: Run, path: Path) -> None:
     Raises:
         ConfigError: on every rank: neither, or one of a model of another shape.
     """
-    theirs = huggingface.is_model(path)
-    with parallel.agreed():
-        if theirs:
-            changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
-        else:
-            changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
-    if theirs:
+    if huggingface.is_model(path):
         with parallel.agreed():
+            changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
             huggingface.load(path, run.model)
     else:
+        with parallel.agreed():
+            changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
         checkpoint.load(path, checkpoint.model_state(run.model))
     log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
