@@ -2,7 +2,8 @@
 
     python scripts/export_huggingface.py outputs/long/checkpoints/step_00010000 long-hf
 
-It loads as any model of the Llama architecture does, of a model with a window as Mistral's. Needs memory for all parameters.
+It loads as any model of the Llama architecture does; with a window as one of Mistral's, with model.qkv_bias or model.qk_norm as
+one of Qwen's. Needs memory for all parameters.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the checkpoint at `path` to `folder`.
 
     Raises:
-        ConfigError: no checkpoint, no tokenizer, or a folder with something in it.
+        ConfigError: no checkpoint, no tokenizer, a model that transformers has not, or a folder with something in it.
     """
     from huggingface_hub import save_torch_state_dict
 
@@ -51,6 +52,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     config = checkpoint.read_meta(path)["config"]
     data, settings = DataConfig(**config["data"]), ModelConfig(**config["model"])
     tokenizer = load_tokenizer(data.tokenizer)
+    described = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     model = GPT(settings, tokenizer.vocab_size)
     checkpoint.load(path, checkpoint.model_state(model))
     tensors = {huggingface.their_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
@@ -59,7 +61,6 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         tensors[name] = tensors[name][: tokenizer.vocab_size].clone()
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(tensors, folder)
-    described = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     if data.tokenizer != "bytes":
         shutil.copy(Path(data.tokenizer).expanduser(), folder / "tokenizer.json")

@@ -29,8 +29,11 @@ class ModelConfig:
     head_dim: int | None = None  # None: dim / heads
     ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
     rope_theta: float = 10_000.0
-    rope_factor: float | None = None  # as in Llama 3.1: how much slower features turn that turn seldom in rope_trained_len
+    rope_factor: float | None = None  # how much slower features turn that turn seldom in rope_trained_len; None: all as ever
     rope_trained_len: int = 8192  # tokens of the sequences before; without rope_factor it has no meaning
+    rope_scaling: str = "llama3"  # llama3 | yarn: which features those are; yarn sharpens attention, too
+    qkv_bias: bool = False  # of queries, keys and values, as in Qwen 2
+    qk_norm: bool = False  # of every head's queries and keys, as in Qwen 3
     norm_eps: float = 1e-5
     tie_embeddings: bool = True
     window: int | None = None  # keys a query may see, itself included; None: all before it
@@ -126,7 +129,7 @@ class TrainerConfig:
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
     resume: str = "auto"
-    # the path of a checkpoint, or of a Llama model in Hugging Face's format, with whose parameters a run begins, with steps,
+    # the path of a checkpoint, or of a model in Hugging Face's format, with whose parameters a run begins, with steps,
     # optimizer and data of its own: to train on with longer sequences, or on other text
     init_from: str | None = None
     log_every: int = 1
@@ -158,6 +161,7 @@ class Config:
 
 
 CHOICES = {
+    "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": plan.SCHEDULES,
@@ -247,8 +251,14 @@ def _check_model(model: ModelConfig) -> None:
         )
     if model.head_dim is None and model.dim % model.heads:
         raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
-    if model.rope_factor is None and model.rope_trained_len != ModelConfig.rope_trained_len:
-        raise ConfigError(f"model.rope_trained_len={model.rope_trained_len} has no meaning without model.rope_factor: set both")
+    for name in ("rope_trained_len", "rope_scaling"):
+        if model.rope_factor is None and (value := getattr(model, name)) != getattr(ModelConfig, name):
+            raise ConfigError(f"model.{name}={value} has no meaning without model.rope_factor: set both")
+    if model.rope_scaling == "yarn" and model.rope_theta <= 1:
+        raise ConfigError(
+            f"model.rope_theta={model.rope_theta} with model.rope_scaling=yarn, which asks where pairs of features turn slower "
+            "than the ones before: set it above 1"
+        )
     head_dim = model.head_features
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise ConfigError(

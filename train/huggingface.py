@@ -1,7 +1,8 @@
-"""Models in the format of Hugging Face's transformers: a folder of config.json and safetensors, of the Llama architecture.
+"""Models in the format of Hugging Face's transformers: a folder of config.json and safetensors.
 
-It is the architecture of `train.model` under other names, with a window Mistral's. A run may begin with such a model
-(`trainer.init_from`), and what was trained can be written as one (`scripts/export_huggingface.py`).
+Llama's architecture is that of `train.model` under other names; so are Mistral's, which has a window, and those of Qwen 2
+(`model.qkv_bias`) and 3 (`model.qk_norm`). A run may begin with such a model (`trainer.init_from`), and what was trained can be
+written as one (`scripts/export_huggingface.py`).
 """
 
 import json
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from train.config import ConfigError, ModelConfig
-from train.model import FASTEST, padded_vocabulary
+from train.model import padded_vocabulary
+from train.rope import MOST_TURNS, yarn_scale
 
 NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}  # ours: theirs
 BLOCK_NAMES = {
@@ -24,6 +26,11 @@ BLOCK_NAMES = {
     "query.weight": "self_attn.q_proj.weight",
     "key.weight": "self_attn.k_proj.weight",
     "value.weight": "self_attn.v_proj.weight",
+    "query.bias": "self_attn.q_proj.bias",
+    "key.bias": "self_attn.k_proj.bias",
+    "value.bias": "self_attn.v_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key_norm": "self_attn.k_norm.weight",
     "output.weight": "self_attn.o_proj.weight",
     "ffn_norm": "post_attention_layernorm.weight",
     "gate.weight": "mlp.gate_proj.weight",
@@ -32,8 +39,22 @@ BLOCK_NAMES = {
 }
 # what else a config.json may ask for, and the only value that the model has
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-TURNS = {"low_freq_factor": 1.0, "high_freq_factor": FASTEST}  # of "llama3" angles
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+TURNS = {  # the same of scaled rotary angles
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MOST_TURNS["llama3"]},
+    "yarn": {"beta_slow": 1.0, "beta_fast": MOST_TURNS["yarn"], "truncate": True},
+}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# what transformers takes where config.json says nothing, and other types do otherwise
+LEFT_OUT = {
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
+}
 
 
 def is_model(path: Path) -> bool:
@@ -56,39 +77,73 @@ def read_settings(path: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((path / "config.json").read_text())
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        settings = {
-            "vocab_size": config["vocab_size"],
-            "layers": config["num_hidden_layers"],
-            "dim": config["hidden_size"],
-            "heads": config["num_attention_heads"],
-            "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            "ffn_features": config["intermediate_size"],
-            "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
-            "rope_factor": float(rope["factor"]) if kind == "llama3" else None,
-            "rope_trained_len": rope["original_max_position_embeddings"] if kind == "llama3" else ModelConfig.rope_trained_len,
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
-            "tie_embeddings": bool(config.get("tie_word_embeddings")),
-            "window": config.get("sliding_window", 4096) if config["model_type"] == "mistral" else None,
-        }
-        for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "ffn_features"):
-            operator.index(settings[name])
+        config = LEFT_OUT.get(config["model_type"], {}) | config
+        unknown = _unknown(config)
+        settings = {} if unknown else _settings(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path}/config.json is none of a Llama model: {type(error).__name__}: {error}") from error
-    asked = {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
-    asked["model_type"] = config["model_type"], tuple(ARCHITECTURES)
-    asked["rope_type"] = kind, ("default", "llama3")
-    if kind == "llama3":
-        asked |= {name: (rope.get(name, value), (value,)) for name, value in TURNS.items()}
+        raise ConfigError(f"{path}/config.json is of no model that is known here: {type(error).__name__}: {error}") from error
+    if unknown:
+        raise ConfigError(f"{path}/config.json: {unknown}: choose another model")
+    return settings
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    rope, kind = _rope(config)
+    scaled = kind != "default"
+    settings = {
+        "vocab_size": config["vocab_size"],
+        "layers": config["num_hidden_layers"],
+        "dim": config["hidden_size"],
+        "heads": config["num_attention_heads"],
+        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "ffn_features": config["intermediate_size"],
+        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
+        "rope_factor": float(rope["factor"]) if scaled else None,
+        "rope_trained_len": rope["original_max_position_embeddings"] if scaled else ModelConfig.rope_trained_len,
+        "rope_scaling": kind if scaled else ModelConfig.rope_scaling,
+        "qkv_bias": config["model_type"] == "qwen2",
+        "qk_norm": config["model_type"] == "qwen3",
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": bool(config.get("tie_word_embeddings")),
+        "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
+    }
+    for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "ffn_features"):
+        operator.index(settings[name])
+    return settings
+
+
+def _unknown(config: dict[str, Any]) -> str:
+    """What `config` asks for and the model here has not; "" if there is nothing."""
+    rope, kind = _rope(config)
+    asked = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *TURNS))}
+    asked |= {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
+    asked |= {name: (value if rope.get(name) is None else rope[name], (value,)) for name, value in TURNS.get(kind, {}).items()}
+    if kind == "yarn":
+        asked["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
+        asked |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
+    if len(types := _layer_types(config)) > 1:
+        asked["layer_types"] = " and ".join(sorted(types)), ("one of them",)
     for name, (value, known) in asked.items():
         if value not in known:
-            only = " or ".join(map(str, known))
-            raise ConfigError(
-                f"{path}/config.json: {name} is {value}, and the model here has only {only}: choose another model"
-            )
-    return settings
+            return f"{name} is {value}, and the model here has only {' or '.join(map(str, known))}"
+    return ""
+
+
+def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What is said of rotary angles, and how they are scaled."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope, rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _layer_types(config: dict[str, Any]) -> set[str]:
+    """Of layers with a window, "sliding_attention", and without one, "full_attention": which there are."""
+    if config["model_type"] not in ("qwen2", "qwen3"):
+        return {"sliding_attention" if config["model_type"] == "mistral" else "full_attention"}
+    if not config.get("use_sliding_window"):
+        return {"full_attention"}
+    first, layers = config["max_window_layers"], range(config["num_hidden_layers"])
+    return set(config.get("layer_types") or ("sliding_attention" if layer >= first else "full_attention" for layer in layers))
 
 
 def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
@@ -109,7 +164,7 @@ def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
     changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
     named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
     listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
-    if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "norm_eps", "window"}:
+    if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
         raise ConfigError(f"{path} is a model of {listed}: set the same")
     return listed
 
@@ -158,7 +213,7 @@ def _finder(path: Path) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         if name not in where:
-            raise ConfigError(f"{path} has no {name} in its *.safetensors: give the whole folder of a Llama model")
+            raise ConfigError(f"{path} has no {name} in its *.safetensors: give the whole folder of a model")
         return where[name].get_slice(name)
 
     return find
@@ -170,12 +225,16 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
     Args:
         vocab_size: rows of its embedding.
         seq_len: tokens of the sequences it was trained on.
+
+    Raises:
+        ConfigError: transformers has no such model.
     """
-    model_type = "mistral" if model.window else "llama"
-    more = {"sliding_window": model.window} if model.window else {}
+    model_type, more = _model_type(model), {}
+    if model.window:
+        more = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
     if model.rope_factor is not None:
         stretch = {"factor": model.rope_factor, "original_max_position_embeddings": model.rope_trained_len}
-        more["rope_scaling"] = {"rope_type": "llama3", **stretch, **TURNS}
+        more["rope_scaling"] = {"rope_type": model.rope_scaling, **stretch, **TURNS[model.rope_scaling]}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -196,3 +255,11 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
         **FIXED,
         **more,
     }
+
+
+def _model_type(model: ModelConfig) -> str:
+    if model.qkv_bias and model.qk_norm:
+        raise ConfigError("transformers has no model with both model.qkv_bias and model.qk_norm: export one with either")
+    if model.qkv_bias or model.qk_norm:
+        return "qwen2" if model.qkv_bias else "qwen3"
+    return "mistral" if model.window else "llama"

@@ -61,6 +61,8 @@ def estimate(
     # rotation, attention's output, and four of SwiGLU; compiled q k v once, and three of SwiGLU
     once = 4 * model.dim + 2 * query + keys + 3 * model.ffn_features
     again = query + keys + model.ffn_features
+    if model.qk_norm:  # q and k before their norms
+        again += query + keys // 2
     kept = size * (once if compiled else once + again) + 4 * model.heads
     checkpointed = size * (model.dim + query) + 4 * model.heads
     if exchanged:

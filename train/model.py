@@ -16,45 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from train.config import ModelConfig, round_up
+from train.rope import rope, rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Finish = Callable[[Tensor, Tensor], Tensor]
-FASTEST = 4.0  # turns within the length a model was trained on, beyond which features keep their frequency
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
     """Rows of the embedding for a tokenizer of `vocab_size` tokens: at least the model's own, a multiple of 64."""
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
-
-
-def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), of global `positions` (N,) or (B, N).
-
-    Feature pair i of position p turns by p * rope_theta ** (-2 i / D), or as `stretched` says.
-    """
-    dim = config.head_features
-    frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float32, device=positions.device) / dim)
-    if config.rope_factor is not None:
-        frequency = stretched(frequency, config.rope_factor, config.rope_trained_len)
-    angle = torch.atleast_2d(positions).float()[..., None, None] * frequency
-    return angle.cos(), angle.sin()
-
-
-def stretched(frequency: Tensor, factor: float, trained_len: int) -> Tensor:
-    """Frequencies of rotary angles for more positions than the `trained_len` that a model knew, as in Llama 3.1.
-
-    Pairs that turned less than once in `trained_len` positions turn slower by `factor`, those that turned more than FASTEST
-    times as before, and those between by a mean of both.
-    """
-    turns = frequency * trained_len / (2 * math.pi)
-    kept = ((turns - 1) / (FASTEST - 1)).clamp(0, 1)
-    return frequency * (kept + (1 - kept) / factor)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of every head of `x` (B, N, H, D), in fp32."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -65,9 +35,11 @@ class Block(nn.Module):
         self.config = config
         self.head_dim, ffn_dim = config.head_features, config.ffn_features
         self.attention_norm = nn.Parameter(torch.empty(config.dim))
-        self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=False)
-        self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
-        self.value = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=False)
+        self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
+        self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.query_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
+        self.key_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
         self.output = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
         self.ffn_norm = nn.Parameter(torch.empty(config.dim))
         self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
@@ -75,14 +47,17 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn_dim, config.dim, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal of std 0.02, as GPT-2; what writes to the residual stream is scaled by 1 / sqrt(2 * layers)."""
+        """Normal of std 0.02, as GPT-2; what writes to the residual stream is scaled by 1 / sqrt(2 * layers). No biases."""
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for linear in (self.query, self.key, self.value, self.gate, self.up):
             nn.init.normal_(linear.weight, std=0.02, generator=generator)
         for linear in (self.output, self.down):
             nn.init.normal_(linear.weight, std=residual, generator=generator)
-        nn.init.ones_(self.attention_norm)
-        nn.init.ones_(self.ffn_norm)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm"):
+                nn.init.ones_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.after(x, attend(*self.before(x, cos, sin)))
@@ -90,14 +65,19 @@ class Block(nn.Module):
     # what lies before and after attention touches each token by itself, and can be compiled apart from how ranks meet
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        h = F.rms_norm(x, x.shape[-1:], self.attention_norm, self.config.norm_eps)
+        h = self.norm(x, self.attention_norm)
         q, k, v = (project(h).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
+        if self.config.qk_norm:
+            q, k = self.norm(q, self.query_norm), self.norm(k, self.key_norm)
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def after(self, x: Tensor, attention: Tensor) -> Tensor:
         x = x + self.output(attention.flatten(-2))
-        h = F.rms_norm(x, x.shape[-1:], self.ffn_norm, self.config.norm_eps)
+        h = self.norm(x, self.ffn_norm)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
 
 
 class GPT(nn.Module):

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -9,17 +10,19 @@ import torch.distributed as dist
 
 from scripts import export_huggingface
 from tests.distributed import run_ranks
+from tests.train.hub_models import SIZES, logits, read_tensors, settings_of, theirs, write_folder
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
-from tests.train.llama import SIZES, llama, logits, read_tensors, settings_of, write_folder
 from train import build, checkpoint, loop
 from train.config import Config, ModelConfig
 from train.model import GPT
 
+MODEL = ModelConfig(**SIZES, tie_embeddings=False, qk_norm=True)
+
 
 def of_folder(corpus: str, folder: Path, ranks: int) -> Config:
     config = job(corpus, 1, ring=ranks)
-    config.model = ModelConfig(**SIZES, tie_embeddings=False)
+    config.model = MODEL
     config.trainer.init_from, config.trainer.steps, config.optim.lr = str(folder), 1, 1e-30
     return config
 
@@ -36,7 +39,7 @@ def trained(tmp_path_factory) -> Path:
     259 tokens in rows for 320, 107 a rank: the last rank holds the last 45 of them, and rows that only fill up.
     """
     directory = tmp_path_factory.mktemp("trained")
-    folder, corpus = write_folder(directory / "hf"), write_corpus(directory / "corpus")
+    folder, corpus = write_folder(directory / "hf", model_type="qwen3"), write_corpus(directory / "corpus")
     run_ranks(begin_and_save, 3, directory / "store", corpus, folder, directory)
     return directory
 
@@ -53,7 +56,7 @@ def test_a_run_on_three_ranks_begins_with_a_folder_and_leaves_one(dtype, trained
         torch.testing.assert_close(after[name], expected[:257] if len(tensor) == 259 else expected, rtol=0, atol=0)
     described = json.loads((out / "config.json").read_text())
     assert described["vocab_size"] == 257 and described["rope_theta"] == 10_000 and described["max_position_embeddings"] == 61
-    assert settings_of(out) == ModelConfig(**SIZES, tie_embeddings=False, vocab_size=257)
+    assert settings_of(out) == replace(MODEL, vocab_size=257)
     assert export_huggingface.main() == 1
     assert "out is there already, with something in it: give a new folder" in capsys.readouterr().err
 
@@ -71,7 +74,7 @@ def test_a_window_is_mistrals(tmp_path, monkeypatch):
         tokens = torch.randint(257, (50,), generator=torch.Generator().manual_seed(1))
         ours = logits(run.model, tokens)[:, :257].double()
     assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
-    torch.testing.assert_close(ours, llama(out, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, theirs(out, tokens), rtol=1e-4, atol=1e-4)
     assert settings_of(out).window == config.model.window == 40
 
 

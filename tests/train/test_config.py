@@ -65,6 +65,13 @@ REFUSED = {
         "trainer.eval_every=-1 makes no sense: it must be",
     ),
     "a length without its factor": (dict(model__rope_trained_len=4096), 1, "has no meaning without model.rope_factor"),
+    "a scaling without its factor": (dict(model__rope_scaling="yarn"), 1, "yarn has no meaning without model.rope_factor"),
+    "an unknown scaling": (dict(model__rope_scaling="ntk"), 1, "unknown model.rope_scaling=ntk: choose one of llama3, yarn"),
+    "yarn where no pair is slower than another": (
+        dict(model__rope_scaling="yarn", model__rope_factor=2.0, model__rope_theta=1.0),
+        1,
+        "model.rope_theta=1.0 with model.rope_scaling=yarn",
+    ),
     "a factor below 1": (dict(model__rope_factor=0.5), 1, "model.rope_factor=0.5 makes no sense: it must be at least 1"),
     "window below 1": (dict(model__window=0), 1, "model.window=0 makes no sense: it must be at least 1"),
     "ring that does not divide": (dict(parallel__ring=3), 4, "parallel.ring=3 does not divide the 4 ranks"),

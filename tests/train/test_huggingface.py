@@ -4,10 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.train.llama import FOLDER, LLAMA3, SIZES, STRETCH, llama, logits, settings_of, write_folder
+from tests.train.hub_models import FOLDER, LLAMA3, SIZES, STRETCH, YARN, logits, read_tensors, settings_of, theirs, write_folder
 from train import huggingface
 from train.config import ConfigError, ModelConfig
 from train.model import GPT
+
+# as Qwen 2.5's cards say it
+QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
 
 
 @pytest.mark.parametrize(
@@ -19,8 +22,16 @@ from train.model import GPT
         {"rope_parameters": None, "rope_scaling": None, "rope_theta": 3e4},
         {"rope_parameters": LLAMA3},
         {"rope_parameters": None, "rope_scaling": STRETCH, "rope_theta": 50.0},
+        {"rope_parameters": YARN},
+        {"model_type": "qwen2"},
+        {"model_type": "qwen2", "rope_parameters": None, "rope_theta": 50.0, "rope_scaling": QWEN_YARN},
+        {"model_type": "qwen3"},
+        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
     ],
-    ids=["Llama", "tied", "Mistral", "older names", "Llama 3.1", "Llama 3.1, older names"],
+    ids=[
+        *("Llama", "tied", "Mistral", "older names", "Llama 3.1", "Llama 3.1, older names", "yarn"),
+        *("Qwen 2", "Qwen 2 with yarn, older names", "Qwen 3", "Qwen 3 with a window"),
+    ],
 )
 def test_a_folder_is_the_same_model_here(changes, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
@@ -32,23 +43,39 @@ def test_a_folder_is_the_same_model_here(changes, tmp_path):
     huggingface.load(folder, model)
     assert model.embedding[259:].eq(1).all()  # rows that only fill up
     tokens = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(logits(model, tokens)[:, :259].double(), llama(folder, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits(model, tokens)[:, :259].double(), theirs(folder, tokens), rtol=1e-4, atol=1e-4)
 
 
+WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
 REFUSED = {
     "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, and the model here has only llama or mistral"),
+    "no kind": ({"model_type": None}, "known here: KeyError: 'model_type'"),
+    "a window in some layers": (WINDOW | {"max_window_layers": 1}, "layer_types is full_attention and sliding_attention"),
+    "a window in some layers, listed": (
+        WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
+        "layer_types is full_attention and sliding_attention, and the model here has only one of them",
+    ),
+    "biases of Qwen 2": ({"model_type": "qwen2"}, r"is a model of .*model.qkv_bias=True \(now False\).*: set the same"),
+    "norms of Qwen 3": ({"model_type": "qwen3"}, r"is a model of .*model.qk_norm=True \(now False\).*: set the same"),
     "biases": ({"attention_bias": True}, "attention_bias is True, and the model here has only False"),
     "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, and the model here has only False"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, and the model here has only silu"),
     "slow angles otherwise": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
-    "angles scaled by nothing": ({"rope_parameters": LLAMA3 | {"factor": None}}, "is none of a Llama model: TypeError"),
-    "sizes that are none": ({"vocab_size": "259"}, "is none of a Llama model: TypeError"),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "is none of a Llama model: ZeroDivisionError"),
-    "scaled angles": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_type is yarn, .*default or llama3"),
+    "angles scaled by nothing": (
+        {"rope_parameters": LLAMA3 | {"factor": None}},
+        "known here: TypeError",
+    ),
+    "sizes that are none": ({"vocab_size": "259"}, "known here: TypeError"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "known here: ZeroDivisionError"),
+    "scaled angles": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
+    "yarn otherwise": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, and the model here has only 32.0"),
+    "yarn not rounded": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
+    "yarn, sharper": ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5, .*None or 1.1386"),
+    "yarn, scaled twice": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, and the model here has only None"),
     "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
     "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'original_max"),
     "scaled angles, older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
-    "no sizes": ({"hidden_size": None}, "config.json is none of a Llama model: KeyError: 'hidden_size'"),
+    "no sizes": ({"hidden_size": None}, "known here: KeyError: 'hidden_size'"),
     "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the tokenizer's 257: set data.tokenizer"),
     "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model here: set model.vocab_size=1000"),
     "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\), .*: set the same"),
@@ -79,6 +106,11 @@ LEFT_OUT = {  # as transformers takes them
     "kv_heads": ({"num_key_value_heads": None}, "kv_heads", 4),
     "a window of Mistral's": ({"model_type": "mistral"}, "window", 4096),
     "a window of Llama's": ({"sliding_window": 7}, "window", None),
+    "a window of Qwen's that is not in use": ({"model_type": "qwen3", "sliding_window": 7}, "window", None),
+    "kv_heads of Mistral": ({"model_type": "mistral", "num_key_value_heads": None}, "kv_heads", 8),
+    "kv_heads of Qwen 2": ({"model_type": "qwen2", "num_key_value_heads": None}, "kv_heads", 32),
+    "head_dim of Qwen 2": ({"model_type": "qwen2", "head_dim": None}, "head_features", 8),
+    "head_dim of Qwen 3": ({"model_type": "qwen3", "head_dim": None}, "head_features", 128),
     "two rope_theta": ({"rope_theta": 7.0}, "rope_theta", 500),
 }
 
@@ -118,9 +150,12 @@ def test_config_says_what_transformers_asks_for():
 
 def test_files_in_folders_of_the_folder_are_not_its(tmp_path):
     folder = write_folder(tmp_path / "hf")
+    (folder / "model.safetensors.index.json").unlink()
     (folder / "original").mkdir()
     save_file({"model.norm.weight": torch.ones(31)}, folder / "original" / "model.safetensors")
-    huggingface.load(folder, GPT(settings_of(folder), 257))
+    model = GPT(settings_of(folder), 257)
+    huggingface.load(folder, model)
+    assert torch.equal(model.norm, read_tensors(folder)["model.norm.weight"])
 
 
 def test_quantized_parameters_are_refused(tmp_path):
@@ -135,12 +170,11 @@ def test_quantized_parameters_are_refused(tmp_path):
 
 def test_only_files_of_the_index_are_read(tmp_path):
     folder = write_folder(tmp_path / "hf")
-    where = {name: file.name for file in folder.glob("*.safetensors") for name in load_file(file)}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    expected = read_tensors(folder)["model.norm.weight"]
     save_file({"model.norm.weight": torch.full((32,), 7.0)}, folder / "other.safetensors")
     model = GPT(settings_of(folder), 257)
     huggingface.load(folder, model)
-    assert torch.equal(model.norm, load_file(folder / where["model.norm.weight"])["model.norm.weight"])
+    assert torch.equal(model.norm, expected)
 
 
 def test_what_may_change_is_told(tmp_path):
@@ -168,9 +202,27 @@ def test_files_that_are_not_as_config_says(file, message, tmp_path):
         huggingface.load(folder, GPT(settings_of(folder), 257))
 
 
-@pytest.mark.parametrize("settings", [{}, {"window": 9}, {"rope_factor": 8.0, "rope_trained_len": 4096}], ids=str)
+SURVIVE = [
+    *(
+        {},
+        {"window": 9},
+        {"qkv_bias": True},
+        {"qk_norm": True},
+        {"qkv_bias": True, "window": 9},
+        {"qk_norm": True, "window": 9},
+    ),
+    *({"rope_factor": 8.0, "rope_trained_len": 4096}, {"rope_factor": 8.0, "rope_scaling": "yarn"}),
+]
+
+
+@pytest.mark.parametrize("settings", SURVIVE, ids=str)
 def test_settings_survive_a_folder(settings, tmp_path):
     model = ModelConfig(**SIZES, vocab_size=300, **settings)
     described = huggingface.config_of(model, 300, 61, 256, torch.bfloat16)
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert settings_of(tmp_path) == model
+
+
+def test_a_model_that_transformers_has_not_is_not_exported():
+    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm: export one with either"):
+        huggingface.config_of(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)

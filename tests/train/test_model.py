@@ -1,4 +1,3 @@
-import math
 from functools import partial
 
 import pytest
@@ -8,7 +7,7 @@ import torch.nn.functional as F
 from ringattn import Layout, Mask, ring_attention
 from tests.train.test_config import composed
 from train.config import ModelConfig
-from train.model import GPT, Block, rope, rotate, stretched
+from train.model import GPT, Block
 
 VOCAB = 50
 
@@ -37,15 +36,16 @@ def random_tokens(length: int, batch: int = 2):
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-SIZES = {"tiny": 0.83e6, "124m": 123.6e6, "350m": 353e6, "1.4b": 1.44e9, "8b": 8.03e9}
+SIZES = {"tiny": 0.8285e6, "124m": 123.6e6, "350m": 355.1e6, "1.4b": 1.44e9, "8b": 8.03e9}
 SIZES |= {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9}
+SIZES |= {"qwen2.5-7b": 7.616e9, "qwen3-0.6b": 0.596e9, "qwen3-8b": 8.191e9}
 
 
 @pytest.mark.parametrize(("name", "parameters"), SIZES.items())
 def test_sizes(name, parameters):
     with torch.device("meta"):
         model = GPT(composed(f"model={name}").model, vocab_size=257)
-    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.01)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.001)
 
 
 def test_the_future_is_not_seen():
@@ -62,34 +62,6 @@ def test_only_distances_between_positions_matter():
     torch.testing.assert_close(logits(model, tokens), logits(model, tokens, shifted), rtol=1e-3, atol=1e-4)
     stretched = 3 * torch.arange(16)
     assert not torch.allclose(logits(model, tokens), logits(model, tokens, stretched), rtol=1e-3, atol=1e-4)
-
-
-def test_rope_turns_pairs_by_the_documented_angle():
-    cos, sin = rope(torch.tensor([0, 7]), ModelConfig(head_dim=4, rope_theta=100.0))
-    x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 2, 1, 4)
-    a, b = torch.tensor(7.0), torch.tensor(0.7)  # theta ** (-2 i / 4) is 1 and 0.1
-    expected = torch.stack([a.cos(), -2 * b.sin(), a.sin(), 2 * b.cos()])
-    torch.testing.assert_close(rotate(x, cos, sin)[0, 0, 0], x[0, 0, 0])
-    torch.testing.assert_close(rotate(x, cos, sin)[0, 1, 0], expected)
-
-
-def test_features_that_turn_seldom_turn_slower():
-    """In 8,192 tokens: above four turns as before, below one slower by the factor, half-way between by the mean of both."""
-    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.5])
-    frequency = turns * 2 * math.pi / 8192
-    expected = torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
-    torch.testing.assert_close(stretched(frequency, 8.0, 8192) / frequency, expected)
-    plain, slower = (rope(torch.tensor([5000]), ModelConfig(head_dim=64, **x))[0] for x in ({}, {"rope_factor": 8.0}))
-    assert torch.equal(plain[..., :4], slower[..., :4]) and not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
-
-
-def test_rope_takes_positions_a_batch_row_and_keeps_fp32_angles():
-    positions = torch.tensor([[0, 1, 2], [500_000, 500_001, 500_002]])
-    cos, sin = rope(positions, ModelConfig(head_dim=8))
-    assert cos.shape == (2, 3, 1, 4) and cos.dtype == torch.float32
-    x = torch.randn(2, 3, 2, 8, dtype=torch.bfloat16)
-    assert rotate(x, cos, sin).dtype == torch.bfloat16
-    torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
 
 
 def test_ring_attention_of_one_rank_is_the_same_attention():

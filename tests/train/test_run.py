@@ -61,7 +61,7 @@ BAD = {
     "unknown group": (["color=red"], "unknown option color: choose one of name, model, data"),
     "unknown file of a group": (
         ["model=huge"],
-        "Available options in 'model': 1.4b 124m 350m 8b llama-3.1-8b llama-3.2-1b tiny",
+        "Available options in 'model': 1.4b 124m 350m 8b llama-3.1-8b llama-3.2-1b qwen2.5-7b qwen3-0.6b qwen3-8b tiny",
     ),
     "wrong type": (["model.layers=two"], "model.layers: Value 'two' of type 'str' could not be converted to Integer"),
     "no value": (["trainer.steps"], "missing EQUAL"),
@@ -464,7 +464,7 @@ def test_a_setting_that_a_checkpoint_does_not_know_was_unset(corpus, monkeypatch
     assert main(monkeypatch, *settings, "trainer.steps=1") == 0
     path = tmp_path / "outputs" / "a" / "checkpoints" / "step_00000001" / "meta.json"
     meta = json.loads(path.read_text())
-    for name in ("rope_factor", "rope_trained_len"):
+    for name in ("rope_factor", "rope_trained_len", "rope_scaling", "qkv_bias", "qk_norm"):
         del meta["config"]["model"][name]
     path.write_text(json.dumps(meta))
     assert main(monkeypatch, *settings, "trainer.steps=2", "model.rope_factor=8") == 1
