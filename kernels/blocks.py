@@ -1,6 +1,6 @@
 """Block-sparse attention: which (query block, key block) pairs are seen at all, on top of the intervals."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -26,7 +26,6 @@ class BlockMask:
 
     keep: Tensor
     size: int = 128
-    _key_lists: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.keep.dtype != torch.bool or self.keep.dim() != 4:
@@ -38,6 +37,10 @@ class BlockMask:
             raise ValueError(
                 f"blocks of {self.size} rows: the size must be a multiple of {SIZE_UNIT}, as tiles may not cross blocks"
             )
+
+    @cached_property
+    def _key_lists(self) -> dict[int, Tensor]:
+        return {}
 
     def cut(self, rows: slice, keys: slice) -> "BlockMask":
         """The mask of these query rows and key rows alone; both slices start at a block, or ValueError is raised."""

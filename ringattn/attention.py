@@ -1,6 +1,6 @@
 """The public call: exact attention over a sequence whose rows are spread over the ranks of a ring."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -93,7 +93,8 @@ def ring_attention(
 def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
     rank, size = rank_and_size(group)
     if size != layout.ranks:
-        raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}: they must be equal")
+        alone = ", as group=None is this process alone" if group is None else ""
+        raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}{alone}: they must be equal")
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
 
@@ -243,10 +244,30 @@ def ring_of(
     precision: str,
 ) -> tuple[Ring, str]:
     """The ring that the settings describe, and the schedule."""
-    end = transports.resolve(group, q.device, transport)
+    given = documents, is_causal, window, layout, seq_len, schedule, scale, dropout_p, seed
+    end = transports.resolve(group, q.device, transport, partial(describe, q, *given))
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
     keep_if_captured(planned, q.device)
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
+
+
+def describe(
+    q: Tensor,
+    documents: Tensor,
+    is_causal: bool,
+    window: int,
+    layout: str,
+    seq_len: int,
+    schedule: str,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+) -> dict[str, object]:
+    """What must be the same on all ranks of a ring, by the names that callers know."""
+    shape = {"batch size": q.shape[0], "heads": q.shape[2], "head dim": q.shape[3], "dtype": str(q.dtype)}
+    mask = {"causal": is_causal, "window": window or None, "documents": documents.tolist()}
+    options = {"schedule": schedule, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    return shape | mask | {"layout": layout, "seq_len": seq_len} | options
 
 
 @lru_cache(maxsize=4)  # as in `ringattn.plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count

@@ -137,11 +137,11 @@ class Layout:
         """The whole sequence, in order, on every rank: the inverse of `shard`. Not differentiable.
 
         Args:
-            x: this rank's rows, gathered over `group` (None: the default group); or a list with every rank's rows, put together
-                without a group.
+            x: this rank's rows, gathered over `group` (None: the default group, not this process alone); or a list with every
+                rank's rows, put together without a group.
 
         Raises:
-            ValueError: the shards have other rows than the layout's, or a gradient is asked for.
+            ValueError: the shards have other rows than the layout's, the group other ranks, or a gradient is asked for.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
@@ -157,6 +157,10 @@ class Layout:
             raise ValueError("unshard passes no gradient: detach the shard, or compute the loss on shards")
         if self.ranks == 1:
             return [x]
+        group = dist.group.WORLD if group is None else group
+        if not isinstance(group, dist.ProcessGroup) or group.size() != self.ranks:
+            found = f"has {group.size()} ranks" if isinstance(group, dist.ProcessGroup) else f"is a {type(group).__name__}"
+            raise ValueError(f"the group {found}: give the process group of the {self.ranks} ranks of the layout")
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)

@@ -6,7 +6,7 @@ row is all that the ring and the kernels ever see of a mask.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import index
 
@@ -32,22 +32,25 @@ def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see. Build one with `Mask.causal` or `Mask.full`."""
+    """Which keys a query may see. Build one with `Mask.causal` or `Mask.full`.
+
+    Made of its fields are `lengths`, all rows' document lengths in one flat int64 tensor (empty: no documents), which is how an
+    operator carries them, and `totals`, the tokens of each row's documents: a compiler guards on what `check` reads, and need
+    not on every length. They are no fields, so that who copies a mask field by field, as FSDP does, gets a whole one.
+    """
 
     is_causal: bool
     window: int | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
-    # all rows' document lengths in one flat int64 tensor (empty: no documents): how an operator carries them
-    lengths: Tensor = field(init=False, repr=False, compare=False)
-    # tokens of each row's documents: a compiler guards on what `check` reads, and need not on every length
-    totals: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.window is not None and (isinstance(self.window, float) or self.window < 1):
+        if self.window is not None and (isinstance(self.window, float | tuple | list) or self.window < 1):
             raise ValueError(f"window = {self.window}: a query sees itself and whole keys before; give 1 or more, or None")
         for row in self.documents or ():
             if any(length < 1 for length in row):
-                raise ValueError(f"a document of {min(row)} tokens: every length must be at least 1")
+                raise ValueError(
+                    f"a document of {min(row)} tokens: give lengths, each at least 1; of cu_seqlens they are cu_seqlens.diff()"
+                )
         object.__setattr__(self, "totals", tuple(sum(row) for row in self.documents or ()))
         lengths = [length for row in self.documents or () for length in row]
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()

@@ -4,27 +4,33 @@ checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
 with `torch.utils.checkpoint.checkpoint`. Its selective policies can do the same, but ask Python about every operation of the
 block, which takes the host longer than the short kernels of a block run. `torch.compile` over a whole checkpoint takes such
-policies only, and says so.
+policies only, and gets one.
 """
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 Attend = Callable[[], tuple]
+OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
-def keep_attention() -> tuple["_Keep", "_Repeat"]:
+def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The contexts of a pass and of its repetition: the second's attention calls return what the first's did, in order.
 
     For the `context_fn` of `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Calls of `ring_attention`,
     `ulysses_attention` and `flash_attention` count. The backward of a call gets the q, k and v that were computed again.
     """
+    if TracingContext.try_get() is not None:
+        return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
     results: list[tuple] = []
     return _Keep(results), _Repeat(results)
 

@@ -5,6 +5,7 @@ tensors between ranks; `ringattn.peers`, over NVLink, has ways of its own, and t
 one process. `resolve` picks one.
 """
 
+import json
 import logging
 import os
 import socket
@@ -20,7 +21,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 
 from ringattn.cost import Fabric, attention_flops, fabric
 from ringattn.schedule import Message, RankStep, Schedule
-from ringattn.watchdog import Hop, Unwatched, Watchdog
+from ringattn.watchdog import Hop, RingFault, Unwatched, Watchdog, timeout_seconds
 
 T = TypeVar("T")
 Block = tuple[Tensor, ...]  # tensors of one rank's rows, which stand in dimension 1
@@ -179,7 +180,12 @@ class PointToPoint(Messenger):
 simulated: dict[str, Transport] = {}  # the ends of `ringattn.simulated`, by the names of their groups
 
 
-def resolve(group_name: str, device: torch.device | None = None, transport: str = "auto") -> Transport:
+def resolve(
+    group_name: str,
+    device: torch.device | None = None,
+    transport: str = "auto",
+    call: Callable[[], dict[str, object]] | None = None,
+) -> Transport:
     """The transport of a process group, by its name; "" is a ring of one.
 
     The first call for a group and device asks all its ranks, and must be made by all of them. Without a device it asks nobody,
@@ -189,9 +195,11 @@ def resolve(group_name: str, device: torch.device | None = None, transport: str 
         transport: "nvlink": copy engines write into the memory of peers; "p2p": sends and receives of the process group;
             "auto": NVLink where all ranks are GPUs of one host that can reach each other's memory, or what the environment
             variable RINGATTN_TRANSPORT says.
+        call: what this call is, by name, which must be the same on all ranks. Asked for and compared at the first call alone.
 
     Raises:
-        ValueError: a transport that is unknown, or that the group or its hardware does not have.
+        ValueError: a transport that is unknown, or that the group or its hardware does not have; first calls that differ.
+        RingFault: a rank that makes no first call.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
@@ -211,7 +219,7 @@ def resolve(group_name: str, device: torch.device | None = None, transport: str 
         if key not in _resolved or _resolved[key][0] is not group:
             if key in _resolved:  # of a group that has been destroyed
                 _resolved[key][1].watchdog.stop()
-            _resolved[key] = group, _choose(group, device, transport)
+            _resolved[key] = group, _choose(group, device, transport, call() if call else {})
         return _resolved[key][1]
 
 
@@ -220,7 +228,7 @@ _locks: dict[tuple, threading.Lock] = {}
 _resolved: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
 
-def _choose(group: dist.ProcessGroup, device: torch.device, transport: str) -> Transport:
+def _choose(group: dist.ProcessGroup, device: torch.device, transport: str, call: dict[str, object]) -> Transport:
     if group.size() == 1:
         return Alone()
     wanted = os.environ.get(CHOICE, "auto") if transport == "auto" else transport
@@ -230,6 +238,7 @@ def _choose(group: dist.ProcessGroup, device: torch.device, transport: str) -> T
     store = store.clone() if hasattr(store, "clone") else store  # its own connection: the watchdog never holds up others
     store = dist.PrefixStore(f"ringattn/{device.type}/{transport}", store)
     ranks = _introduce(store, group, device)
+    _compare([json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call))])
     one_host = len({host for host, _, _ in ranks}) == 1
     obstacle = _agree(store, group, _obstacle(ranks, device))
     if wanted == "nvlink" and obstacle:
@@ -267,11 +276,41 @@ def _introduce(store: dist.Store, group: dist.ProcessGroup, device: torch.device
     return [tuple(text.split("|")) for text in texts]
 
 
+def _compare(calls: list[dict[str, object]]) -> None:
+    """Refuse calls of the ranks that differ; of {} nothing is known."""
+    known = [(rank, call) for rank, call in enumerate(calls) if call]
+    for rank, call in known[1:]:
+        for name, value in call.items():
+            if value != (expected := known[0][1][name]):
+                raise ValueError(
+                    f"rank {known[0][0]} of the ring calls attention with {name} = {_shortened(expected)} and rank {rank} with "
+                    f"{_shortened(value)}: all ranks must make the same call"
+                )
+
+
+def _shortened(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
 def _tell_all(store: dist.Store, group: dist.ProcessGroup, what: str, text: str) -> list[str]:
-    """The texts of all ranks."""
-    keys = [f"{what}/{rank}" for rank in range(group.size())]
+    """The texts of all ranks.
+
+    Raises:
+        RingFault: a rank says nothing.
+    """
+    keys, patience = [f"{what}/{rank}" for rank in range(group.size())], timeout_seconds()
     store.set(keys[group.rank()], text)
-    store.wait(keys, timedelta(minutes=10))
+    try:
+        store.wait(keys, timedelta(seconds=patience))
+    except RuntimeError as error:  # each kind of store has its own
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        if not missing:
+            raise
+        raise RingFault(
+            f"ringattn: rank {missing} made no call in the {patience:.0f} s since the first one of rank {group.rank()}: all "
+            "ranks of a ring make the same calls"
+        ) from error
     return [store.get(key).decode() for key in keys]
 
 

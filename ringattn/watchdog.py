@@ -5,6 +5,7 @@ over into host memory, so that looking costs no call. A thread on each rank tell
 is alive and how far it is. If a hop is not over in time, the thread asks who is behind, prints it and ends the process.
 """
 
+import atexit
 import ctypes
 import logging
 import os
@@ -94,7 +95,9 @@ class Watchdog:
         self._seen = (0, time.monotonic())
         self._looking = threading.Lock()  # held where hops are taken out
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
         """A hop is issued. None: one in a CUDA graph, whose replays nobody counts."""
@@ -128,8 +131,10 @@ class Watchdog:
         return RingFault(self._verdict(hop, time.monotonic() - hop.since))
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Watch no more. A thread that Python's end finds in a call of the store aborts the process: it is waited for."""
         self._ended.set()
+        self._thread.join(GRACE)
+        atexit.unregister(self.stop)
 
     def _watch(self) -> None:
         while not self._ended.wait(BEAT):
@@ -187,6 +192,8 @@ class Watchdog:
         if len(set(progress.values())) == 1:
             sources = sorted({message.src for message in hop.incoming})
             return f"every rank is at the same hop and none moves, here for want of rank {sources}"
+        if progress[slowest][0] == progress[slowest][1]:
+            return f"rank {slowest} makes no other call after {lives[slowest][3]}"
         return f"rank {slowest} is stuck in {lives[slowest][3]}"
 
     def _ask(self) -> dict[int, list[str]]:

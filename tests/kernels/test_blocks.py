@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.utils import _apply_to_tensors
 
 from kernels import backward, dispatch, forward, tiled
 from kernels.blocks import BlockMask
@@ -110,3 +111,11 @@ def test_one_mask_for_several_groups_of_heads():
     blocks = BlockMask(random_keep(1, 1, 5, 3))
     for group in (1, 2, 1):
         assert torch.equal(blocks.key_lists(group), BlockMask(blocks.keep).key_lists(group))
+
+
+def test_a_copy_field_by_field_is_whole() -> None:
+    """As FSDP makes of what a module is called with, to cast tensors in it; what was derived is derived anew."""
+    mask = BlockMask(torch.ones(1, 2, 2, 2, dtype=torch.bool).tril())
+    expected = mask.key_lists(2)
+    copy = _apply_to_tensors(lambda x: ~x, {"mask": _apply_to_tensors(lambda x: ~x, {"mask": mask})["mask"]})["mask"]
+    assert torch.equal(copy.key_lists(2), expected) and torch.equal(copy.keep, mask.keep)

@@ -167,7 +167,7 @@ def _call(ranks: int = 1, group=None, seq_len: int = 8, **changes) -> None:
 
 
 REFUSED = {
-    "ring-of-another-size": ({"ranks": 2}, "layout is cut for 2 ranks but the group has 1"),
+    "ring-of-another-size": ({"ranks": 2}, "for 2 ranks but the group has 1, as group=None is this process alone"),
     "rows-of-another-shard": ({"layout": Layout.contiguous(9, 1)}, "rank 0 has 8 rows but its shard has 9"),
     "heads-that-do-not-divide": (
         {"k": torch.zeros(1, 8, 3, 8), "v": torch.zeros(1, 8, 3, 8)},

@@ -14,14 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn import Layout, Mask, ring_attention, ulysses_attention
+from ringattn.watchdog import RingFault
+from tests.distributed import run_ranks
+
 RANKS, VICTIM = 3, 1
 ROOT = Path(__file__).parents[2]
 
 
 def run_rings(rank: int, store: str, what: str, fault: str, transport: str) -> None:
     """What a rank of the job does: one ring, or exchange, after the other, until at the third the victim is out."""
-    from ringattn import Layout, Mask, ring_attention, ulysses_attention
-
     device, backend = ("cpu", "gloo") if transport == "gloo" else (f"cuda:{rank}", "nccl")
     if backend == "nccl":
         torch.cuda.set_device(rank)
@@ -65,7 +67,7 @@ def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_
     texts = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert time.monotonic() - start < patience + 60
     assert all(rank.returncode for rank in ranks)
-    how = "is stuck in" if fault == "stuck" else "gives no sign of life, last seen in"
+    how = "makes no other call after" if fault == "stuck" else "gives no sign of life, last seen in"
     where = "forward of the KV ring" if what == "ring" else "exchange of heads"
     message = rf"ringattn: rank {VICTIM} {how} {where}, hop \d of \d.*; rank \d waited \d+ s in {where}"
     said = {match.group() for text in texts for match in re.finditer(r"ringattn: rank .* the run ends here", text)}
@@ -73,6 +75,62 @@ def test_everybody_ends_and_says_why(what: str, fault: str, transport: str, tmp_
     assert re.match(message, said.pop()), texts
     survivors = [text for rank, text in enumerate(texts) if rank != VICTIM]
     assert all("the run ends here" in text for text in survivors)
+
+
+def call_alone(rank: int, store: str) -> None:
+    """The first call of a ring of three, by rank 0 alone."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    if rank == 0:
+        layout, q = Layout.zigzag(24, RANKS), torch.ones(1, 8, 1, 16)
+        with pytest.raises(RingFault, match="rank 1, 2 made no call in the 2 s since the first one of rank 0: all ranks"):
+            ring_attention(q, q, q, layout=layout, mask=Mask.causal(), group=dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RINGATTN_TIMEOUT", "2")
+    torch.multiprocessing.spawn(call_alone, args=(str(tmp_path / "store"),), nprocs=RANKS)
+
+
+def call_otherwise(differs: str) -> None:
+    """Rank 2's first call is another one than the others'."""
+    rank, layout = dist.get_rank(), Layout.zigzag(24, 3)
+    options = {"layout": layout, "mask": Mask.causal(documents=[20, 4]), "dropout_p": 0.1, "seed": 1, "schedule": "kv"}
+    shape, dtype = [2, 8, 4, 16], torch.float32
+    if rank == 2:
+        options |= {
+            "layout": {"layout": Layout.striped(24, 3)},
+            "documents": {"mask": Mask.causal(documents=[4, 20])},
+            "seed": {"seed": 2},
+            "schedule": {"schedule": "state"},
+        }.get(differs, {})
+        shape = {"batch size": [1, 8, 4, 16], "heads": [2, 8, 2, 16]}.get(differs, shape)
+        dtype = torch.float64 if differs == "dtype" else dtype
+    q = torch.ones(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=f"rank 0 of the ring calls attention with {differs} = .* and rank 2 with "):
+        ring_attention(q, q, q, group=dist.group.WORLD, **options)
+
+
+@pytest.mark.parametrize("differs", ("layout", "documents", "seed", "schedule", "batch size", "heads", "dtype"))
+def test_first_calls_that_differ_are_refused(differs: str, tmp_path: Path) -> None:
+    run_ranks(call_otherwise, RANKS, tmp_path / "ranks", differs)
+
+
+ENDS = """
+import atexit, threading
+atexit.register(lambda: print("still there:", [t.name for t in threading.enumerate() if "ringattn" in t.name]))
+import torch, torch.distributed as dist
+from ringattn import watchdog
+watch = watchdog.Watchdog(dist.HashStore(), 0, 2, torch.device("cpu"))
+assert watch._thread.is_alive()
+"""
+
+
+def test_the_watchdog_ends_before_python_does() -> None:
+    """Found in a call of the store at Python's end, it would abort the process."""
+    done = subprocess.run([sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "still there: []\n"), done.stderr
 
 
 def test_a_hop_may_be_withdrawn_while_the_watchdog_looks_at_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.utils import _apply_to_tensors
 
 from kernels import intervals
 from ringattn import Mask
@@ -75,7 +76,9 @@ def test_bad_masks_are_refused() -> None:
         Mask.causal(window=0)
     with pytest.raises(ValueError, match="window = 2.5"):
         Mask.causal(window=2.5)
-    with pytest.raises(ValueError, match="a document of 0 tokens"):
+    with pytest.raises(ValueError, match=r"window = \(4, 0\)"):
+        Mask.causal(window=(4, 0))
+    with pytest.raises(ValueError, match=r"a document of 0 tokens: give lengths, .*cu_seqlens.diff\(\)"):
         Mask.causal(documents=[3, 0])
     for documents in ([2.7, 3.9], "34", [5, [3, 2]]):
         with pytest.raises(ValueError, match="give lengths, which are integers"):
@@ -86,3 +89,10 @@ def test_intervals_are_the_callers_own() -> None:
     _, hi = Mask.causal().intervals(7)
     hi.fill_(7)
     assert Mask.causal().intervals(7)[1].tolist() == [list(range(1, 8))]
+
+
+def test_a_copy_field_by_field_is_whole() -> None:
+    """As FSDP makes of what a module is called with, to cast tensors in it."""
+    mask = Mask.causal(window=3, documents=[[2, 3], [5]])
+    copy = _apply_to_tensors(lambda x: x, {"mask": mask})["mask"]
+    assert copy == mask and copy.lengths.tolist() == [2, 3, 5] and copy.totals == (5, 5)

@@ -67,6 +67,22 @@ def check_gloo() -> None:
         check_subgroups()
 
 
+def check_groups_of_unshard() -> None:
+    """A layout over two of the four ranks."""
+    layout, rank = Layout.zigzag(21, 2), dist.get_rank()
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = torch.arange(21.0)[None]
+    shard = layout.shard(x, rank // 2)
+    assert torch.equal(layout.unshard(shard, group=pairs[rank % 2]), x)
+    for group, found in ((None, "has 4 ranks"), (pairs[1 - rank % 2], "is a "), (dist.group.WORLD, "has 4 ranks")):
+        with pytest.raises(ValueError, match=f"the group {found}.*: give the process group of the 2 ranks of the layout"):
+            layout.unshard(shard, group=group)
+
+
+def test_unshard_refuses_the_group_of_other_ranks(tmp_path: Path) -> None:
+    run_ranks(check_groups_of_unshard, 4, tmp_path / "ranks")
+
+
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4), ids=lambda n: f"P{n}")
 def test_gloo(ranks: int, tmp_path: Path) -> None:
     run_ranks(check_gloo, ranks, tmp_path / "ranks")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Layout, Mask, flash_attention, keep_attention, ring_attention
+from ringattn import Layout, Mask, flash_attention, keep_attention, ring_attention, ulysses_attention
 from ringattn import attention as attention_module
 
 MASK = Mask.causal(documents=[5, 7])
@@ -77,6 +77,23 @@ def test_a_compiler_may_trace_inside(runs: list[int]) -> None:
         for x, y in zip(torch.autograd.grad(kept(*operands, run=compiled).sum(), operands), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
     assert len(runs) == 2 * 2
+
+
+def attended_three_ways(x: Tensor) -> Tensor:
+    settings = dict(layout=Layout.contiguous(12, 1), mask=MASK)
+    x = ring_attention(x.sin(), x.cos(), x, **settings).sin()
+    x = ulysses_attention(x.sin(), x.cos(), x, **settings).sin()
+    return flash_attention(x.sin(), x.cos(), x, is_causal=True).sin()
+
+
+@pytest.mark.parametrize("run", (block, lambda q, k, v: attended_three_ways(q)), ids=("twice", "three ways"))
+def test_a_compiler_may_trace_the_whole_checkpoint(run, runs: list[int]) -> None:
+    operands = inputs()[: 3 if run is block else 1] * (1 if run is block else 3)
+    expected = torch.autograd.grad(run(*operands).sum(), operands[0])
+    runs.clear()
+    compiled = torch.compile(lambda *operands: kept(*operands, run=run).sum(), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(*operands), operands[0]), expected, rtol=1e-12, atol=1e-12)
+    assert len(runs) == 2
 
 
 def test_what_is_kept_is_given_back_with_the_graph() -> None:
