@@ -20,7 +20,7 @@ if __name__ == "__main__":
 from train import checkpoint, huggingface  # noqa: E402
 from train.config import ConfigError, DataConfig, ModelConfig  # noqa: E402
 from train.model import GPT  # noqa: E402
-from train.tokenizer import load_tokenizer  # noqa: E402
+from train.tokenizer import check_tokenizer, load_tokenizer  # noqa: E402
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -43,15 +43,18 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the checkpoint at `path` to `folder`.
 
     Raises:
-        ConfigError: no checkpoint, no tokenizer, a model that transformers has not, or a folder with something in it.
+        ConfigError: no checkpoint, no tokenizer or another than in training, a model that transformers has not, a folder with
+            something in it, or one that cannot be written, of which nothing is left.
     """
     from huggingface_hub import save_torch_state_dict
+    from safetensors import SafetensorError
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, with something in it: give a new folder")
-    config = checkpoint.read_meta(path)["config"]
-    data, settings = DataConfig(**config["data"]), ModelConfig(**config["model"])
+    meta = checkpoint.read_meta(path)
+    data, settings = DataConfig(**meta["config"]["data"]), ModelConfig(**meta["config"]["model"])
     tokenizer = load_tokenizer(data.tokenizer)
+    check_tokenizer(data.tokenizer, meta.get("tokenizer"), f"{path} was trained with what was in its place then")
     described = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     model = GPT(settings, tokenizer.vocab_size)
     checkpoint.load(path, checkpoint.model_state(model))
@@ -59,11 +62,15 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
         # the rows behind only fill up, and were never trained
         tensors[name] = tensors[name][: tokenizer.vocab_size].clone()
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, folder)
-    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    if data.tokenizer != "bytes":
-        shutil.copy(Path(data.tokenizer).expanduser(), folder / "tokenizer.json")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_torch_state_dict(tensors, folder)
+        (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        if data.tokenizer != "bytes":
+            shutil.copy(Path(data.tokenizer).expanduser(), folder / huggingface.TOKENIZER)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise ConfigError(f"{folder} cannot be written: {error}; check the disk, or give another folder") from error
     print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
 
 

@@ -13,7 +13,7 @@ from ringattn import Mask
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
 from train import flops, memory, optim, parallel
-from train.config import Config, ConfigError, check
+from train.config import Config, ConfigError
 from train.data import Batch, PackedDataset, load, load_held_out
 from train.model import GPT
 from train.tokenizer import Tokenizer, load_tokenizer
@@ -52,7 +52,6 @@ def build(config: Config) -> Run:
     """Check the settings against the machine, load the data, and make a sharded model with its optimizer."""
     parallel.set_deterministic(config.trainer.deterministic)  # before the device is in use
     with parallel.agreed():
-        check(config, dist.get_world_size())
         device = parallel.pick_device(config.trainer.device)
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
         _choose_kernel(config, device, bf16)

@@ -3,21 +3,23 @@
     <directory>/step_00000010/     meta.json, and the tensors as torch.distributed.checkpoint (DCP) writes them
     <directory>/.step_...          being written or removed: never loaded, cleared by the next save
 
-Every rank writes its own shards and reads the parts it needs, so a checkpoint resumes on any number of ranks. The
-directory is one that all ranks see. All state is tensors: DCP would store anything else as a pickle, and unpickling
+Every rank writes its own shards and reads the parts it needs, so a checkpoint resumes on any number of ranks; what is read is
+held to the checksum that it was written with. The directory is one that all ranks see. All state is tensors: DCP would store anything else as a pickle, and unpickling
 runs whatever the file says. Its index is a pickle all the same; it is read with an allow-list.
 """
 
+import io
 import json
 import os
 import pickle
 import re
 import shutil
 import warnings
+import zipfile
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -259,6 +261,18 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._index
 
+    def _slice_file(self, file: IO[bytes], where: object) -> IO[bytes]:
+        """A tensor as it was written, a zip archive, whose checksums torch.load does not look at."""
+        content = io.BytesIO(super()._slice_file(file, where).read())
+        try:
+            with zipfile.ZipFile(content) as archive:
+                if (name := archive.testzip()) is not None:
+                    raise zipfile.BadZipFile(f"{name} is not what was written")
+        except zipfile.BadZipFile as error:
+            raise CheckpointError(_unreadable(Path(self.path), Path(file.name).name, error)) from error
+        content.seek(0)
+        return content
+
 
 class _Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: object, value: object) -> None:
@@ -323,7 +337,9 @@ def _together(path: Path, action: Callable[[], T]) -> T:
     except CheckpointError as error:
         failure, cause = str(error), error
     except (Exception, CheckpointException) as error:  # whatever the disk raises; DCP's is no Exception
-        failure, cause = f"{path} failed: {_reason(error)}; check the disk and the files", error
+        known = isinstance(_first(error), CheckpointError)
+        failure = str(_first(error)) if known else f"{path} failed: {_reason(error)}; check the disk and the files"
+        cause = error
     failures = [failure]
     if dist.is_initialized():
         failures = [None] * dist.get_world_size()
@@ -338,10 +354,14 @@ def _unreadable(path: Path, name: str, error: Exception) -> str:
     return f"{path} is damaged: {name}: {_reason(error)}; remove the directory to resume from the one before"
 
 
+def _first(error: BaseException) -> BaseException:
+    """The error, or the first rank's when DCP has gathered them."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _reason(error: BaseException) -> str:
-    """The first line of the error, or of the first rank's when DCP has gathered them."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+    """Its first line."""
+    error = _first(error)
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 
 

@@ -30,7 +30,7 @@ class ModelConfig:
     ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
     rope_theta: float = 10_000.0
     rope_factor: float | None = None  # how much slower features turn that turn seldom in rope_trained_len; None: all as ever
-    rope_trained_len: int = 8192  # tokens of the sequences before; without rope_factor it has no meaning
+    rope_trained_len: int | None = None  # tokens of the sequences before; given with rope_factor, and only then
     rope_scaling: str = "llama3"  # llama3 | yarn: which features those are; yarn sharpens attention, too
     qkv_bias: bool = False  # of queries, keys and values, as in Qwen 2
     qk_norm: bool = False  # of every head's queries and keys, as in Qwen 3
@@ -124,7 +124,7 @@ class TrainerConfig:
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
     eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
-    eval_sequences: int = 16  # of an evaluation, the same in all; fewer where there are not so many
+    eval_tokens: int = 16_384  # of an evaluation, the same in all, in whole sequences; fewer where there are not so many
     time_limit_s: float | None = None  # since the launch, after which the run ends with its step, or the next, and is saved
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it
@@ -176,7 +176,7 @@ AT_LEAST_ONE = (
     *("model.rope_factor", "model.rope_trained_len", "model.window"),
     *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
     *("trainer.steps", "trainer.batch_size", "trainer.accumulate"),
-    *("trainer.keep_checkpoints", "trainer.eval_sequences", "trainer.log_every"),
+    *("trainer.keep_checkpoints", "trainer.eval_tokens", "trainer.log_every"),
 )
 SEEDS = ("data.seed", "trainer.seed")
 AT_LEAST_ZERO = (
@@ -203,7 +203,7 @@ def check(config: Config, world_size: int) -> None:
         if value not in allowed:
             raise ConfigError(f"unknown {name}={value}: choose one of {', '.join(allowed)}")
     for names, bound, holds in (
-        (AT_LEAST_ONE, "at least 1", lambda value: value >= 1),
+        (AT_LEAST_ONE, "at least 1, and finite", lambda value: 1 <= value < math.inf),
         (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
         (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
         (SEEDS, "below 2**63", lambda value: value < 2**63),
@@ -222,10 +222,25 @@ def check(config: Config, world_size: int) -> None:
             "trainer.deterministic=true and parallel.kernel=hopper contradict each other: those kernels sum gradients in no "
             "fixed order; use parallel.kernel=auto"
         )
+    _check_unused(config)
     _check_data(config.data)
     _check_model(config.model)
     _check_ring(config, world_size)
     _check_optim(config.optim, config.trainer.steps)
+
+
+def _check_unused(config: Config) -> None:
+    """A setting that nothing would read is a misunderstanding."""
+    trainer, logger = config.trainer, config.logger
+    for name, is_used, needed in (
+        ("trainer.eval_every", config.data.held_out, "held-out text: data.eval_split or data.eval_path"),
+        ("trainer.eval_tokens", config.data.held_out, "held-out text: data.eval_split or data.eval_path"),
+        ("trainer.sample_prompt", trainer.sample_tokens, "a sample: trainer.sample_tokens above 0"),
+        ("logger.project", logger.wandb != "off", "Weights & Biases: logger.wandb other than off"),
+    ):
+        value = attrgetter(name)(config)
+        if not is_used and value != attrgetter(name)(Config()):
+            raise ConfigError(f"{name}={value} has no meaning without {needed}")
 
 
 def _check_data(data: DataConfig) -> None:
@@ -254,6 +269,11 @@ def _check_model(model: ModelConfig) -> None:
     for name in ("rope_trained_len", "rope_scaling"):
         if model.rope_factor is None and (value := getattr(model, name)) != getattr(ModelConfig, name):
             raise ConfigError(f"model.{name}={value} has no meaning without model.rope_factor: set both")
+    if model.rope_factor is not None and model.rope_trained_len is None:
+        raise ConfigError(
+            f"model.rope_factor={model.rope_factor} slows features that turn seldom in the sequences that the model knew: set "
+            "model.rope_trained_len to their tokens, too"
+        )
     if model.rope_scaling == "yarn" and model.rope_theta <= 1:
         raise ConfigError(
             f"model.rope_theta={model.rope_theta} with model.rope_scaling=yarn, which asks where pairs of features turn slower "

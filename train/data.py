@@ -9,12 +9,14 @@ first of the next. No padding; the tail of an epoch that fills no sequence is dr
 and continue in the next. The only state is the number of sequences consumed.
 """
 
+import functools
 import glob
 import inspect
 import itertools
 import re
 import sysconfig
 import time
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from train.tokenizer import Tokenizer
 TOKENS = datasets.Features(
     {"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")},
 )
+SAMPLED = 64  # documents that stand for all of a corpus
 _loads = itertools.count()  # the same on every rank
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
@@ -65,12 +68,19 @@ class PackedDataset:
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         self._documents = documents.with_format("arrow")  # rows are views of the file, not copies
+        self.sampled = self._sample()
         self._shuffle = (-1, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
             raise ConfigError(
                 f"the corpus has {self.tokens_per_epoch:,} tokens, data.seq_len={seq_len} needs {seq_len + 1:,}: "
                 f"give more text or a shorter data.seq_len"
             )
+
+    def _sample(self) -> int:
+        """A number that other text would hardly have: of the tokens of some documents."""
+        chosen = np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), SAMPLED)).astype(int)
+        rows = (self._documents[int(place)]["tokens"][0].values.to_numpy() for place in chosen)
+        return functools.reduce(lambda crc, row: zlib.crc32(row.tobytes(), crc), rows, 0)
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """The sequences of these indices, in this order."""

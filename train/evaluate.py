@@ -17,7 +17,7 @@ FEWEST = 128  # tokens before a token: fewer are one group, and further groups b
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """The loss on the first `trainer.eval_sequences` sequences of `run.held_out`, the same at every call.
+    """The loss on the first `trainer.eval_tokens` tokens of `run.held_out`, in whole sequences, the same at every call.
 
     All ranks take part, as in training, and return the same.
 
@@ -62,7 +62,7 @@ def group_of(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
 def held_out_batches(run: Run) -> list[Batch]:
     """This rank's share of the sequences, in as many batches on every rank; labels of those beyond the last are IGNORE."""
     dp, size = run.mesh.dp, run.config.trainer.batch_size
-    count = min(run.config.trainer.eval_sequences, run.held_out.sequences_per_epoch)
+    count = min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
     batches = []
     for first in range(dp.get_local_rank() * size, count + dp.get_local_rank() * size, dp.size() * size):
         batch = run.held_out.batch(range(first, first + size))

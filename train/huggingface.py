@@ -43,6 +43,7 @@ TURNS = {  # the same of scaled rotary angles
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MOST_TURNS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MOST_TURNS["yarn"], "truncate": True},
 }
+TOKENIZER = "tokenizer.json"
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -100,7 +101,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "ffn_features": config["intermediate_size"],
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
         "rope_factor": float(rope["factor"]) if scaled else None,
-        "rope_trained_len": rope["original_max_position_embeddings"] if scaled else ModelConfig.rope_trained_len,
+        "rope_trained_len": _trained_len(config, rope) if scaled else None,
         "rope_scaling": kind if scaled else ModelConfig.rope_scaling,
         "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
@@ -118,7 +119,8 @@ def _unknown(config: dict[str, Any]) -> str:
     rope, kind = _rope(config)
     asked = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *TURNS))}
     asked |= {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
-    asked |= {name: (value if rope.get(name) is None else rope[name], (value,)) for name, value in TURNS.get(kind, {}).items()}
+    asked |= {name: (rope.get(name, value), (value,)) for name, value in TURNS.get(kind, {}).items()}
+    asked["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
     if kind == "yarn":
         asked["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
         asked |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
@@ -134,6 +136,12 @@ def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """What is said of rotary angles, and how they are scaled."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope, rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
+    """As transformers looks for it."""
+    name = "original_max_position_embeddings"
+    return config.get(name) or rope.get(name) or config["max_position_embeddings"]
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
@@ -161,6 +169,8 @@ def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
         raise ConfigError(f"{path} has {rows} tokens, fewer than the tokenizer's {vocab_size}: set data.tokenizer to its own")
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model here: set model.vocab_size={rows}")
+    if theirs["rope_factor"] is None:  # nothing to compare these with
+        del theirs["rope_trained_len"], theirs["rope_scaling"]
     changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
     named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
     listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
@@ -205,8 +215,14 @@ def _finder(path: Path) -> Callable[[str], Any]:
 
     try:
         index = path / "model.safetensors.index.json"
-        known = {path / name for name in json.loads(index.read_text())["weight_map"].values()} if index.is_file() else None
-        files = [safe_open(file, "pt") for file in sorted(known or path.glob("*.safetensors"))]
+        whole = path / "model.safetensors"
+        if whole.is_file():  # an index beside it may be of files before
+            known = [whole]
+        elif index.is_file():
+            known = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
+        else:
+            known = path.glob("*.safetensors")
+        files = [safe_open(file, "pt") for file in sorted(known)]
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
     where = {name: file for file in files for name in file.keys()}

@@ -14,12 +14,13 @@ import torch.distributed as dist
 
 from train import checkpoint, huggingface, metrics, optim, parallel, resuming
 from train.build import Run, build, describe
-from train.config import Config, ConfigError
+from train.config import Config, ConfigError, check
 from train.evaluate import evaluate
 from train.lock import alone_in
 from train.step import take_step
 from train.stopping import Stopped, any_asked, is_asked, listening
 from train.summary import finish, peak_memory_gib, read_summary
+from train.tokenizer import check_tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         Diverged: on every rank.
         Stopped: on every rank: the launch was asked to end, and what the run has done is saved.
     """
+    with parallel.agreed():
+        check(config, dist.get_world_size())
     if any_asked(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}as asked, before {directory} began")
         raise Stopped
@@ -91,9 +94,11 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
         return 0, 0
     with parallel.agreed():
         meta = checkpoint.read_meta(path)
-        if meta.get("corpus") != corpus(run):
+        known = meta.get("corpus") or {}
+        here = {name: value for name, value in corpus(run).items() if name in known}
+        if known != here:
             raise ConfigError(
-                f"{path} stands in another corpus ({meta.get('corpus')}, in this run {corpus(run)}), where its position means "
+                f"{path} stands in another corpus ({known}, in this run {here}), where its position means "
                 "nothing: resume with the data, tokenizer, data.seq_len and data.seed it was saved with, or begin with its "
                 "parameters alone by trainer.init_from"
             )
@@ -118,10 +123,20 @@ def load_parameters(run: Run, path: Path) -> None:
     if huggingface.is_model(path):
         with parallel.agreed():
             changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
+            if (own := path / huggingface.TOKENIZER).is_file():
+                check_tokenizer(run.config.data.tokenizer, fingerprint(str(own)), f"{path} has one of its own, {own}")
             huggingface.load(path, run.model)
     else:
         with parallel.agreed():
-            changed = resuming.model_differences(checkpoint.read_meta(path), run.config)
+            if not (path / "meta.json").is_file() and not checkpoint.STEP.fullmatch(path.name):
+                raise ConfigError(
+                    f"trainer.init_from={path} is neither a checkpoint, a step_... directory, nor a downloaded folder of a "
+                    "model in Hugging Face's format, with its config.json: give the path of one"
+                )
+            meta = checkpoint.read_meta(path)
+            changed = resuming.model_differences(meta, run.config)
+            before = meta["config"]["data"]["tokenizer"]
+            check_tokenizer(run.config.data.tokenizer, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
         checkpoint.load(path, checkpoint.model_state(run.model))
     log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
@@ -130,7 +145,8 @@ def corpus(run: Run) -> dict[str, int]:
     """What gives a number of sequences its meaning as a position in the data."""
     data = run.data
     order = zlib.crc32(data.lengths.tobytes())  # another order of the same documents is another corpus
-    return {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "seq_len": data.seq_len, "seed": data.seed}
+    known = {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "text": data.sampled}
+    return known | {"seq_len": data.seq_len, "seed": data.seed}
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
@@ -144,5 +160,5 @@ def save(run: Run, directory: Path, step: int, consumed: int) -> None:
     config = asdict(run.config)
     config["optim"]["warmup_steps"] = optim.warmup(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus(run), "origin": run.origin}
-    meta["config"] = config
+    meta |= {"config": config, "tokenizer": fingerprint(run.config.data.tokenizer)}
     checkpoint.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)

@@ -84,16 +84,20 @@ def lead(store: dist.Store) -> int:
         except USER_ERRORS as error:
             complain(error)
             outcomes.append(sweep.Outcome(overrides, None))
+        except Stopped:
+            outcomes.append(sweep.Outcome(overrides, None, stopped=True))
+            raise
         except Exception:
             crash(store)  # here, because Hydra would go on with the next job
-        if context.mode == RunMode.MULTIRUN:  # after every job: a later one may crash
-            (Path(context.sweep.dir) / "sweep.md").write_text(sweep.table(outcomes) + "\n")
+        finally:
+            if context.mode == RunMode.MULTIRUN:  # after every job: a later one may crash
+                (Path(context.sweep.dir) / "sweep.md").write_text(sweep.table(outcomes) + "\n")
 
     status = run_hydra(job)
     parallel.share(None)
     if len(outcomes) > 1:
         print(sweep.table(outcomes), flush=True)
-    return status or int(any(outcome.summary is None for outcome in outcomes))
+    return status or int(any(outcome.failed for outcome in outcomes))
 
 
 def check_name(name: str | None, context: HydraConf) -> None:

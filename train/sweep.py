@@ -15,10 +15,15 @@ COLUMNS = {
 
 @dataclass
 class Outcome:
-    """A job's overrides and its summary; None: it failed."""
+    """A job's overrides and its summary; None: it failed, or was asked to stop."""
 
     overrides: list[str]
     summary: dict[str, Any] | None
+    stopped: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return self.summary is None and not self.stopped
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -28,12 +33,12 @@ def table(outcomes: list[Outcome]) -> str:
     lines += ["| " + " | ".join(["overrides", *COLUMNS]) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
     for outcome in outcomes:
         overrides = " ".join(o for o in outcome.overrides if o not in common)
-        lines.append("| " + " | ".join([overrides, *_cells(outcome.summary)]) + " |")
+        lines.append("| " + " | ".join([overrides, *_cells(outcome)]) + " |")
     return "\n".join(lines)
 
 
-def _cells(summary: dict[str, Any] | None) -> list[str]:
-    if summary is None:
-        return ["failed"] + ["-"] * (len(COLUMNS) - 1)
-    values = [(summary.get(key), form) for key, form in COLUMNS.values()]
+def _cells(outcome: Outcome) -> list[str]:
+    if outcome.summary is None:
+        return ["failed" if outcome.failed else "stopped"] + ["-"] * (len(COLUMNS) - 1)
+    values = [(outcome.summary.get(key), form) for key, form in COLUMNS.values()]
     return ["-" if value is None else form.format(value) for value, form in values]

@@ -1,5 +1,6 @@
 """Text to token ids and back: raw bytes, or a `tokenizer.json`."""
 
+import zlib
 from pathlib import Path
 from typing import Protocol
 
@@ -62,6 +63,24 @@ class JsonTokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """`bytes`, or the tokenizer in the file `name`. Raises ConfigError when the file cannot serve as one."""
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
+
+
+def fingerprint(name: str) -> int:
+    """A number that another tokenizer would hardly have. Raises ConfigError when there is no such file."""
+    try:
+        return zlib.crc32(b"bytes" if name == "bytes" else Path(name).expanduser().read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error}; give `bytes` or the path of a tokenizer.json") from error
+
+
+def check_tokenizer(name: str, expected: int | None, why: str) -> None:
+    """Refuse the tokenizer `name` where its fingerprint is not as `expected`; None: nothing is known of it.
+
+    Raises:
+        ConfigError: saying `why`.
+    """
+    if expected is not None and fingerprint(name) != expected:
+        raise ConfigError(f"data.tokenizer={name}, but {why}: tokens would mean something else; set data.tokenizer to that")
 
 
 def _read(path: str | Path):

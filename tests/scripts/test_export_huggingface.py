@@ -2,6 +2,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -14,7 +15,7 @@ from tests.train.hub_models import SIZES, logits, read_tensors, settings_of, the
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 from train import build, checkpoint, loop
-from train.config import Config, ModelConfig
+from train.config import Config, ConfigError, ModelConfig
 from train.model import GPT
 
 MODEL = ModelConfig(**SIZES, tie_embeddings=False, qk_norm=True)
@@ -87,6 +88,23 @@ def test_a_tokenizer_goes_with_the_model(tmp_path, monkeypatch):
     saved = checkpoint.save(tmp_path / "checkpoints", 1, tensors, meta, keep=1)
     export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+
+
+def test_an_export_takes_the_tokenizer_of_the_training(tmp_path, monkeypatch):
+    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}, "tokenizer": 7}
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, checkpoint.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
+    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*step_00000001 was trained with what was in its place"):
+        export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}}
+    saved = checkpoint.save(tmp_path / "checkpoints", 1, checkpoint.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
+    monkeypatch.setattr(export_huggingface.json, "dumps", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="out cannot be written: .*No space left on device; check the disk, or give another"):
+        export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_is_bf16_in_a_folder_that_is_made(tmp_path, monkeypatch, capsys):

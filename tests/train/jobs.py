@@ -22,7 +22,7 @@ def job(corpus: str, dp: int, **settings) -> Config:
         sample_tokens=0,
         device="cpu",
         eval_every=8,
-        eval_sequences=5,
+        eval_tokens=5 * 61,
     )
     return Config(
         name="ranks",

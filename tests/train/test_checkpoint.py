@@ -249,6 +249,13 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
+def spoil(path: Path) -> None:
+    """One bit of the tensor that `save` writes is another; the file is as long as before."""
+    content = path.read_bytes()
+    place = content.index(torch.arange(6.0).numpy().tobytes()) + 6
+    path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+
+
 DAMAGE = {
     "meta gone": (lambda path: (path / "meta.json").unlink(), r"meta.json: FileNotFoundError"),
     "meta not json": (lambda path: (path / "meta.json").write_text("{"), r"meta.json: JSONDecodeError"),
@@ -256,6 +263,7 @@ DAMAGE = {
     "meta binary": (lambda path: (path / "meta.json").write_bytes(b"\xff"), r"meta.json: UnicodeDecodeError"),
     "meta without step": (lambda path: edit_meta(path, step=None), r"meta.json: ValueError"),
     "data truncated": (lambda path: truncate(path / "__0_0.distcp"), r"__0_0.distcp: .*missing or not of \d+ bytes"),
+    "data spoilt": (lambda path: spoil(path / "__0_0.distcp"), r"__0_0.distcp: BadZipFile: archive/data/0 is not what was"),
     "data gone": (lambda path: (path / "__0_0.distcp").unlink(), r"__0_0.distcp: .*missing or not of \d+ bytes"),
     "index truncated": (lambda path: truncate(path / ".metadata"), r"\.metadata: .*missing or not of \d+ bytes"),
     "path of another directory": (lambda path: edit_meta(path, files={"../x": 1}), r"\.\./x: .*missing"),

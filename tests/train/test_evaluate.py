@@ -42,7 +42,7 @@ def plain_losses(run: build.Run, index: int) -> tuple[torch.Tensor, torch.Tensor
 
 @pytest.mark.parametrize("wanted", [5, 1000], ids=["five sequences", "all there are"])
 def test_the_loss_is_that_of_plain_pytorch(wanted, config):
-    config.trainer.eval_sequences = wanted
+    config.trainer.eval_tokens = 61 * wanted - 60  # the last sequence is begun, and so taken whole
     with one_rank():
         run = build.build(config)
         count = min(wanted, run.held_out.sequences_per_epoch)
@@ -69,7 +69,7 @@ def test_tokens_are_grouped_by_what_they_see():
 
 
 def test_a_group_without_tokens_is_left_out(config):
-    config.model.window, config.trainer.eval_sequences = 16, 1
+    config.model.window, config.trainer.eval_tokens = 16, 1
     with one_rank():
         assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
 
@@ -121,7 +121,7 @@ def test_a_rank_without_tokens(tmp_path):
 def evaluate_few_tokens(corpus: str, directory) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
     config = job(corpus, 1, ring=4, layout="zigzag")
-    config.data.seq_len, config.trainer.eval_sequences = 5, 1
+    config.data.seq_len, config.trainer.eval_tokens = 5, 1
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
     assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0"]
 

@@ -72,8 +72,10 @@ REFUSED = {
     "yarn not rounded": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
     "yarn, sharper": ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5, .*None or 1.1386"),
     "yarn, scaled twice": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, and the model here has only None"),
+    "some features turned": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, .*only None or 1.0"),
+    "yarn, truncated by nothing": ({"rope_parameters": YARN | {"truncate": None}}, "truncate is None, .*only True"),
     "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
-    "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'original_max"),
+    "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
     "scaled angles, older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
     "no sizes": ({"hidden_size": None}, "known here: KeyError: 'hidden_size'"),
     "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the tokenizer's 257: set data.tokenizer"),
@@ -98,6 +100,7 @@ def config_only(folder, **changes):
     return folder
 
 
+SHORT_YARN = {"rope_parameters": {name: value for name, value in YARN.items() if "max" not in name}}
 LEFT_OUT = {  # as transformers takes them
     "rms_norm_eps": ({"rms_norm_eps": None}, "norm_eps", 1e-6),
     "tie_word_embeddings": ({"tie_word_embeddings": None}, "tie_embeddings", False),
@@ -111,6 +114,12 @@ LEFT_OUT = {  # as transformers takes them
     "kv_heads of Qwen 2": ({"model_type": "qwen2", "num_key_value_heads": None}, "kv_heads", 32),
     "head_dim of Qwen 2": ({"model_type": "qwen2", "head_dim": None}, "head_features", 8),
     "head_dim of Qwen 3": ({"model_type": "qwen3", "head_dim": None}, "head_features", 128),
+    "the length of yarn": (SHORT_YARN | {"max_position_embeddings": 99}, "rope_trained_len", 99),
+    "the length of yarn, elsewhere": (
+        {"rope_parameters": YARN, "original_max_position_embeddings": 77},
+        "rope_trained_len",
+        77,
+    ),
     "two rope_theta": ({"rope_theta": 7.0}, "rope_theta", 500),
 }
 
@@ -137,14 +146,16 @@ def test_vocabularies_that_just_fit(rows, tmp_path):
 def test_stretched_angles_may_change_and_are_told(tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=50.0, norm_eps=1e-6)
     changed = huggingface.differences(config_only(tmp_path / "hf", rope_parameters=LLAMA3), model, 257)
-    assert changed == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now 8192)"
+    assert changed == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
 
 
 def test_config_says_what_transformers_asks_for():
     described = huggingface.config_of(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
     expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
     assert expected.items() <= described.items()
-    stretched = huggingface.config_of(ModelConfig(**SIZES, rope_factor=8.0), 257, 61, 256, torch.bfloat16)["rope_scaling"]
+    stretched = huggingface.config_of(
+        ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192), 257, 61, 256, torch.bfloat16
+    )["rope_scaling"]
     assert stretched == STRETCH | {"factor": 8.0, "original_max_position_embeddings": 8192}
 
 
@@ -175,6 +186,16 @@ def test_only_files_of_the_index_are_read(tmp_path):
     model = GPT(settings_of(folder), 257)
     huggingface.load(folder, model)
     assert torch.equal(model.norm, expected)
+
+
+def test_a_single_file_goes_before_an_index_of_files_before(tmp_path):
+    """As transformers reads them; it leaves the index when it saves over it."""
+    folder = write_folder(tmp_path / "hf")
+    tensors = read_tensors(folder) | {"model.norm.weight": torch.full((32,), 7.0)}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model = GPT(settings_of(folder), 257)
+    huggingface.load(folder, model)
+    assert model.norm.eq(7).all()
 
 
 def test_what_may_change_is_told(tmp_path):
@@ -211,7 +232,7 @@ SURVIVE = [
         {"qkv_bias": True, "window": 9},
         {"qk_norm": True, "window": 9},
     ),
-    *({"rope_factor": 8.0, "rope_trained_len": 4096}, {"rope_factor": 8.0, "rope_scaling": "yarn"}),
+    *({"rope_factor": 8.0, "rope_trained_len": 4096}, {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"}),
 ]
 
 

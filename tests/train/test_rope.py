@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,12 +30,15 @@ def test_positions_a_batch_row_and_fp32_angles():
     torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
 
 
+LLAMA = ModelConfig(head_dim=64, rope_factor=8.0, rope_trained_len=8192)
+
+
 def test_llama3_slows_pairs_by_their_turns():
     """In 8,192 tokens: above four turns as before, below one slower by the factor, half-way between by the mean of both."""
     turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.5])
     expected = torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
-    torch.testing.assert_close(slowdown(turns * 2 * math.pi / 8192, ModelConfig(rope_factor=8.0)), expected)
-    plain, slower = (rope(torch.tensor([5000]), ModelConfig(head_dim=64, **x))[0] for x in ({}, {"rope_factor": 8.0}))
+    torch.testing.assert_close(slowdown(turns * 2 * math.pi / 8192, LLAMA), expected)
+    plain, slower = (rope(torch.tensor([5000]), x)[0] for x in (replace(LLAMA, rope_factor=None), LLAMA))
     assert torch.equal(plain[..., :4], slower[..., :4]) and not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
 
 

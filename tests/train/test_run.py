@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -14,12 +15,14 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn import watchdog
+from tests.train.hub_models import write_folder
 from tests.train.launch import (
     ROOT,
     SCRIPT,
@@ -99,7 +102,15 @@ BAD = {
     "seed beyond 64 bits": (["trainer.seed=99999999999999999999"], "trainer.seed=99999999999999999999 makes no sense"),
     "brackets": (["data.split=train[:10]"], "data.split=train[:10]: mismatched input '[' expecting <EOF>; quote brackets"),
     "two beginnings": (["trainer.init_from=a", "trainer.resume=b"], "init_from=a and trainer.resume=b contradict each other"),
-    "parameters of nothing": (["trainer.init_from=/missing"], "/missing is no checkpoint"),
+    "parameters of nothing": (
+        ["trainer.init_from=/missing"],
+        "init_from=/missing is neither a checkpoint, a step_... directory",
+    ),
+    "parameters of no checkpoint": (
+        ["trainer.init_from=/x/step_00000001"],
+        "step_00000001 is no checkpoint: no such directory",
+    ),
+    "a time limit of the past": (["trainer.time_limit_s=-5"], "trainer.time_limit_s=-5.0 makes no sense: it must be positive"),
     "no name": (["name=null"], "name=null names no directory"),
     "empty name": (["name="], "name= names no directory"),
     "a file where the directory shall be": (["hydra.run.dir=corpus/00.txt"], "directory cannot be made or written: [Errno"),
@@ -268,6 +279,46 @@ def test_a_run_from_parameters_alone(corpus, monkeypatch, tmp_path, capfd):
     assert_one_error(capfd, "is of a run that began with outputs/a/checkpoints/step_00000002")
     assert main(monkeypatch, *settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
     assert_one_error(capfd, "has shape (128, 32), in this run (8, 32)")
+
+
+def test_other_text_of_the_same_lengths_is_another_corpus(corpus, monkeypatch, tmp_path, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "name=a"]
+    assert main(monkeypatch, *settings, "trainer.steps=1") == 0
+    for file in (tmp_path / "corpus").iterdir():
+        file.write_text(file.read_text().upper())
+    assert main(monkeypatch, *settings, "trainer.steps=2") == 1
+    assert_one_error(capfd, "step_00000001 stands in another corpus")
+
+
+def test_parameters_are_refused_another_tokenizer(corpus, monkeypatch, tmp_path, capfd):
+    own, other = (write_tokenizer(tmp_path / name, letters) for name, letters in (("own.json", "abc"), ("other.json", "acb")))
+    settings = [*SMALL, f"data.path={corpus}", "trainer.steps=1"]
+    assert main(monkeypatch, *settings, "name=a", f"data.tokenizer={own}") == 0
+    begin = [*settings, "name=b", "trainer.init_from=outputs/a/checkpoints/step_00000001"]
+    assert main(monkeypatch, *begin, f"data.tokenizer={other}") == 1
+    assert_one_error(
+        capfd,
+        f"data.tokenizer={other}, but {tmp_path}/outputs/a/checkpoints/step_00000001 was trained with another, then {own}",
+    )
+    (tmp_path / "moved.json").write_bytes(own.read_bytes())
+    assert main(monkeypatch, *begin, f"data.tokenizer={tmp_path / 'moved.json'}") == 0
+
+    folder = write_folder(tmp_path / "hf", tie_word_embeddings=True)
+    shutil.copy(own, folder / "tokenizer.json")
+    begin = [*settings, "name=c", f"trainer.init_from={folder}"]
+    begin += ["model.head_dim=16", "model.ffn_dim=48", "model.vocab_size=259"]
+    assert main(monkeypatch, *begin) == 1
+    assert_one_error(
+        capfd, f"data.tokenizer=bytes, but {folder} has one of its own, {folder}/tokenizer.json: tokens would mean"
+    )
+    assert main(monkeypatch, *begin, f"data.tokenizer={own}") == 0
+
+
+def write_tokenizer(path: Path, letters: str) -> Path:
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "?", *letters])}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(path))
+    return path
 
 
 def test_a_run_that_has_ended_samples_again(corpus, monkeypatch, tmp_path):
@@ -467,6 +518,6 @@ def test_a_setting_that_a_checkpoint_does_not_know_was_unset(corpus, monkeypatch
     for name in ("rope_factor", "rope_trained_len", "rope_scaling", "qkv_bias", "qk_norm"):
         del meta["config"]["model"][name]
     path.write_text(json.dumps(meta))
-    assert main(monkeypatch, *settings, "trainer.steps=2", "model.rope_factor=8") == 1
+    assert main(monkeypatch, *settings, "trainer.steps=2", "model.rope_factor=8", "model.rope_trained_len=64") == 1
     assert_one_error(capfd, "was trained with model.rope_factor=None (now 8.0)")
     assert main(monkeypatch, *settings, "trainer.steps=2") == 0

@@ -12,7 +12,7 @@ SUMMARY |= {"mfu": None, "peak_memory_gib": 1.0}
 
 
 def test_table():
-    outcomes = [Outcome(["a=1", "b=2"], SUMMARY), Outcome(["a=1", "b=3"], None)]
+    outcomes = [Outcome(["a=1", "b=2"], SUMMARY), Outcome(["a=1", "b=3"], None), Outcome(["a=1", "b=4"], None, stopped=True)]
     assert table(outcomes).splitlines() == [
         "Common to all: a=1",
         "",
@@ -20,6 +20,7 @@ def test_table():
         "|---|---|---|---|---|---|---|",
         "| b=2 | 2.5000 | 2.7500 | 12,346 | 0.0123 | - | 1.00 |",
         "| b=3 | failed | - | - | - | - | - |",
+        "| b=4 | stopped | - | - | - | - | - |",
     ]
 
 
