@@ -245,7 +245,8 @@ def _row_delta_kernel(
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    tl.store(delta + rows, tiles.row_delta(out, dout, dlse, rows, inside, DIM, PADDED), mask=inside)
+    outputs = tiles.load_outputs(out, dout, rows, inside, DIM, PADDED)
+    tl.store(delta + rows, tiles.row_delta(outputs, dlse, rows, inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

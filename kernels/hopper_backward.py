@@ -158,15 +158,18 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     rows = tl.arange(0, QUERIES)
     index = (batch.to(tl.int64) * num_queries + tile * QUERIES + rows) * CONFIG.num_heads + head
     inside = tile * QUERIES + rows < num_queries
-    row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
-    if delta is not None:
-        row_delta = tl.load(delta + index, mask=inside, other=0.0)
-    else:
-        row_delta = tiles.row_delta(out, dout, dlse, index, inside, CONFIG.value_dim, CONFIG.dim)
     this = program.to(tl.int64)
+    row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
+    if delta is None:
+        outputs = tiles.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
+    # while what was asked for is on its way
+    tl.store(dq_sums + CONFIG.chunk_size + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    if delta is None:
+        row_delta = tiles.row_delta(outputs, dlse, index, inside)
+    else:
+        row_delta = tl.load(delta + index, mask=inside, other=0.0)
     tl.store(scalars + this * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
     tl.store(scalars + this * (2 * QUERIES) + QUERIES + rows, row_delta)
-    tl.store(dq_sums + CONFIG.chunk_size + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
 
 
 @gluon.jit

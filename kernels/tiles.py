@@ -220,14 +220,19 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def row_delta(out, dout, dlse, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """`kernels.reference.row_delta` of `rows`, where `inside`, of contiguous out, dout (all, DIM) and dlse (all,) or None."""
+def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """What `row_delta` takes of contiguous out, dout (all, DIM): their `rows`, where `inside`."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
-    x = tl.load(out + index, mask=mask, other=0.0).to(tl.float32)
-    y = tl.load(dout + index, mask=mask, other=0.0).to(tl.float32)
-    delta = tl.sum(x * y, 1)
+    return tl.load(out + index, mask=mask, other=0.0), tl.load(dout + index, mask=mask, other=0.0)
+
+
+@triton.jit
+def row_delta(outputs, dlse, rows, inside):
+    """`kernels.reference.row_delta` of `rows`, where `inside`, of their outputs and contiguous dlse (all,) or None."""
+    x, y = outputs
+    delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:
         delta -= tl.load(dlse + rows, mask=inside, other=0.0)
     return delta

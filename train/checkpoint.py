@@ -4,8 +4,9 @@
     <directory>/.step_...          being written or removed: never loaded, cleared by the next save
 
 Every rank writes its own shards and reads the parts it needs, so a checkpoint resumes on any number of ranks; what is read is
-held to the checksum that it was written with. The directory is one that all ranks see. All state is tensors: DCP would store anything else as a pickle, and unpickling
-runs whatever the file says. Its index is a pickle all the same; it is read with an allow-list.
+held to the checksum that it was written with. The directory is one that all ranks see. All state is tensors: DCP would store
+anything else as a pickle, and unpickling runs whatever the file says. Its index is a pickle all the same; it is read with an
+allow-list.
 """
 
 import io
