@@ -153,9 +153,12 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether nobody is there to see the operator: no compiler, no dispatch mode, no tensor of another kind."""
+    """Whether nobody is there to see the operator: no compiler, no dispatch mode, no tensor of another kind, or of meta."""
     return (
-        not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and set(map(type, tensors)) == {Tensor}
+        not torch.compiler.is_compiling()
+        and not torch._C._len_torch_dispatch_stack()
+        and not tensors[0].is_meta
+        and set(map(type, tensors)) == {Tensor}
     )
 
 

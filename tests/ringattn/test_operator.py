@@ -144,6 +144,25 @@ def test_dealt_chunks_are_compiled_whole() -> None:
     assert torch.equal(torch.compile(attend, backend="eager", fullgraph=True)(*operands), attend(*operands))
 
 
+@pytest.mark.parametrize("call", [ring_attention, ulysses_attention, flash_attention], ids=lambda call: call.__name__)
+def test_tensors_of_meta_are_not_sent(call: Callable) -> None:
+    """Shapes alone, forward and backward; on a ring, too, nothing moves."""
+    shapes = [x.shape for x in inputs()]
+
+    def on_rank(rank: int, group) -> list[torch.Size]:
+        options = {
+            ring_attention: {"layout": Layout.zigzag(24, 2), "group": group},
+            ulysses_attention: {"layout": Layout.contiguous(24, 1).split(2), "ulysses_group": group},
+            flash_attention: {},
+        }[call]
+        operands = [x.detach().to("meta").requires_grad_() for x in inputs()]
+        out = call(*operands, mask=Mask.causal(), **options)
+        assert out.is_meta
+        return [out.shape, *(x.shape for x in torch.autograd.grad(out.sum(), operands))]
+
+    assert simulate(2, on_rank) == [[shapes[0], *shapes]] * 2
+
+
 @pytest.mark.parametrize("mixed", [False, True], ids=["fake alone", "real ones too"])
 def test_tensors_that_hold_nothing(mixed: bool) -> None:
     """As for estimates of memory; and what is kept of them is of use afterwards."""
