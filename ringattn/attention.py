@@ -266,7 +266,7 @@ def describe(
     """What must be the same on all ranks of a ring, by the names that callers know."""
     shape = {"batch size": q.shape[0], "heads": q.shape[2], "head dim": q.shape[3], "dtype": str(q.dtype)}
     mask = {"causal": is_causal, "window": window or None, "documents": documents.tolist()}
-    options = {"schedule": schedule, "scale": scale, "dropout_p": dropout_p, "seed": seed}
+    options = {"schedule": schedule, "scale": scale, "dropout_p": dropout_p, "seed": seed if dropout_p else None}
     return shape | mask | {"layout": layout, "seq_len": seq_len} | options
 
 

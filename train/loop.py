@@ -96,7 +96,7 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
         meta = checkpoint.read_meta(path)
         known = meta.get("corpus") or {}
         here = {name: value for name, value in corpus(run).items() if name in known}
-        if known != here:
+        if not known or known != here:
             raise ConfigError(
                 f"{path} stands in another corpus ({known}, in this run {here}), where its position means "
                 "nothing: resume with the data, tokenizer, data.seq_len and data.seed it was saved with, or begin with its "
@@ -120,11 +120,12 @@ def load_parameters(run: Run, path: Path) -> None:
     Raises:
         ConfigError: on every rank: neither, or one of a model of another shape.
     """
+    ours = run.config.data.tokenizer, run.tokenizer
     if huggingface.is_model(path):
         with parallel.agreed():
             changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
             if (own := path / huggingface.TOKENIZER).is_file():
-                check_tokenizer(run.config.data.tokenizer, fingerprint(str(own)), f"{path} has one of its own, {own}")
+                check_tokenizer(*ours, fingerprint(own), f"{path} has one of its own, {own}")
             huggingface.load(path, run.model)
     else:
         with parallel.agreed():
@@ -136,7 +137,7 @@ def load_parameters(run: Run, path: Path) -> None:
             meta = checkpoint.read_meta(path)
             changed = resuming.model_differences(meta, run.config)
             before = meta["config"]["data"]["tokenizer"]
-            check_tokenizer(run.config.data.tokenizer, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
+            check_tokenizer(*ours, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
         checkpoint.load(path, checkpoint.model_state(run.model))
     log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
@@ -160,5 +161,5 @@ def save(run: Run, directory: Path, step: int, consumed: int) -> None:
     config = asdict(run.config)
     config["optim"]["warmup_steps"] = optim.warmup(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus(run), "origin": run.origin}
-    meta |= {"config": config, "tokenizer": fingerprint(run.config.data.tokenizer)}
+    meta |= {"config": config, "tokenizer": run.tokenizer.fingerprint}
     checkpoint.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)

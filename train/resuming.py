@@ -19,6 +19,8 @@ FREE = (
     *("trainer.sample_tokens", "trainer.sample_prompt"),
 )
 
+SCALING = ("model.rope_trained_len", "model.rope_scaling")  # without a rope_factor they mean nothing
+
 Changes = dict[str, tuple[Any, Any]]  # settings that are not as they were, by name: (then, now)
 
 
@@ -116,12 +118,14 @@ def model_differences(meta: dict[str, Any], config: Config) -> str:
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
     now, unset = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
+    unscaled = now["model"]["rope_factor"] is None and meta["config"]["model"].get("rope_factor") is None
     pairs = {  # a setting that the checkpoint does not know was as it is where nothing is set
         f"{group}.{name}": (meta["config"][group].get(name, unset[group][name]), value)
         for group in groups
         for name, value in now[group].items()
     }
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in FREE}
+    free = (*FREE, *SCALING) if unscaled else FREE
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in free}
 
 
 def _listed(changed: Changes, names: Iterable[str]) -> str:

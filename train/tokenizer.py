@@ -13,10 +13,14 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"
 
 
 class Tokenizer(Protocol):
-    """Ids are 0 .. vocab_size - 1; `eos` leads every document and is never produced by `encode`."""
+    """Ids are 0 .. vocab_size - 1; `eos` leads every document and is never produced by `encode`.
+
+    `fingerprint` is a number that another tokenizer would hardly have.
+    """
 
     vocab_size: int
     eos: int
+    fingerprint: int
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of `text`, int32 of shape (N,), without `eos`."""
@@ -30,6 +34,7 @@ class BytesTokenizer:
 
     vocab_size = 257
     eos = 256
+    fingerprint = 0
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -51,7 +56,7 @@ class JsonTokenizer:
         found = [ids[name] for name in END_OF_TEXT if name in ids]
         if not found:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
-        self.vocab_size, self.eos = max(ids.values()) + 1, found[0]
+        self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, found[0], fingerprint(path)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -65,21 +70,18 @@ def load_tokenizer(name: str) -> Tokenizer:
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
 
 
-def fingerprint(name: str) -> int:
-    """A number that another tokenizer would hardly have. Raises ConfigError when there is no such file."""
-    try:
-        return zlib.crc32(b"bytes" if name == "bytes" else Path(name).expanduser().read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{name} cannot be read: {error}; give `bytes` or the path of a tokenizer.json") from error
+def fingerprint(path: str | Path) -> int:
+    """Of a `tokenizer.json`."""
+    return zlib.crc32(Path(path).expanduser().read_bytes())
 
 
-def check_tokenizer(name: str, expected: int | None, why: str) -> None:
-    """Refuse the tokenizer `name` where its fingerprint is not as `expected`; None: nothing is known of it.
+def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: str) -> None:
+    """Refuse the tokenizer of this `name` where its fingerprint is not as `expected`; None: nothing is known of it.
 
     Raises:
         ConfigError: saying `why`.
     """
-    if expected is not None and fingerprint(name) != expected:
+    if expected is not None and tokenizer.fingerprint != expected:
         raise ConfigError(f"data.tokenizer={name}, but {why}: tokens would mean something else; set data.tokenizer to that")
 
 

@@ -517,6 +517,7 @@ def test_a_setting_that_a_checkpoint_does_not_know_was_unset(corpus, monkeypatch
     meta = json.loads(path.read_text())
     for name in ("rope_factor", "rope_trained_len", "rope_scaling", "qkv_bias", "qk_norm"):
         del meta["config"]["model"][name]
+    meta["config"]["model"]["rope_trained_len"] = 8192  # which means nothing there
     path.write_text(json.dumps(meta))
     assert main(monkeypatch, *settings, "trainer.steps=2", "model.rope_factor=8", "model.rope_trained_len=64") == 1
     assert_one_error(capfd, "was trained with model.rope_factor=None (now 8.0)")
