@@ -20,7 +20,7 @@ from tests.distributed import run_ranks
 from tests.train.jobs import SEQUENCES, STEPS, job, one_rank
 from tests.train.launch import write_corpus
 from train import build, evaluate, loop, memory, metrics, parallel, step
-from train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
 from train.data import Batch, PackedDataset
 from train.generate import generate
 from train.model import GPT, Block
@@ -62,6 +62,7 @@ def work(corpus: str, directory: Path) -> None:
     if world_size == 4:
         config = job(corpus, 1, ring=4)
         config.data.eval_split = None
+        config.trainer.eval_every, config.trainer.eval_tokens = TrainerConfig.eval_every, TrainerConfig.eval_tokens
         loop.train(config, directory / "unevaluated")
     for layout, schedule, ulysses in (
         ("contiguous", "state", 1),
