@@ -124,8 +124,7 @@ def test_documents_are_compiled_once(dynamic: bool | None) -> None:
     assert len(graphs) <= 2
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch 2.11 warns of itself
+@pytest.mark.filterwarnings("error", "ignore:.torch.jit:DeprecationWarning")  # torch 2.11 warns of itself
 @pytest.mark.parametrize("call", [ring_attention, ulysses_attention, flash_attention], ids=lambda call: call.__name__)
 def test_a_compiler_has_nothing_to_warn_of(call: Callable) -> None:
     options = {"mask": Mask.causal(window=3)} | ({} if call is flash_attention else {"layout": Layout.zigzag(12, 1)})
