@@ -1,6 +1,6 @@
 """The public call: exact attention over a sequence whose rows are spread over the ranks of a ring."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -244,19 +244,18 @@ def ring_of(
     precision: str,
 ) -> tuple[Ring, str]:
     """The ring that the settings describe, and the schedule."""
-    mask = dict(documents=documents, causal=is_causal, window=window)
-    options = dict(scale=scale, dropout_p=dropout_p, seed=seed if dropout_p else None)
-    call = partial(describe, q, **mask, layout=layout, seq_len=seq_len, schedule=schedule, **options)
+
+    def call() -> dict[str, object]:
+        """What must be the same on all ranks, by the names that callers know."""
+        shape = {"batch size": q.shape[0], "heads": q.shape[2], "head dim": q.shape[3], "dtype": str(q.dtype)}
+        mask = {"causal": is_causal, "window": window or None, "documents": documents.tolist()}
+        where = {"layout": layout, "seq_len": seq_len, "schedule": schedule}
+        return shape | mask | where | {"scale": scale, "dropout_p": dropout_p, "seed": seed if dropout_p else None}
+
     end = transports.resolve(group, q.device, transport, call)
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
     keep_if_captured(planned, q.device)
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
-
-
-def describe(q: Tensor, documents: Tensor, **settings: object) -> dict[str, object]:
-    """What must be the same on all ranks of a ring, by the names that callers know."""
-    shape = {"batch size": q.shape[0], "heads": q.shape[2], "head dim": q.shape[3], "dtype": str(q.dtype)}
-    return shape | {"documents": documents.tolist()} | settings
 
 
 @lru_cache(maxsize=4)  # as in `ringattn.plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count
