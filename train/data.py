@@ -68,7 +68,6 @@ class PackedDataset:
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         self._documents = documents.with_format("arrow")  # rows are views of the file, not copies
-        self.sampled = self._sample()
         self._shuffle = (-1, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
             raise ConfigError(
@@ -76,7 +75,8 @@ class PackedDataset:
                 f"give more text or a shorter data.seq_len"
             )
 
-    def _sample(self) -> int:
+    @functools.cached_property
+    def sampled(self) -> int:
         """A number that other text would hardly have: of the tokens of some documents."""
         chosen = np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), SAMPLED)).astype(int)
         rows = (self._documents[int(place)]["tokens"][0].values.to_numpy() for place in chosen)

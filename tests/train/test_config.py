@@ -67,26 +67,14 @@ REFUSED = {
     "a length without its factor": (dict(model__rope_trained_len=4096), 1, "has no meaning without model.rope_factor"),
     "a factor without its length": (dict(model__rope_factor=4.0), 1, "set model.rope_trained_len to their tokens, too"),
     "a factor without end": (dict(model__rope_factor=float("inf")), 1, "rope_factor=inf makes no sense: it must be at least 1"),
-    "evaluations of nothing": (
-        dict(trainer__eval_tokens=61),
-        1,
-        "trainer.eval_tokens=61 has no meaning",
-    ),
-    "evaluations of nothing, now and then": (
-        dict(trainer__eval_every=7),
-        1,
-        "held-out text: data.eval_split",
-    ),
+    "evaluations of nothing": (dict(trainer__eval_tokens=61), 1, "trainer.eval_tokens=61 has no meaning"),
+    "evaluations of nothing, now and then": (dict(trainer__eval_every=7), 1, "held-out text: data.eval_split"),
     "a prompt for no sample": (
         dict(trainer__sample_prompt="a", trainer__sample_tokens=0),
         1,
         "has no meaning without a sample",
     ),
-    "a project without W&B": (
-        dict(logger__project="p", logger__wandb="off"),
-        1,
-        "logger.project=p has no meaning",
-    ),
+    "a project without W&B": (dict(logger__project="p", logger__wandb="off"), 1, "logger.project=p has no meaning"),
     "a scaling without its factor": (dict(model__rope_scaling="yarn"), 1, "yarn has no meaning without model.rope_factor"),
     "an unknown scaling": (dict(model__rope_scaling="ntk"), 1, "unknown model.rope_scaling=ntk: choose one of llama3, yarn"),
     "yarn where no pair is slower than another": (
