@@ -17,9 +17,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
+from kernels.tables import CONSUMER_ROWS
 
 MAX_DIM = 128
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+ROWS = gl.constexpr(CONSUMER_ROWS)  # of one wgmma, which are a consumer's
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -147,6 +149,14 @@ def visible(lo, hi, start, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
     # one unsigned comparison for two signed ones
     distance = (columns - lo[:, None]).to(gl.uint32, bitcast=True)
     return distance < gl.maximum(hi - lo, 0).to(gl.uint32, bitcast=True)[:, None]
+
+
+@gluon.jit
+def wait_for_writes():
+    """Wait until all that this partition has stored by TMA is written; `tma.store_wait` waits until it has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.constexpr_function

@@ -53,14 +53,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
-from kernels.hopper import LOG2_E, tile_view, tma_load, tma_reduce_add
+from kernels.hopper import LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import Delta, Gradients
 from kernels.tiles import load_tile
 
 KEYS = gl.constexpr(128)  # of an item
-ROWS = gl.constexpr(64)  # of one wgmma: keys of a consumer, rows of a chunk of dq
 STAGES = gl.constexpr(2)
 SLOTS = gl.constexpr(2)  # of K, in which the keys of two items in a row lie
 NO_ROW = gl.constexpr(2**30)  # a query row past all others

@@ -5,12 +5,16 @@ warp, the producer, moves tiles by TMA; the other partitions, the consumers, are
 hold their scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
 
     producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
-                 step K and V into the next stage, once all consumers have left what it held
+                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in, the
+                 o of all consumers into the stages that follow
     consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
 
     barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
                  Where K and V of a stage are left together, K's empty is V's
-    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is issued
+    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is done; a
+                 state by way of the stage in which it came, which is left then, too
+    rounds       a second one, through all items again, of a program that had a row whose origin could not stay: what that is,
+                 `hopper_softmax` says
     turns        if on, a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
                  products while the others are at their softmax, instead of all waiting for all
 
@@ -18,7 +22,7 @@ The walk takes the tiles at the ends of the rows' intervals first and masks thos
 see then passes the mask by. Scores are in log2 units. (Dao 2023, algorithm 1; Shah et al. 2024, FlashAttention-3, section 3.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -37,27 +41,25 @@ from kernels import checks, hopper, tiles
 from kernels.blocks import BlockMask
 from kernels.dropout import Dropout
 from kernels.hopper import (
-    LN_2,
     LOG2_E,
+    ROWS,
     named_barrier_arrive,
     named_barrier_wait,
     step_start,
     tile_view,
     tma_load,
-    tma_store,
-    visible,
+    wait_for_writes,
 )
+from kernels.hopper_softmax import UNSET, by_thread, follow, hold, mask, rescale, settle, weigh
+from kernels.hopper_state import finish, load_part, load_scalars
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import State
-from kernels.tables import CONSUMER_ROWS
 from kernels.tiles import load_tile
 
-ROWS = gl.constexpr(CONSUMER_ROWS)  # the rows of one wgmma
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
 TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
 SLOTS = gl.constexpr(2)  # of Q: with two, one bit tells an item's slot and the phases of q_full and q_empty
-SLACK = gl.constexpr(8.0)  # probabilities reach up to 2**SLACK before they are taken relative to another origin
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class Config:
     together: bool  # consumers leave K and V of a stage together
     registers: int  # of a consumer's threads
     turns: bool
-    hold: bool  # see `_hold`
+    hold: bool  # see `hopper_softmax.hold`
+    follow: bool  # origins follow the maxima from the start, not only where one that stays has failed
 
     @property
     def queries(self) -> int:
@@ -94,13 +97,28 @@ class Config:
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dim, 16])
 
     @property
+    def in_place(self) -> bool:
+        """Whether a state is read, merged and written."""
+        return self.has_state and not self.final
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts the columns of a consumer's o are cut, so that one fits the memory of a stage's K, or V."""
+        return 2 * ROWS.value // self.keys
+
+    @property
+    def state_stages(self) -> int:
+        """Stages by which the o of all consumers comes in."""
+        return -(-self.consumers * self.parts // 2) if self.has_state else 0
+
+    @property
     def left(self) -> gl.DotOperandLayout:
         """Layout of p (64, keys) as the left operand of p v."""
         return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
 
 
 L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the output passes through too
-# from triton 3.8 on, whose assembler is another, `_hold` would make it run all products one by one
+# from triton 3.8 on, whose assembler is another, `hold` would make it run all products one by one
 HOLD = hopper.TRITON_VERSION < (3, 8)
 TILES = {  # by padded head dim
     64: dict(consumers=3, keys=128, stages=3, together=False, registers=160, turns=True, hold=False),
@@ -132,18 +150,28 @@ def _next(stage, phase, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _produce(arguments, CONFIG: gl.constexpr):
+def _produce(arguments, retry, CONFIG: gl.constexpr):
     """The loading partition, a single warp."""
+    slot = gl.to_tensor(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(1)
+    slot, stage, phase = _load_tiles(arguments, slot, stage, phase, CONFIG)
+    if not CONFIG.follow:
+        if _any_failed(retry, 1, CONFIG):
+            _load_tiles(arguments, slot, stage, phase, CONFIG)
+
+
+@gluon.jit
+def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
+    """Load what all items of this program need. Returns slot, stage and phase to go on with."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     KEYS: gl.constexpr = CONFIG.keys
-    q, k, v, items, buffers, barriers = arguments
+    STATE_STAGES: gl.constexpr = CONFIG.state_stages
+    q, k, v, state_tiles, items, buffers, barriers = arguments
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     item = gl.program_id(0)
     batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
-    slot = 0
-    stage = 0
-    phase = 1
     while end > 0:
         mbarrier.wait(q_empty, slot ^ 1)
         mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
@@ -160,9 +188,38 @@ def _produce(arguments, CONFIG: gl.constexpr):
             mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
             tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
             stage, phase = _next(stage, phase, CONFIG)
+        for i in gl.static_range(STATE_STAGES):
+            mbarrier.wait(k_empty.index(stage), phase)
+            load_part(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
+            mbarrier.wait(v_empty.index(stage), phase)
+            load_part(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
+            stage, phase = _next(stage, phase, CONFIG)
         slot ^= 1
         item += gl.num_programs(0)
         batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
+    return slot, stage, phase
+
+
+@gluon.jit
+def _any_failed(retry, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+    """Whether a consumer reported a row whose origin cannot stay, once all have reported."""
+    reports, reported = retry
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    mbarrier.wait(reported, 0)
+    failed = reports.index(0).load(LAYOUT)
+    for c in gl.static_range(1, CONSUMERS):
+        failed |= reports.index(c).load(LAYOUT)
+    return gl.max(failed, axis=0) > 0
+
+
+@gluon.jit
+def _report(retry, failed, CONSUMER: gl.constexpr):
+    """Tell all partitions whether a row of this consumer has failed."""
+    reports, reported = retry
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    reports.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(failed.to(gl.int32), axis=0))
+    mbarrier.arrive(reported, count=1)
 
 
 @gluon.jit
@@ -184,131 +241,17 @@ def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _mask(scores, lo, hi, start, CONFIG: gl.constexpr):
-    """Scores of a tile where the rows see its keys, -inf elsewhere."""
-    KEYS: gl.constexpr = CONFIG.keys
-    SCORES: gl.constexpr = CONFIG.scores
-    return gl.where(visible(lo, hi, start, KEYS, SCORES), scores, float("-inf"))
-
-
-@gluon.jit
-def _by_thread(tile, COLUMNS: gl.constexpr):
-    """An accumulator (64, COLUMNS) as (64, COLUMNS // 8, 4, 2), whose third dimension is the four threads that share a row.
-
-    Sums and maxima over the others are numbers (64, 4) of each thread alone: no exchange between threads.
-    """
-    return tile.reshape([ROWS, COLUMNS // 8, 4, 2])
-
-
-@gluon.jit
-def _along_row(numbers, tile):
-    """Numbers (64, 4) of rows and threads, to be broadcast over a tile from `_by_thread`."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
-    return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
-
-
-@gluon.constexpr_function
-def _rescale_assembly(count):
-    # of four consecutive registers of an accumulator two belong to one row and two to another, all the way
-    alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
-    products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
-    return (
-        "{ .reg .pred changed;"
-        f"setp.neu.f32 changed, {alphas[0]}, 0f3F800000; setp.neu.or.f32 changed, {alphas[2]}, 0f3F800000, changed;"
-        f"vote.sync.any.pred changed, changed, -1; @!changed bra DONE; {products} DONE: }}"
-    )
-
-
-@gluon.constexpr_function
-def _rescale_constraints(count):
-    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
-
-
-@gluon.jit
-def _rescale(o, alpha, CONFIG: gl.constexpr):
-    """o * alpha by row, which a warp skips if all its alphas are 1: they mostly are."""
-    COUNT: gl.constexpr = CONFIG.dim // 2  # registers of a thread
-    ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
-    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
-    tile = _by_thread(o, CONFIG.dim)
-    factors = _along_row(alpha, tile) + gl.zeros_like(tile)
-    tile = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
-    return gl.convert_layout(tile.reshape([ROWS, CONFIG.dim]), CONFIG.output)
-
-
-@gluon.constexpr_function
-def _move_assembly():
-    # two rows a thread: $0, $1 the new origins; $2, $3 the tops, $4, $5 the origins, $6, $7 the limits
-    exchange, choose = "", ""
-    for row in ("0", "1"):
-        for lane in ("1", "2"):
-            exchange += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.f32 top{row}, top{row}, other;"
-    for new, top, old, limit in (("$0", "top0", "$4", "$6"), ("$1", "top1", "$5", "$7")):
-        choose += f"setp.gt.f32 ahead, {top}, {limit}; selp.f32 {new}, {top}, {old}, ahead;"
-    return (
-        "{ .reg .pred ahead; .reg .f32 top0, top1, other;"
-        "setp.gt.f32 ahead, $2, $6; setp.gt.or.f32 ahead, $3, $7, ahead; mov.f32 $0, $4; mov.f32 $1, $5;"
-        "vote.sync.any.pred ahead, ahead, -1; @!ahead bra DONE;"
-        f"mov.f32 top0, $2; mov.f32 top1, $3; {exchange} {choose} DONE: }}"
-    )
-
-
-@gluon.jit
-def _move(origin, top):
-    """The origin, or the largest top of a row's threads where that is ahead of it by more than SLACK.
-
-    A warp that has no such row passes by the exchange between threads.
-    """
-    ASSEMBLY: gl.constexpr = _move_assembly()
-    operands = [top, origin, origin + SLACK]
-    return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
-
-
-@gluon.jit
-def _softmax(scores, m, origin, l, log2_scale, CONFIG: gl.constexpr):
-    """(p, m, origin, l, alpha) after the scores of a tile; p = exp2(score - origin) in log2 units.
-
-    All but p are (64, 4), of a row and a thread: m and l are the maximum of its scores and the sum of its p. The origin is the
-    same for the threads of a row and follows its maximum only when that is ahead by more than SLACK: until then alpha is 1.
-    """
-    tile = _by_thread(scores, CONFIG.keys)
-    top = gl.max(gl.max(tile, axis=3), axis=1)
-    m = gl.maximum(m, top)
-    moved = _move(origin, top * log2_scale)
-    # a row that has seen no key yet keeps origin = -inf: subtract 0 there, exp2(-inf - 0) = 0
-    zero = gl.where(moved == float("-inf"), 0.0, moved)
-    p = gl.exp2(tile * log2_scale - _along_row(zero, tile))
-    alpha = gl.exp2(origin - zero)
-    l = l * alpha + gl.sum(gl.sum(p, axis=3), axis=1)
-    return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores), m, moved, l, alpha
-
-
-@gluon.jit
-def _hold(l, CONFIG: gl.constexpr):
-    """`l`, but nothing that follows is started before it is there.
-
-    The assembler moves waits for tensor cores up past the arithmetic that they should overlap with; past a thread's possible
-    end it may not. No sum of probabilities is this NaN.
-    """
-    if CONFIG.hold:
-        l = gl.inline_asm_elementwise(
-            "{ .reg .pred never; setp.eq.u32 never, $1, 0x7fc0dead; @never exit; mov.b32 $0, $1; }",
-            "=f,f", [l], dtype=gl.float32, is_pure=False, pack=1,
-        )  # fmt: skip
-    return l
-
-
-@gluon.jit
 def _step(
-    query, buffers, barriers, carry, lo, hi, plan, step, log2_scale,
-    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    query, buffers, barriers, carry, bounds, plan, step, log2_scale,
+    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Scores of the next tile while the last tile's p meets its values."""
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores
     keys, values = buffers
     k_full, k_empty, v_full, v_empty = barriers
-    p, m, origin, l, o, stage, phase, last_stage, last_phase = carry
+    p, origin, l, o, stage, phase, last_stage, last_phase = carry
+    lo, hi, settled = bounds
     mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -320,58 +263,76 @@ def _step(
     _leave_keys(k_empty, stage, CONFIG)
     begin, num_head, num_full, num_edge = plan
     if step < num_edge:
-        scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
-    weights, m, origin, l, alpha = _softmax(scores, m, origin, l, log2_scale, CONFIG)
-    l = _hold(l, CONFIG)
+        scores = mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
+    if not FOLLOW:
+        # the first of the tiles that all rows see settles the last
+        if (step <= num_edge) & ~settled:
+            origin = settle(scores, origin, log2_scale, CONFIG)
+    if FOLLOW:
+        origin, alpha = follow(scores, origin, log2_scale, CONFIG)
+        l *= alpha
+    weights, l = weigh(scores, origin, l, log2_scale, CONFIG)
+    l = hold(l, CONFIG)
     o = warpgroup_mma_wait(0, deps=(growing,))
     mbarrier.arrive(v_empty.index(last_stage), count=1)
-    o = _rescale(o, alpha, CONFIG)
+    if FOLLOW:
+        o = rescale(o, alpha, CONFIG)
     # only now: before the wait the registers of the last p are still being read
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     next_stage, next_phase = _next(stage, phase, CONFIG)
-    return p, m, origin, l, o, next_stage, next_phase, stage, phase
+    return p, origin, l, o, next_stage, next_phase, stage, phase
 
 
 @gluon.jit
 def _first_step(
-    query, keys, barriers, bounds, plan, stage, phase, log2_scale,
+    query, keys, barriers, bounds, plan, held, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """(p, m, origin, l, o) after the first tile of an item, which may lie past all keys, where nothing is seen at all."""
+    """(p, origin, l, o) after the first tile of an item, which may lie past all keys, where nothing is seen at all."""
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
     SCORES: gl.constexpr = CONFIG.scores
     OUTPUT: gl.constexpr = CONFIG.output
-    k_full, k_empty, q_empty = barriers
-    lo, hi = bounds
+    k_full, k_empty, v_empty, q_empty = barriers
+    lo, hi, _ = bounds
     mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_turn(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # the last item's output has been read from the other slot by now
+    # the last item's output, or state, has been read from shared memory by now
     tma.store_wait(0)
+    _leave_held(k_empty, v_empty, held, CONFIG)
     _leave_keys(k_empty, stage, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     begin, num_head, num_full, num_edge = plan
     if (num_edge > 0) | (num_full == 0):
-        scores = _mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, 0, KEYS), CONFIG)
-    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, _by_thread(zeros, KEYS).type.layout))
-    m = gl.full([ROWS, 4], float("-inf"), gl.float32, BY_THREAD)
-    l = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
-    weights, m, origin, l, alpha = _softmax(scores, m, m, l, log2_scale, CONFIG)
+        scores = mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, 0, KEYS), CONFIG)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(zeros, KEYS).type.layout))
+    origin = settle(scores, gl.full([ROWS, 4], UNSET, gl.float32, BY_THREAD), log2_scale, CONFIG)
+    weights, l = weigh(scores, origin, gl.zeros([ROWS, 4], gl.float32, BY_THREAD), log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
-    return p, m, origin, l, o
+    return p, origin, l, o
 
 
 @gluon.jit
-def _stand_by(flow, q_empty, num_steps, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+def _leave_held(k_empty, v_empty, held, CONFIG: gl.constexpr):
+    """Leave the stage that the last item's state came and went by; it is -1 if there is none."""
+    if CONFIG.has_state:
+        if held >= 0:
+            _leave_keys(k_empty, held, CONFIG)
+            mbarrier.arrive(v_empty.index(held), count=1)
+
+
+@gluon.jit
+def _stand_by(flow, q_empty, num_steps, held, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """The stage and phase after an item of which a consumer has no row: it lets the others have its turns and all stages."""
     k_full, k_empty, v_full, v_empty = flow
-    # the last item's output must have been read
+    # the last item's output, or state, must have been read
     tma.store_wait(0)
+    _leave_held(k_empty, v_empty, held, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     for _step_index in range(gl.maximum(num_steps, 1)):
         mbarrier.wait(k_full.index(stage), phase)
@@ -381,144 +342,129 @@ def _stand_by(flow, q_empty, num_steps, stage, phase, CONSUMER: gl.constexpr, CO
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
         stage, phase = _next(stage, phase, CONFIG)
+    _, stage, phase = _await_state(flow, stage, phase, -1, CONFIG)
     return stage, phase
 
 
 @gluon.jit
-def _consumer_item(items, number, lo, hi, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Where a consumer's rows of an item are: (batch, head, own, end), the plan of its walk, the bounds of its rows."""
-    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, number)
-    own = first + CONSUMER * ROWS
-    rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
-    index = gl.minimum(batch, num_masks - 1) * num_queries + rows  # one mask may serve all
-    row_lo = gl.load(lo + index, mask=rows < end, other=0)
-    row_hi = gl.load(hi + index, mask=rows < end, other=0)
-    return batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi
+def _await_state(flow, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for the o of all consumers, and leave the stages without this one's: (its first stage, the next, its phase)."""
+    k_full, k_empty, v_full, v_empty = flow
+    STATE_STAGES: gl.constexpr = CONFIG.state_stages
+    own_stage = stage
+    for i in gl.static_range(STATE_STAGES):
+        mbarrier.wait(k_full.index(stage), phase)
+        mbarrier.wait(v_full.index(stage), phase)
+        if i == CONSUMER * CONFIG.parts // 2:
+            own_stage = stage
+        else:
+            _leave_keys(k_empty, stage, CONFIG)
+            mbarrier.arrive(v_empty.index(stage), count=1)
+        stage, phase = _next(stage, phase, CONFIG)
+    return own_stage, stage, phase
 
 
 @gluon.jit
-def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """One computing partition: 64 rows of every item through all steps."""
+def _consumer_item(items, number, lo, hi, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Where a consumer's rows of an item are: (batch, head, own, end), the plan of its walk, the bounds of its rows.
+
+    And whether all of them that see a key see one of the first tile.
+    """
+    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, number)
+    own = first + CONSUMER * ROWS
+    rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
+    offset = gl.minimum(batch, num_masks - 1) * num_queries  # one mask may serve all
+    row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
+    row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
+    start = step_start(begin, num_head, num_full, num_edge, 0, CONFIG.keys)
+    # then the first row sees up to it or further, and the last from it on or from before
+    first_hi = gl.load(hi + offset + own, mask=own < end, other=0)
+    last_lo = gl.load(lo + offset + gl.minimum(own + ROWS, end) - 1, mask=own < end, other=0)
+    settled = (first_hi > start) & (last_lo < start + CONFIG.keys)
+    return batch, head, own, end, begin, num_head, num_full, num_edge, (row_lo, row_hi, settled)
+
+
+@gluon.jit
+def _consume(arguments, retry, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """One computing partition: 64 rows of every item through all steps, and once more where the origin of a row failed."""
+    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
+        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
+    slot = gl.to_tensor(0)
+    stage = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    slot, stage, phase, failed = _work_off(arguments, slot, stage, phase, CONSUMER, CONFIG.follow, CONFIG)
+    if not CONFIG.follow:
+        _report(retry, failed, CONSUMER)
+        if _any_failed(retry, 4, CONFIG):
+            # or what was written first could arrive last
+            wait_for_writes()
+            _work_off(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
+
+
+@gluon.jit
+def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr):
+    """Compute this consumer's rows of all items. Returns slot, stage and phase to go on with, and which rows have failed."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
     lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     tiles = keys, values
     flow = k_full, k_empty, v_full, v_empty
-    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
-        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
     item = gl.program_id(0)
-    batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+    batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
         items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
     )
-    slot = gl.to_tensor(0)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+    failed = gl.zeros([ROWS], gl.int1, BY_ROW)
+    held = gl.to_tensor(-1)
     while end > 0:
         mbarrier.wait(q_full, slot)
         if own < end:
             place = batch, head, own, end
-            if CONFIG.has_state:
-                _prefetch(results, place, num_queries, CONFIG)
             query = queries.index(slot * CONFIG.consumers + CONSUMER)
             plan = begin, num_head, num_full, num_edge
-            p, m, origin, l, o = _first_step(
-                query, keys, (k_full, k_empty, q_empty), (row_lo, row_hi), plan, stage, phase, log2_scale, CONSUMER, CONFIG
+            p, origin, l, o = _first_step(
+                query, keys, (k_full, k_empty, v_empty, q_empty), bounds, plan, held, stage, phase, log2_scale, CONSUMER, CONFIG
             )
             last_stage = stage
             last_phase = phase
             stage, phase = _next(stage, phase, CONFIG)
             for step in range(1, num_edge + num_full):
-                carry = p, m, origin, l, o, stage, phase, last_stage, last_phase
-                p, m, origin, l, o, stage, phase, last_stage, last_phase = _step(
-                    query, tiles, flow, carry, row_lo, row_hi, plan, step, log2_scale, CONSUMER, CONFIG
+                carry = p, origin, l, o, stage, phase, last_stage, last_phase
+                p, origin, l, o, stage, phase, last_stage, last_phase = _step(
+                    query, tiles, flow, carry, bounds, plan, step, log2_scale, CONSUMER, FOLLOW, CONFIG
                 )
             mbarrier.wait(v_full.index(last_stage), last_phase)
             o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
-            # the next item is looked up meanwhile
+            # the state that came in and the next item are looked up meanwhile
+            incoming = load_scalars(results, place, num_queries, CONFIG)
             item += gl.num_programs(0)
-            batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+            batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
                 items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
             )
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(v_empty.index(last_stage), count=1)
-            m = gl.convert_layout(gl.max(m, axis=1), BY_ROW) * log2_scale
             l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
             origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
-            _finish(m, origin, l, o, query, results, place, num_queries, CONFIG)
+            held, stage, phase = _await_state(flow, stage, phase, CONSUMER, CONFIG)
+            own_tiles = keys.index(held), values.index(held)
+            failed |= finish(origin, l, o, query, own_tiles, incoming, results, place, num_queries, CONSUMER, FOLLOW, CONFIG)
         else:
-            stage, phase = _stand_by(flow, q_empty, num_edge + num_full, stage, phase, CONSUMER, CONFIG)
+            stage, phase = _stand_by(flow, q_empty, num_edge + num_full, held, stage, phase, CONSUMER, CONFIG)
             item += gl.num_programs(0)
-            batch, head, own, end, begin, num_head, num_full, num_edge, row_lo, row_hi = _consumer_item(
+            batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
                 items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
             )
+            held = gl.to_tensor(-1)
         slot ^= 1
-    # the memory that the last output leaves from must stay until it has been read
+    # memory that an output leaves from must stay until it has been read
     tma.store_wait(0)
-
-
-@gluon.jit
-def _prefetch(results, place, num_queries, CONFIG: gl.constexpr):
-    """Have the o that came in brought to the L2 cache: it is read at the end, when nothing is left to hide that behind."""
-    LINE: gl.constexpr = 32  # fp32 columns of a cache line
-    LINES: gl.constexpr = CONFIG.dim // 32
-    batch, head, own, end = place
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // LINES, LINES], [4, 1], [1, 0])
-    rows = gl.minimum(own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), num_queries - 1)
-    columns = gl.minimum(gl.arange(0, LINES, layout=gl.SliceLayout(0, LAYOUT)) * LINE, CONFIG.value_dim - 1)
-    row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
-    lines = results[2] + row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [lines.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _finish(m, origin, l, o, query, results, place, num_queries, CONFIG: gl.constexpr):
-    """Merge the state that came in, and write the new state, or the output: by way of the query's shared memory if TMA can."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
-    state_m, state_l, state_o, lse, out, out_tiles = results
-    batch, head, own, end = place
-    rows = own + gl.arange(0, ROWS, layout=BY_ROW)
-    row_index = (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head
-    inside = rows < end
-    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
-    index = gl.convert_layout(row_index, gl.SliceLayout(1, CONFIG.output))[:, None] * CONFIG.value_dim + columns
-    mask = gl.convert_layout(inside, gl.SliceLayout(1, CONFIG.output))[:, None] & (columns < CONFIG.value_dim)
-    if CONFIG.has_state:
-        other_m = gl.load(state_m + row_index, mask=inside, other=float("-inf")) * LOG2_E
-        m = gl.maximum(m, other_m)
-    if CONFIG.has_state or not CONFIG.final:
-        zero = gl.where(m == float("-inf"), 0.0, m)
-        alpha = gl.exp2(origin - zero)
-        l *= alpha
-        o *= gl.convert_layout(alpha, gl.SliceLayout(1, CONFIG.output))[:, None]
-        origin = m
-    if CONFIG.has_state:
-        beta = gl.exp2(other_m - zero)
-        l += beta * gl.load(state_l + row_index, mask=inside, other=0.0)
-        other_o = gl.load(state_o + index, mask=mask, other=0.0)
-        o += other_o * gl.convert_layout(beta, gl.SliceLayout(1, CONFIG.output))[:, None]
-    if CONFIG.final:
-        factor = 1.0 / gl.where(l == 0.0, 1.0, l)
-        o *= gl.convert_layout(factor, gl.SliceLayout(1, CONFIG.output))[:, None]
-        gl.store(lse + row_index, (origin + gl.log2(l)) * LN_2, mask=inside)
-        o = o.to(query.dtype)
-        if own + ROWS <= end:
-            query.store(o)
-            fence_async_shared()
-            tma_store(out_tiles, [batch, own, head, 0], tile_view(query, out_tiles))
-        else:  # the rows that follow are another tile's
-            gl.store(out + index, o, mask=mask)
-    else:
-        gl.store(state_m + row_index, m * LN_2, mask=inside)
-        gl.store(state_l + row_index, l, mask=inside)
-        gl.store(state_o + index, o, mask=mask)
+    _leave_held(k_empty, v_empty, held, CONFIG)
+    return slot, stage, phase, failed
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries"])
 def _forward_kernel(
-    q, k, v, out_tiles, lo, hi, items, state_m, state_l, state_o, lse, out,
+    q, k, v, state_tiles, out_tiles, lo, hi, items, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
@@ -540,21 +486,25 @@ def _forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONFIG.consumers)
         mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
+    reports = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    reported = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(reported, count=CONFIG.consumers)
     fence_async_shared()
     buffers = queries, keys, values
+    retry = reports, reported
     if CONFIG.together:
         k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    loading = q, k, v, items, buffers, barriers
-    results = state_m, state_l, state_o, lse, out, out_tiles
+    loading = q, k, v, state_tiles, items, buffers, barriers
+    results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles
     computing = lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale
     # the first of them takes the registers that the others leave
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, CONFIG)),
-                (_consume, (computing, 1, CONFIG)),
-                (_produce, (loading, CONFIG)),
+                (_consume, (computing, retry, 0, CONFIG)),
+                (_consume, (computing, retry, 1, CONFIG)),
+                (_produce, (loading, retry, CONFIG)),
             ],
             [4, 1],
             [CONFIG.registers, PRODUCER_REGISTERS],
@@ -562,10 +512,10 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (computing, 0, CONFIG)),
-                (_consume, (computing, 1, CONFIG)),
-                (_consume, (computing, 2, CONFIG)),
-                (_produce, (loading, CONFIG)),
+                (_consume, (computing, retry, 0, CONFIG)),
+                (_consume, (computing, retry, 1, CONFIG)),
+                (_consume, (computing, retry, 2, CONFIG)),
+                (_produce, (loading, retry, CONFIG)),
             ],
             [4, 4, 1],
             [CONFIG.registers, CONFIG.registers, PRODUCER_REGISTERS],
@@ -606,11 +556,17 @@ def forward(
 
 
 @lru_cache(maxsize=256)
-def _configure(
-    head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, has_state: bool, final: bool, few: bool
+def configure(
+    dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool, few: bool
 ) -> Config:
-    dim, tiles = hopper.padded_dim(head_dim, value_dim), TILES_OF_FEW if few else TILES
-    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, has_state, final, **tiles[dim])
+    """The kernel for head dims (D, Dv) and (query, key) heads; `few`: with tiles for few rows."""
+    dim, (num_heads, num_key_heads) = hopper.padded_dim(*dims), heads
+    tiles = (TILES_OF_FEW if few else TILES)[dim]
+    # probabilities up to LIMIT overflow fp16
+    follow = dtype != torch.bfloat16
+    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, follow=follow)
+    # while a state comes and goes, the next item's first keys need a stage
+    return replace(config, stages=max(config.stages, config.state_stages + 1))
 
 
 def _launch(
@@ -620,10 +576,12 @@ def _launch(
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     m, l, o, out, lse = results
     few = intervals.num_seeing * (batch // intervals.batch) * num_heads <= FEW_ROWS
-    config = _configure(head_dim, value_dim, num_heads, num_key_heads, has_state, out is not None, few)
+    config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, out is not None, few)
+    given, o = o, hopper.as_strided_rows(o) if has_state else o
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
-    blocks = ((q, ROWS.value), (k, config.keys), (v, config.keys), (out, ROWS.value))
-    descriptors = [None if x is None else hopper.describe(x, rows, config.dim) for x, rows in blocks]
+    blocks = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
+    blocks += (o if has_state else None, ROWS.value, config.dim // config.parts), (out, ROWS.value, config.dim)
+    descriptors = [None if x is None else hopper.describe(x, rows, columns) for x, rows, columns in blocks]
     heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     sections = -(-num_heads * batch // heads_in_cache)
     programs = hopper.num_programs(q.device, crowded)
@@ -635,3 +593,5 @@ def _launch(
             _forward_kernel, items.shape[1], (*descriptors, intervals.lo, intervals.hi, items, m, l, o, lse, out),
             (intervals.batch, num_queries, float(scale) * LOG2_E.value), CONFIG=config,
         )  # fmt: skip
+    if config.in_place and o is not given:
+        given.copy_(o)

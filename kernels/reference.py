@@ -9,6 +9,7 @@ Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, 
 
 With s = scale * q k^T over the keys seen so far, m is the row maximum, l = sum exp(s - m), o = sum exp(s - m) v. A row that has
 seen no key is the empty state (-inf, 0, 0); its output is 0 and its lse -inf. Query head h reads key head h // (Hq / Hkv).
+The Hopper kernels take as m another number near the scores: whatever it is, l and o relative to it stand for the same sums.
 
 Both functions take three options. `dropout` drops probabilities: o sums those kept, scaled; m, l and lse do not change.
 `blocks` hides blocks of keys from blocks of queries. `precision` is that of products of fp32 inputs: "ieee", or "tf32", which

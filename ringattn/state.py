@@ -11,7 +11,8 @@ from kernels import reference
 class PartialState(NamedTuple):
     """The running softmax of query rows: m the row maximum, l = sum exp(s - m), o = sum exp(s - m) v; fp32.
 
-    m, l: (B, N, H); o: (B, N, H, D). A row that has seen no key is (-inf, 0, 0), the identity of `merge`.
+    m, l: (B, N, H); o: (B, N, H, D). A row that has seen no key is (-inf, 0, 0), the identity of `merge`. Of the Hopper kernels
+    m may be less than the maximum, by as much as l is the greater.
     """
 
     m: Tensor

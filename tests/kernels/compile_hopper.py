@@ -4,6 +4,7 @@ A program of its own, as `compile_sm90.py`: where tests set TRITON_INTERPRET=1, 
 """
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,12 +35,13 @@ def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
 def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """(kernel, config, types of its descriptors and of arguments that are not there); kind: final, state, merge or few."""
     has_state, final = kind in ("state", "merge"), kind != "state"
-    shape = dict(dim=dim, value_dim=dim, num_heads=HEADS, group=group, has_state=has_state, final=final)
-    tiles = hopper_forward.TILES_OF_FEW if kind == "few" else hopper_forward.TILES
-    config = hopper_forward.Config(**shape, **tiles[dim])
+    config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
     block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
-    absent = ([] if has_state else ["state_m", "state_l", "state_o"]) + ([] if final else ["out_tiles", "out", "lse"])
+    if has_state:
+        types["state_tiles"] = descriptor("fp32", (1, hopper_forward.ROWS.value, 1, dim // config.parts))
+    absent = [] if has_state else ["state_m", "state_l", "state_o", "state_tiles"]
+    absent += [] if final else ["out_tiles", "out", "lse"]
     return hopper_forward._forward_kernel, config, types, absent
 
 
@@ -78,12 +80,28 @@ def complaints(compiled: triton.compiler.CompiledKernel) -> list[str]:
     return [line for line in (done.stdout + done.stderr).splitlines() if "serialized" in line]
 
 
+def spills_of_steps(compiled: triton.compiler.CompiledKernel) -> list[int]:
+    """For every innermost loop with matrix products, how often it loads from or stores to the stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [triton.knobs.nvidia.nvdisasm.path, "-c", file.name]
+        lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
+    jumps = [(labels[found[1]], i) for i, line in enumerate(lines) if (found := re.search(r"BRA `\((\.L\w+)\)", line))]
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    loops = [(first, last) for first, last in jumps if any(first < i < last for i in products)]
+    inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return [sum("LDL" in line or "STL" in line for line in lines[a:b]) for a, b in inner]
+
+
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, dim, group, kind = argument.split(":")
         case = {"forward": forward_case, "backward": backward_case}[name](dtype, int(dim), int(group), kind)
         compiled = compile_case(*case)
-        found = dict(case=argument, dim=int(dim), serialized=complaints(compiled), **resources(compiled))
+        found = dict(case=argument, dim=int(dim), serialized=complaints(compiled), steps=spills_of_steps(compiled))
+        found |= resources(compiled)
         print(json.dumps(found), flush=True)
 
 

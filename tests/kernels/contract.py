@@ -41,7 +41,14 @@ def check_strided(problem: Problem, layout: str, forward: ModuleType, backward: 
     check_kernels(problem, forward, backward)
 
 
-def check_chain(whole: Problem, bounds: list[int], final: bool, forward: ModuleType) -> None:
+def check_chain(
+    whole: Problem,
+    bounds: list[int],
+    final: bool,
+    forward: ModuleType,
+    tolerance: float | None = None,
+    scalars: float = SCALAR_TOLERANCE,
+) -> None:
     """A chain of calls over the pieces of the keys between `bounds` equals one call."""
     state, num_keys = None, whole.k.shape[1]
     for first, last in zip(bounds, bounds[1:], strict=False):
@@ -51,7 +58,8 @@ def check_chain(whole: Problem, bounds: list[int], final: bool, forward: ModuleT
             state=state,
             final=final and last == num_keys,
         )
-    assert_states_close(state, whole.double().forward(reference, final=final), TOLERANCE[whole.q.dtype])
+    expected = whole.double().forward(reference, final=final)
+    assert_states_close(state, expected, tolerance or TOLERANCE[whole.q.dtype], scalars)
 
 
 def check_accumulators(problem: Problem, backward: ModuleType) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kernels import backward, forward, reference, tiles
 from kernels.intervals import CUT, Intervals, full
-from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_states_close, max_row_error
+from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_scalars_close, assert_states_close, max_row_error
 from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import (
     check_accumulators,
@@ -136,6 +136,14 @@ def test_the_backward_is_deterministic(device):
     problem = make_problem(*intervals_of("documents", 90, 90), 90, torch.float16, heads=(4, 2), device=device)
     for x, y in zip(problem.backward(backward), problem.backward(backward), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("mask", MASKS)
+def test_states_are_relative_to_the_row_maximum(mask, device):
+    problem = make_problem(*intervals_of(mask, 60, 75), 75, device=device)
+    m, expected = problem.forward(forward)[0], problem.double().forward(reference)[0]
+    assert_scalars_close("m", m, expected, SCALAR_TOLERANCE)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -1,0 +1,194 @@
+"""What the Hopper forward merges and writes at an item's end: a state that came in, the new state, the output.
+
+An o that comes in lies in the memory of K and V of a stage, where TMA brought it behind the item's last keys, and leaves by way
+of it. The output leaves by way of the query's memory. Rows that TMA would write, but must not, make it a plain store.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from kernels import hopper
+from kernels.hopper import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_store
+from kernels.hopper_softmax import LIMIT, UNSET
+
+
+@gluon.jit
+def _state_view(buffer, CONFIG: gl.constexpr):
+    """The memory of a stage's K, or V, as a part (64, dim / parts) of a consumer's o."""
+    COLUMNS: gl.constexpr = CONFIG.dim // CONFIG.parts
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.float32)
+    return hopper.reinterpret(buffer, gl.float32, [ROWS, COLUMNS], LAYOUT)
+
+
+@gluon.jit
+def load_part(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
+    """Load part NUMBER of the o of all consumers, if there is one."""
+    CONSUMER: gl.constexpr = NUMBER // CONFIG.parts
+    COLUMN: gl.constexpr = NUMBER % CONFIG.parts * (CONFIG.dim // CONFIG.parts)
+    if CONSUMER < CONFIG.consumers:
+        mbarrier.expect(full, state_tiles.block_type.nbytes)
+        view = tile_view(_state_view(buffer, CONFIG), state_tiles)
+        tma_load(state_tiles, [batch, first + CONSUMER * ROWS, head, COLUMN], full, view)
+    else:
+        mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def _row_index(place, num_queries, CONFIG: gl.constexpr):
+    """(where a consumer's rows are in (B, N, H), which of them there are)."""
+    batch, head, own, end = place
+    rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
+    return (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head, rows < end
+
+
+@gluon.jit
+def load_scalars(results, place, num_queries, CONFIG: gl.constexpr):
+    """(m in log2 units, l) of the state that came in; those of a row that has seen nothing if none did."""
+    index, inside = _row_index(place, num_queries, CONFIG)
+    m = gl.full([ROWS], UNSET, gl.float32, gl.SliceLayout(1, CONFIG.scores))
+    l = gl.zeros_like(m)
+    if CONFIG.has_state:
+        m = gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET)
+        l = gl.load(results[1] + index, mask=inside, other=0.0)
+    return m, l
+
+
+@gluon.jit
+def _split_columns(tile):
+    """The left and the right half of an accumulator; no thread gives away what it holds."""
+    return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Where the one part of a consumer's o lies, or its left and right part; `buffers`: K and V of its stage."""
+    keys, values = buffers
+    if CONFIG.parts == 1:
+        left = _state_view(keys if CONSUMER % 2 == 0 else values, CONFIG)
+        right = left
+    else:
+        left = _state_view(keys, CONFIG)
+        right = _state_view(values, CONFIG)
+    return left, right
+
+
+@gluon.jit
+def _load_output(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """The o that came in, in the layout of `o`."""
+    left, right = _state_views(buffers, CONSUMER, CONFIG)
+    if CONFIG.parts == 1:
+        loaded = left.load(CONFIG.output)
+    else:
+        half, _ = _split_columns(o)
+        HALF: gl.constexpr = half.type.layout
+        halves = gl.join(left.load(HALF), right.load(HALF))
+        loaded = gl.convert_layout(halves.permute((0, 2, 1)).reshape([ROWS, CONFIG.dim]), CONFIG.output)
+    return loaded
+
+
+@gluon.jit
+def _store_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Write o by way of the memory by which the o that came in came."""
+    batch, head, own, end = place
+    left, right = _state_views(buffers, CONSUMER, CONFIG)
+    if CONFIG.parts == 1:
+        left.store(o)
+        fence_async_shared()
+    else:
+        half, other_half = _split_columns(o)
+        left.store(half)
+        right.store(other_half)
+        fence_async_shared()
+        tma_store(state_tiles, [batch, own, head, CONFIG.dim // 2], tile_view(right, state_tiles))
+    tma_store(state_tiles, [batch, own, head, 0], tile_view(left, state_tiles))
+
+
+@gluon.jit
+def _rows_to_write(l, other_l, inside, FOLLOW: gl.constexpr, CONFIG: gl.constexpr):
+    """(rows that have failed, rows to write, l of the state that came in).
+
+    A row has failed if l is not below LIMIT: its origin should not have stayed. What is written of it is for nothing, until the
+    second round. But a state that came in must live, and rows that did not fail must not be added to it once more: of a failed
+    row nothing is written but its old l with the sign changed, by which the second round knows the rows that are left to it.
+    """
+    failed = inside & False if FOLLOW else inside & ~(l < LIMIT)
+    written = inside
+    if CONFIG.in_place and not CONFIG.follow:
+        written &= other_l.to(gl.int32, bitcast=True) < 0 if FOLLOW else ~failed
+        other_l = gl.abs(other_l)
+    return failed, written, other_l
+
+
+@gluon.jit
+def _by_output_row(numbers, CONFIG: gl.constexpr):
+    """Numbers of rows, to be broadcast over the output."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, CONFIG.output))[:, None]
+
+
+@gluon.jit
+def _write_output(origin, l, o, query, results, place, index, inside, element, mask, CONFIG: gl.constexpr):
+    batch, head, own, end = place
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
+    gl.store(lse + index, (origin + gl.log2(l)) * LN_2, mask=inside)
+    o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
+    o = o.to(query.dtype)
+    if own + ROWS <= end:
+        query.store(o)
+        fence_async_shared()
+        tma_store(out_tiles, [batch, own, head, 0], tile_view(query, out_tiles))
+    else:  # the rows that follow are another tile's
+        gl.store(out + element, o, mask=mask)
+
+
+@gluon.jit
+def _write_state(
+    origin, l, o, old_l, buffers, results, place, index, inside, written, element, mask,
+    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    batch, head, own, end = place
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
+    gl.store(state_m + index, gl.where(origin == UNSET, float("-inf"), origin * LN_2), mask=written)
+    if CONFIG.in_place and not (CONFIG.follow or FOLLOW):
+        gl.store(state_l + index, gl.where(written, l, -old_l), mask=inside)
+    else:
+        gl.store(state_l + index, l, mask=written)
+    whole = own + ROWS <= end
+    if CONFIG.in_place:
+        if not CONFIG.follow:
+            whole &= gl.min(written.to(gl.int32), axis=0) > 0
+        if whole:
+            _store_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
+        else:
+            gl.store(state_o + element, o, mask=mask)
+    else:
+        gl.store(state_o + element, o, mask=mask)
+
+
+@gluon.jit
+def finish(
+    origin, l, o, query, buffers, incoming, results, place, num_queries,
+    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Merge the state that came in, and write the new state, or the output. Returns which rows have failed."""
+    index, inside = _row_index(place, num_queries, CONFIG)
+    other_m, old_l = incoming
+    failed, written, other_l = _rows_to_write(l, old_l, inside, FOLLOW, CONFIG)
+    if CONFIG.has_state:
+        m = gl.maximum(origin, other_m)
+        alpha = gl.exp2(origin - m)
+        beta = gl.exp2(other_m - m)
+        origin = m
+        l = l * alpha + other_l * beta
+        o *= _by_output_row(alpha, CONFIG)
+        o += _load_output(buffers, o, CONSUMER, CONFIG) * _by_output_row(beta, CONFIG)
+    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
+    element = _by_output_row(index, CONFIG) * CONFIG.value_dim + columns
+    mask = _by_output_row(written, CONFIG) & (columns < CONFIG.value_dim)
+    if CONFIG.final:
+        _write_output(origin, l, o, query, results, place, index, inside, element, mask, CONFIG)
+    else:
+        _write_state(
+            origin, l, o, old_l, buffers, results, place, index, inside, written, element, mask, CONSUMER, FOLLOW, CONFIG
+        )
+    return failed
