@@ -21,6 +21,7 @@ from ringattn.transport import Addressed
 
 MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it cuts it evenly
 SPLIT_ROWS = 256  # keys of a split at least: fewer do not repay the merge
+NOWHERE = torch.iinfo(torch.int64).max  # the position of a row that is not in use
 PROGRAMS = 256  # tiles of queries, heads and splits that fill a GPU
 
 
@@ -29,7 +30,8 @@ class KVCache:
 
     Keys that a ring pass has left on this rank stay there, whatever its layout (`prefill`). New tokens (`append`) go to the
     rank that holds fewest, a block at a time: with equal shards before, ranks stay within a block of each other. Every rank
-    can tell who holds what, so nothing is sent. Memory is allocated once, by the first keys that come.
+    can tell who holds what, so nothing is sent. Memory is allocated once, by the first keys that come; what `truncate` drops
+    leaves room for others.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -52,6 +54,9 @@ class KVCache:
         self.length = 0  # tokens in the caches of all ranks
         self.rows = [0] * ranks  # and in that of each
         self._taker, self._taken = 0, block  # who takes new tokens, and how many of its block it has: full, so far
+        self._layout: Layout | None = None
+        self._prompt = 0  # tokens, the first, that lie as in this layout
+        self._takers: list[int] = []  # of each token after those
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -77,7 +82,8 @@ class KVCache:
         self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
         self.rows = [layout.rows(rank) for rank in range(self.ranks)]
-        self.length = layout.seq_len
+        self.length = self._prompt = layout.seq_len
+        self._layout = layout
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the next tokens: k (B, N, Hkv, D), v (B, N, Hkv, Dv), the same on all ranks, of which each keeps its part.
@@ -94,6 +100,30 @@ class KVCache:
                 self._k[:, row], self._v[:, row], self._positions[row] = k[:, i], v[:, i], self.length
             self.rows[taker] += 1
             self.length += 1
+            self._takers.append(taker)
+
+    def truncate(self, length: int) -> None:
+        """Drop the newest tokens, so that the first `length` remain; the same on all ranks, which send nothing.
+
+        For tokens that were only proposed, or an answer that is to be written anew.
+
+        Raises:
+            ValueError: a length below 0 or beyond what the cache holds.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"the cache holds {self.length} tokens: truncate it to 0 to {self.length}, not {length}")
+        before, self.length = self.rows[self.rank], length
+        self._prompt = min(self._prompt, length)
+        self._takers = self._takers[: length - self._prompt]
+        self.rows = [self._takers.count(rank) for rank in range(self.ranks)]
+        if self._prompt:
+            held = [int((self._layout.positions(rank) < self._prompt).sum()) for rank in range(self.ranks)]
+            self.rows = [prompt + new for prompt, new in zip(held, self.rows, strict=True)]
+        self._taken = self.block
+        if self._k is not None:
+            dropped = slice(self.rows[self.rank], before)
+            self._k[:, dropped] = self._v[:, dropped] = 0
+            self._positions[dropped] = NOWHERE
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +157,7 @@ class KVCache:
             # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
             with torch.inference_mode(False):  # a cache made under it may be appended to outside
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
-                self._positions = torch.full((rows,), torch.iinfo(torch.int64).max, device="cpu")
+                self._positions = torch.full((rows,), NOWHERE, device="cpu")
         for new, kept in ((k, self._k), (v, self._v)):
             if (new.shape[0], *new.shape[2:], new.dtype) != (kept.shape[0], *kept.shape[2:], kept.dtype):
                 raise ValueError(

@@ -127,6 +127,50 @@ def test_shards_stay_sorted_and_within_a_block(kind: str, prompt: int, ranks: in
     assert torch.cat(held).sort().values.tolist() == list(range(prompt + new + 1))
 
 
+@given(
+    st.sampled_from(KINDS), st.integers(0, 20), st.integers(1, 5), st.integers(1, 3), st.lists(st.integers(0, 12), max_size=5)
+)
+@settings(max_examples=60)
+def test_a_truncated_cache_is_one_that_never_held_more(
+    kind: str, prompt: int, ranks: int, block: int, lengths: list[int]
+) -> None:
+    """Tokens come and go; what is left, and the rows of the next queries, are those of the tokens that stayed."""
+    case = Case.random(seq_len=40)
+    layout = Layout(kind, max(prompt, 1), ranks)
+
+    def run(rank: int, group) -> torch.Tensor:
+        cache, shard = KVCache(40, rank, ranks, block), layout.shard
+        if prompt:
+            cache.prefill(*(shard(x[:, :prompt], rank) for x in (case.k, case.v)), layout)
+        for length in lengths:
+            wrong = torch.full_like(case.k[:, :7], float("nan")), torch.full_like(case.v[:, :7], float("nan"))
+            cache.append(*wrong)
+            cache.truncate(min(length, prompt))
+            begin, end = cache.length, prompt + length
+            cache.append(case.k[:, begin:end], case.v[:, begin:end])
+        begin = cache.length
+        cache.append(case.k[:, begin : begin + 2], case.v[:, begin : begin + 2])
+        mine = cache.shard[2][: cache.rows[rank]]
+        assert sum(cache.rows) == cache.length == begin + 2 and (mine.diff() > 0).all()
+        assert (cache.shard[2][cache.rows[rank] :] > 40).all()
+        return decode_attention(case.q[:, begin : begin + 2], cache, group=group)
+
+    begin = prompt + lengths[-1] if lengths else prompt
+    expected = case.unsharded(Mask.causal())[0][:, begin : begin + 2]
+    for rows in simulate(ranks, run):
+        assert_rows_close(rows, expected, TOLERANCE)
+
+
+@pytest.mark.parametrize("length", (-1, 4))
+def test_a_cache_cannot_be_truncated_to_what_it_does_not_hold(length: int) -> None:
+    cache = KVCache(9)
+    cache.append(*torch.randn(2, 1, 3, 2, 8))
+    with pytest.raises(ValueError, match="truncate it to 0 to 3"):
+        cache.truncate(length)
+    cache.truncate(0)
+    cache.append(*torch.randn(2, 1, 9, 2, 8))
+
+
 def check_processes() -> None:
     """On every rank of a job: the same rows, to the bit."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
