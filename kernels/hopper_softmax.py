@@ -35,7 +35,7 @@ def by_thread(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _along_row(numbers, tile):
-    """Numbers (64, 4) of rows and threads, to be broadcast over a tile from `_by_thread`."""
+    """Numbers (64, 4) of rows and threads, to be broadcast over a tile from `by_thread`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
 

@@ -12,6 +12,8 @@ from kernels import hopper
 from kernels.hopper import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_store
 from kernels.hopper_softmax import LIMIT, UNSET
 
+SIGN_BIT = gl.constexpr(-(2**31))
+
 
 @gluon.jit
 def _state_view(buffer, CONFIG: gl.constexpr):
@@ -110,7 +112,7 @@ def _rows_to_write(l, other_l, inside, FOLLOW: gl.constexpr, CONFIG: gl.constexp
 
     A row has failed if l is not below LIMIT: its origin should not have stayed. What is written of it is for nothing, until the
     second round. But a state that came in must live, and rows that did not fail must not be added to it once more: of a failed
-    row nothing is written but its old l with the sign changed, by which the second round knows the rows that are left to it.
+    row nothing is written but its old l with the sign bit set, by which the second round knows the rows that are left to it.
     """
     failed = inside & False if FOLLOW else inside & ~(l < LIMIT)
     written = inside
@@ -150,7 +152,9 @@ def _write_state(
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
     gl.store(state_m + index, gl.where(origin == UNSET, float("-inf"), origin * LN_2), mask=written)
     if CONFIG.in_place and not (CONFIG.follow or FOLLOW):
-        gl.store(state_l + index, gl.where(written, l, -old_l), mask=inside)
+        # not -old_l: Triton takes it for 0 - old_l, which leaves 0 without a sign
+        marked = (old_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
+        gl.store(state_l + index, gl.where(written, l, marked), mask=inside)
     else:
         gl.store(state_l + index, l, mask=written)
     whole = own + ROWS <= end
