@@ -12,7 +12,7 @@ from kernels import dispatch
 from ringattn import Mask
 from ringattn.cost import attention_flops, fabric
 from ringattn.forecast import best_ulysses
-from train import flops, memory, optim, parallel
+from train import beginning, flops, memory, optim, parallel
 from train.config import Config, ConfigError
 from train.data import Batch, PackedDataset, load, load_held_out
 from train.model import GPT
@@ -48,8 +48,11 @@ class Run:
         return self.sequences_per_step * self.config.data.seq_len
 
 
-def build(config: Config) -> Run:
-    """Check the settings against the machine, load the data, and make a sharded model with its optimizer."""
+def build(config: Config, begin: Path | None = None) -> Run:
+    """Check the settings against the machine, load the data, and make a sharded model with its optimizer.
+
+    Parameters to `begin` with are checked, not loaded: before the data, which may take long.
+    """
     parallel.set_deterministic(config.trainer.deterministic)  # before the device is in use
     with parallel.agreed():
         device = parallel.pick_device(config.trainer.device)
@@ -61,6 +64,8 @@ def build(config: Config) -> Run:
                 f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
                 "leave it out, or raise it"
             )
+        if begin is not None:
+            beginning.compare(begin, config, tokenizer)
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = parallel.build_mesh(device.type, sequence, ulysses)

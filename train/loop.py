@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train import checkpoint, huggingface, metrics, optim, parallel, resuming
+from train import beginning, checkpoint, metrics, optim, parallel, resuming
 from train.build import Run, build, describe
 from train.config import Config, ConfigError, check
 from train.evaluate import evaluate
@@ -20,7 +20,6 @@ from train.lock import alone_in
 from train.step import take_step
 from train.stopping import Stopped, any_asked, is_asked, listening
 from train.summary import finish, peak_memory_gib, read_summary
-from train.tokenizer import check_tokenizer, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +44,15 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         log.info(f"{'stopped':<12}as asked, before {directory} began")
         raise Stopped
     with alone_in(directory):
-        run = build(config)
+        saved, origin = find(config, directory)
+        begin = beginning.choose(config) if saved is None else None
+        run = build(config, begin)
+        run.origin = origin
         describe(run, directory)
-        done, consumed = resume(run, directory)
+        done, consumed = resume(run, directory, saved) if saved else (0, 0)
+        if begin:
+            changed = beginning.load(begin, config, run.tokenizer, run.model)
+            log.info(f"{'parameters':<12}of {begin}" + (f", which was trained with {changed}" if changed else ""))
         if done >= config.trainer.steps:
             return read_summary(run, directory, done)
         return finish(run, directory, take_steps(run, directory, done, consumed), config.trainer.steps)
@@ -78,20 +83,24 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict
     return rows
 
 
-def resume(run: Run, directory: Path) -> tuple[int, int]:
-    """Load the checkpoint to go on from, if any. Returns the steps done and the sequences consumed before.
+def find(config: Config, directory: Path) -> tuple[Path | None, str | None]:
+    """The checkpoint to go on from and its run's origin, see `resuming.choose`; rank 0 looks for all.
 
-    Raises ConfigError, on every rank: `trainer.resume`, or what else is set, does not fit the checkpoints there are.
+    Raises ConfigError, on every rank: `trainer.resume` does not fit the checkpoints there are.
     """
-    settings, own, found = run.config, directory / "checkpoints", (None, None)
+    found = None, None
     with parallel.agreed():
         if dist.get_rank() == 0:
-            found = resuming.choose(own, settings.trainer)
-    path, run.origin = parallel.share(found)
-    if path is None:
-        if settings.trainer.init_from is not None:
-            load_parameters(run, Path(settings.trainer.init_from).expanduser().resolve())
-        return 0, 0
+            found = resuming.choose(directory / "checkpoints", config.trainer)
+    return parallel.share(found)
+
+
+def resume(run: Run, directory: Path, path: Path) -> tuple[int, int]:
+    """Load the checkpoint at `path`. Returns the steps done and the sequences consumed before.
+
+    Raises ConfigError, on every rank: what is set does not fit it.
+    """
+    settings, own = run.config, directory / "checkpoints"
     with parallel.agreed():
         meta = checkpoint.read_meta(path)
         known = meta.get("corpus") or {}
@@ -109,37 +118,6 @@ def resume(run: Run, directory: Path) -> tuple[int, int]:
     if not checkpoint.load_rng(path):
         log.info(f"{'':<12}on another number of ranks: random generators start anew")
     return meta["step"], meta["consumed"]
-
-
-def load_parameters(run: Run, path: Path) -> None:
-    """Begin with the parameters at `path`, and nothing else of it: another text, length or window may follow.
-
-    Args:
-        path: of a checkpoint, or of a folder in Hugging Face's format.
-
-    Raises:
-        ConfigError: on every rank: neither, or one of a model of another shape.
-    """
-    ours = run.config.data.tokenizer, run.tokenizer
-    if huggingface.is_model(path):
-        with parallel.agreed():
-            changed = huggingface.differences(path, run.config.model, run.tokenizer.vocab_size)
-            if (own := path / huggingface.TOKENIZER).is_file():
-                check_tokenizer(*ours, fingerprint(own), f"{path} has one of its own, {own}")
-            huggingface.load(path, run.model)
-    else:
-        with parallel.agreed():
-            if not (path / "meta.json").is_file() and not checkpoint.STEP.fullmatch(path.name):
-                raise ConfigError(
-                    f"trainer.init_from={path} is neither a checkpoint, a step_... directory, nor a downloaded folder of a "
-                    "model in Hugging Face's format, with its config.json: give the path of one"
-                )
-            meta = checkpoint.read_meta(path)
-            changed = resuming.model_differences(meta, run.config)
-            before = meta["config"]["data"]["tokenizer"]
-            check_tokenizer(*ours, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
-        checkpoint.load(path, checkpoint.model_state(run.model))
-    log.info(f"{'parameters':<12}of {path}" + (f", which was trained with {changed}" if changed else ""))
 
 
 def corpus(run: Run) -> dict[str, int]:

@@ -314,6 +314,13 @@ def test_parameters_are_refused_another_tokenizer(corpus, monkeypatch, tmp_path,
     assert main(monkeypatch, *begin, f"data.tokenizer={own}") == 0
 
 
+def test_parameters_are_refused_before_the_text_is_read(corpus, monkeypatch, tmp_path, capfd):
+    folder = write_folder(tmp_path / "hf")
+    monkeypatch.setattr(build, "load", lambda *_: pytest.fail("the text was read"))
+    assert main(monkeypatch, *SMALL, f"data.path={corpus}", "name=a", f"trainer.init_from={folder}") == 1
+    assert_one_error(capfd, f"{folder} is a model of model.")
+
+
 def write_tokenizer(path: Path, letters: str) -> Path:
     vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "?", *letters])}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="?")

@@ -1,0 +1,57 @@
+"""The parameters that a run begins with, and nothing else of where they come from: `trainer.init_from`."""
+
+from pathlib import Path
+
+from torch import nn
+
+from train import checkpoint, huggingface, parallel, resuming
+from train.config import Config, ConfigError
+from train.tokenizer import Tokenizer, check_tokenizer, fingerprint
+
+
+def choose(config: Config) -> Path | None:
+    """Where the parameters that the settings name are; None: they name none."""
+    path = config.trainer.init_from
+    return None if path is None else Path(path).expanduser().resolve()
+
+
+def compare(path: Path, config: Config, tokenizer: Tokenizer) -> str:
+    """Of the model whose parameters are at `path`, what may be otherwise in the settings and is; "" if all is the same.
+
+    Args:
+        path: of a checkpoint, or of a folder in Hugging Face's format.
+        tokenizer: of the run.
+
+    Raises:
+        ConfigError: neither, or one of another tokenizer, or of a folder of a model of another shape.
+    """
+    ours = config.data.tokenizer, tokenizer
+    if huggingface.is_model(path):
+        changed = huggingface.differences(path, config.model, tokenizer.vocab_size)
+        if (own := path / huggingface.TOKENIZER).is_file():
+            check_tokenizer(*ours, fingerprint(own), f"{path} has one of its own, {own}")
+        return changed
+    if not (path / "meta.json").is_file() and not checkpoint.STEP.fullmatch(path.name):
+        raise ConfigError(
+            f"trainer.init_from={path} is neither a checkpoint, a step_... directory, nor a downloaded folder of a "
+            "model in Hugging Face's format, with its config.json: give the path of one"
+        )
+    meta = checkpoint.read_meta(path)
+    before = meta["config"]["data"]["tokenizer"]
+    check_tokenizer(*ours, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
+    return resuming.model_differences(meta, config)
+
+
+def load(path: Path, config: Config, tokenizer: Tokenizer, model: nn.Module) -> str:
+    """Fill the parameters of `model` with those at `path`. Returns what `compare` does.
+
+    Raises:
+        ConfigError: on every rank: what `compare` refuses, and parameters of another shape.
+    """
+    with parallel.agreed():
+        changed = compare(path, config, tokenizer)
+        if huggingface.is_model(path):
+            huggingface.load(path, model)
+    if not huggingface.is_model(path):
+        checkpoint.load(path, checkpoint.model_state(model))
+    return changed
