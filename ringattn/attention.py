@@ -1,6 +1,7 @@
 """The public call: exact attention over a sequence whose rows are spread over the ranks of a ring."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -100,7 +101,13 @@ def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
-    """The factor on the scores: `scale`, or D ** -0.5. Some number for a q without features, or one that will be refused."""
+    """The factor on the scores: `scale`, or D ** -0.5. Some number for a q without features, or one that will be refused.
+
+    Raises:
+        ValueError: a scale that is to be learned.
+    """
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("scale requires a gradient, which attention does not pass to it: multiply q by it, and give scale=1.0")
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
 
 
@@ -213,8 +220,16 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
         mask, layout: of the calls to come, of a ring: of a layout that is split, `layout.whole`.
         like: the (mask, layout) of earlier calls; the calls to come have their shapes and options.
         group, device: theirs, too.
+
+    Raises:
+        ValueError: a layout that is split, or over other ranks than the group's; a mask of another length.
     """
-    rank, _ = rank_and_size(group)
+    rank, size = rank_and_size(group)
+    for each, where in ((mask, layout), like):
+        check_layout(where)
+        if where.parts > 1 or where.ranks != size:
+            raise ValueError(f"{where} is not over the {size} ranks of the group: of one that is split give layout.whole")
+        each.check(where.seq_len, len(each.documents or (None,)))
     plan(mask, layout, rank, device).prepare_as(plan(*like, rank, device))
 
 
@@ -242,20 +257,23 @@ def ring_of(
     first_head: int,
     backend: str,
     precision: str,
+    call: Callable[[], dict[str, object]] | None = None,
 ) -> tuple[Ring, str]:
-    """The ring that the settings describe, and the schedule."""
-
-    def call() -> dict[str, object]:
-        """What must be the same on all ranks, by the names that callers know."""
-        shape = {"batch size": q.shape[0], "heads": q.shape[2], "head dim": q.shape[3], "dtype": str(q.dtype)}
-        mask = {"causal": is_causal, "window": window or None, "documents": documents.tolist()}
-        where = {"layout": layout, "seq_len": seq_len, "schedule": schedule}
-        return shape | mask | where | {"scale": scale, "dropout_p": dropout_p, "seed": seed if dropout_p else None}
-
+    """The ring that the settings describe, and the schedule; `call` as for `transport.resolve`."""
     end = transports.resolve(group, q.device, transport, call)
     planned = _plan(tuple(documents.tolist()), is_causal, window, layout, seq_len, ranks, end.rank, q.device)
     keep_if_captured(planned, q.device)
     return Ring(planned, end, scale, dropout_p, seed, first_head, backend, precision), schedule
+
+
+def call_of(q: Tensor, k: Tensor, v: Tensor, *settings) -> dict[str, object]:
+    """What must be the same on all ranks, by the names that callers know; `settings`: SETTINGS."""
+    documents, is_causal, window, layout, seq_len, _, _, schedule, _, scale, dropout_p, seed = settings[:12]
+    shape = {"batch size": q.shape[0], "heads": q.shape[2], "key heads": k.shape[2], "head dim": q.shape[3]}
+    shape |= {"value head dim": v.shape[3], "dtype": str(q.dtype)}
+    mask = {"causal": is_causal, "window": window or None, "documents": documents.tolist()}
+    where = {"layout": layout, "seq_len": seq_len, "schedule": schedule}
+    return shape | mask | where | {"scale": scale, "dropout_p": dropout_p, "seed": seed if dropout_p else None}
 
 
 @lru_cache(maxsize=4)  # as in `ringattn.plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count
@@ -274,7 +292,7 @@ def _plan(
 
 
 def _forward(q, k, v, *settings):
-    ring, schedule = ring_of(q, *settings)
+    ring, schedule = ring_of(q, *settings, call=partial(call_of, q, k, v, *settings))
     return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule=schedule)
 
 

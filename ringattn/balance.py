@@ -52,8 +52,10 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
         ranks: P.
 
     Raises:
-        ValueError: a mask of another length, or fewer than one position or rank.
+        ValueError: no mask, one of another length, or fewer than one position or rank.
     """
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask is a {type(mask).__name__}: give a ringattn.Mask")
     candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
     mask.check(seq_len, len(mask.documents or (None,)))
     if seq_len >= COARSEST * TILE * ranks:

@@ -5,7 +5,7 @@ several splits so that few queries fill a GPU, and all partial states are folded
 then the ranks as a tree, in log2(P) exchanges of one state (Flash-Decoding, Dao et al. 2023, over GPUs). No key ever moves.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -45,10 +45,11 @@ class KVCache:
         Raises:
             ValueError: no capacity, no such rank, or a block without tokens.
         """
-        if capacity < 1 or block < 1 or not 0 <= rank < ranks:
+        whole = all(isinstance(x, int) for x in (capacity, rank, ranks, block))
+        if not whole or capacity < 1 or block < 1 or not 0 <= rank < ranks:
             raise ValueError(
-                f"capacity = {capacity}, rank = {rank}, ranks = {ranks}, block = {block}: give at least 1 token, a rank from "
-                "0 to ranks - 1, and a block of at least 1"
+                f"capacity = {capacity}, rank = {rank}, ranks = {ranks}, block = {block}: give integers: at least 1 token, a "
+                "rank from 0 to ranks - 1, and a block of at least 1"
             )
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
         self.length = 0  # tokens in the caches of all ranks
@@ -188,7 +189,8 @@ def decode_attention(
 ) -> Tensor:
     """Causal attention of the newest tokens to a cache that holds them and all before; every rank of `group` calls it.
 
-    Exact, and the same bits on all ranks: states are fp32 and merged in the order of the ranks. No gradients.
+    Exact, and the same bits on all ranks: states are fp32 and merged in the order of the ranks. No gradients. The first calls
+    of a group are compared; what the queries are, never: ranks that sample must do so from the same seed.
 
     Args:
         q: (B, N, Hq, D), queries of the last N tokens of the cache, the same on all ranks; Hkv divides Hq. fp16, bf16,
@@ -203,11 +205,14 @@ def decode_attention(
         out (B, N, Hq, Dv) in q's dtype, on every rank.
 
     Raises:
-        ValueError: a group of another size, queries that do not fit the cache, or settings that make no sense.
+        ValueError: a group of another size, queries that do not fit the cache, settings that make no sense, or first calls
+            that differ among the ranks.
     """
     scale = scale_of(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
+    if group is not None:
+        transport.compare_first(group.group_name, "decode", partial(_call, q, cache, window, scale))
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
     at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
@@ -218,6 +223,14 @@ def decode_attention(
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
         return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group).finalize(q.dtype)[0]
+
+
+def _call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> dict[str, object]:
+    """What must be the same on all ranks, by the names that callers know."""
+    k, v, _ = cache.shard
+    shape = {"queries": list(q.shape), "key heads": k.shape[2], "value head dim": v.shape[3], "dtype": str(q.dtype)}
+    held = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
+    return shape | held | {"window": window, "scale": scale}
 
 
 def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:

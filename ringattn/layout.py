@@ -72,9 +72,11 @@ class Layout:
         """Rank `owners[i]` holds the i-th chunk of `rows` positions, of which the last may be shorter.
 
         Raises:
-            ValueError: another number of chunks than the sequence has, or an owner that is no rank.
+            ValueError: another number of chunks than the sequence has, none, or an owner that is no rank.
         """
-        return cls(f"dealt-{rows}:{','.join(map(str, owners))}", seq_len, ranks)
+        if not len(owners):
+            raise ValueError("no owners: give the rank of every chunk")
+        return cls(f"dealt-{rows}:{','.join(str(int(owner)) for owner in owners)}", seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
         """Over `parts` times as many ranks: rank r * parts + i holds the i-th of `parts` slices of what rank r holds here.

@@ -44,7 +44,7 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (isinstance(self.window, float | tuple | list) or self.window < 1):
+        if self.window is not None and (isinstance(self.window, bool | float | tuple | list) or self.window < 1):
             raise ValueError(f"window = {self.window}: a query sees itself and whole keys before; give 1 or more, or None")
         for row in self.documents or ():
             if any(length < 1 for length in row):

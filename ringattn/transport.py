@@ -223,6 +223,23 @@ def resolve(
         return _resolved[key][1]
 
 
+def compare_first(group_name: str, what: str, call: Callable[[], dict[str, object]]) -> None:
+    """Refuse first calls of this kind that differ among the ranks of a process group, all of which must make one.
+
+    Raises:
+        ValueError: calls that differ.
+        RingFault: a rank that makes none.
+    """
+    if not group_name or group_name in simulated:
+        return
+    group = _resolve_process_group(group_name)
+    if _compared.get((group_name, what)) is not group:
+        store = _own_store(group, what)
+        _compare([json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call()))])
+        _compared[group_name, what] = group
+
+
+_compared: dict[tuple[str, str], dist.ProcessGroup] = {}
 _resolving = threading.Lock()
 _locks: dict[tuple, threading.Lock] = {}
 _resolved: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
@@ -234,9 +251,7 @@ def _choose(group: dist.ProcessGroup, device: torch.device, transport: str, call
     wanted = os.environ.get(CHOICE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{CHOICE}={wanted}: choose one of {', '.join(TRANSPORTS)}")
-    store = _get_process_group_store(group)
-    store = store.clone() if hasattr(store, "clone") else store  # its own connection: the watchdog never holds up others
-    store = dist.PrefixStore(f"ringattn/{device.type}/{transport}", store)
+    store = _own_store(group, f"{device.type}/{transport}")
     ranks = _introduce(store, group, device)
     _compare([json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call))])
     one_host = len({host for host, _, _ in ranks}) == 1
@@ -258,6 +273,13 @@ def _choose(group: dist.ProcessGroup, device: torch.device, transport: str, call
     if device.type == "cuda":
         _warm(line, device)
     return line
+
+
+def _own_store(group: dist.ProcessGroup, what: str) -> dist.Store:
+    """The group's store, of keys of our own."""
+    store = _get_process_group_store(group)
+    store = store.clone() if hasattr(store, "clone") else store  # its own connection: the watchdog never holds up others
+    return dist.PrefixStore(f"ringattn/{what}", store)
 
 
 def _warm(line: PointToPoint, device: torch.device) -> None:
@@ -283,8 +305,8 @@ def _compare(calls: list[dict[str, object]]) -> None:
         for name, value in call.items():
             if value != (expected := known[0][1][name]):
                 raise ValueError(
-                    f"rank {known[0][0]} of the ring calls attention with {name} = {_shortened(expected)} and rank {rank} with "
-                    f"{_shortened(value)}: all ranks must make the same call"
+                    f"rank {known[0][0]} of the group calls attention with {name} = {_shortened(expected)} and rank {rank} "
+                    f"with {_shortened(value)}: all ranks must make the same call"
                 )
 
 

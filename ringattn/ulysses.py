@@ -12,6 +12,7 @@ parts: attention works on one while the next comes and the last goes home.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ringattn import operator
 from ringattn.attention import (
     SETTINGS,
     autocast,
+    call_of,
     check_choices,
     check_inputs,
     check_layout,
@@ -187,8 +189,9 @@ _SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, boo
 
 
 def _forward(q, k, v, rows, group, transport, with_lse, again, parts, *settings):
-    ring, schedule = ring_of(q, *settings)
-    line = resolve(group, q.device, transport)
+    call = partial(call_of, q, k, v, *settings)
+    ring, schedule = ring_of(q, *settings, call=call)
+    line = resolve(group, q.device, transport, call)
     exchange = _Exchange(rows, line, parts)
     inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
     kept, lses = [], []

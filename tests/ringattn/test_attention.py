@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from kernels.intervals import Intervals
-from ringattn import Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
+from ringattn import Layout, Mask, flash_attention, plan_ahead, ring_attention, simulate, ulysses_attention
 from ringattn import plan as planning
 from ringattn.layout import KINDS
 from ringattn.ring import Ring
@@ -268,5 +268,13 @@ def test_what_is_no_mask_or_layout_is_refused() -> None:
     for call in (ring_attention, ulysses_attention):
         with pytest.raises(ValueError, match="layout is a str: give a ringattn.Layout"):
             call(x, x, x, layout="zigzag", mask=Mask.causal())
+    mask, earlier = Mask.causal(documents=[3]), (Mask.causal(), layout)
+    with pytest.raises(ValueError, match="documents sum to 3 tokens but the sequence has 4"):
+        plan_ahead(mask, layout, earlier, group=None, device=torch.device("cpu"))
+    for wrong in (Layout.zigzag(4, 2), layout.split(2)):
+        with pytest.raises(ValueError, match="is not over the 1 ranks of the group"):
+            plan_ahead(Mask.causal(), wrong, earlier, group=None, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="scale requires a gradient"):
+        flash_attention(x, x, x, scale=torch.ones((), requires_grad=True))
     with pytest.raises(ValueError, match="blocks is a Tensor: give a ringattn.BlockMask of it"):
         flash_attention(x, x, x, blocks=torch.ones(1))

@@ -108,3 +108,5 @@ def test_what_is_refused() -> None:
         balanced_layout(Mask.causal(documents=[7]), 8, 2)
     with pytest.raises(ValueError, match="seq_len = 8, ranks = 0"):
         balanced_layout(Mask.causal(), 8, 0)
+    with pytest.raises(ValueError, match="mask is a NoneType"):
+        balanced_layout(None, 8, 2)

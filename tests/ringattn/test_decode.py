@@ -204,6 +204,8 @@ def test_what_is_refused() -> None:
     x, layout = torch.zeros(1, 4, 2, 8), Layout.contiguous(4, 1)
     with pytest.raises(ValueError, match="capacity = 0, rank = 0, ranks = 1"):
         KVCache(0)
+    with pytest.raises(ValueError, match="capacity = 10.5, .* give integers"):
+        KVCache(10.5)
     with pytest.raises(ValueError, match="the cache is empty"):
         decode_attention(x, KVCache(4))
     cache = KVCache(5)

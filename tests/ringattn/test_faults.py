@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import Layout, Mask, ring_attention, ulysses_attention
+from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, ulysses_attention
 from ringattn.watchdog import RingFault
 from tests.distributed import run_ranks
 
@@ -97,7 +97,7 @@ def call_otherwise(differs: str) -> None:
     """Rank 2's first call is another one than the others'."""
     rank, layout = dist.get_rank(), Layout.zigzag(24, 3)
     options = {"layout": layout, "mask": Mask.causal(documents=[20, 4]), "dropout_p": 0.1, "seed": 1, "schedule": "kv"}
-    shape, dtype = [2, 8, 4, 16], torch.float32
+    shape, dtype, narrow = [2, 8, 4, 16], torch.float32, (rank == 2 and differs == "value head dim")
     if rank == 2:
         options |= {
             "layout": {"layout": Layout.striped(24, 3)},
@@ -108,13 +108,50 @@ def call_otherwise(differs: str) -> None:
         shape = {"batch size": [1, 8, 4, 16], "heads": [2, 8, 2, 16]}.get(differs, shape)
         dtype = torch.float64 if differs == "dtype" else dtype
     q = torch.ones(shape, dtype=dtype)
-    with pytest.raises(ValueError, match=f"rank 0 of the ring calls attention with {differs} = .* and rank 2 with "):
-        ring_attention(q, q, q, group=dist.group.WORLD, **options)
+    k = q[:, :, : 2 if rank == 2 and differs == "key heads" else 4]
+    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
+        ring_attention(q, k, k[..., : 8 if narrow else 16], group=dist.group.WORLD, **options)
 
 
-@pytest.mark.parametrize("differs", ("layout", "documents", "seed", "schedule", "batch size", "heads", "dtype"))
+DIFFERENCES = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype"
+
+
+@pytest.mark.parametrize("differs", DIFFERENCES)
 def test_first_calls_that_differ_are_refused(differs: str, tmp_path: Path) -> None:
     run_ranks(call_otherwise, RANKS, tmp_path / "ranks", differs)
+
+
+def exchange_otherwise(differs: str) -> None:
+    """Ranks that exchange heads, with no ring around them, see different documents, or have different values."""
+    rank, documents = dist.get_rank(), [20, 4]
+    q = torch.ones(1, 8, 6, 16)
+    if rank == 2 and differs == "documents":
+        documents = [4, 20]
+    v = q[..., :8] if rank == 2 and differs == "value head dim" else q
+    options = {"layout": Layout.zigzag(24, 1).split(RANKS), "mask": Mask.causal(documents=documents)}
+    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
+        ulysses_attention(q, q, v, ulysses_group=dist.group.WORLD, **options)
+
+
+@pytest.mark.parametrize("differs", ("documents", "value head dim"))
+def test_first_exchanges_that_differ_are_refused(differs: str, tmp_path: Path) -> None:
+    run_ranks(exchange_otherwise, RANKS, tmp_path / "ranks", differs)
+
+
+def decode_otherwise(differs: str) -> None:
+    """Rank 2 decodes with another window, another cache, or other queries."""
+    rank = dist.get_rank()
+    odd = rank == 2
+    cache = KVCache(24, rank, RANKS, block=2 if odd and differs == "block" else 4)
+    cache.append(*torch.ones(2, 1, 20, 2, 16))
+    q = torch.ones(1, 2 if odd and differs == "queries" else 1, 2, 16)
+    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
+        decode_attention(q, cache, group=dist.group.WORLD, window=5 if odd and differs == "window" else None)
+
+
+@pytest.mark.parametrize("differs", ("window", "block", "queries"))
+def test_first_decoding_that_differs_is_refused(differs: str, tmp_path: Path) -> None:
+    run_ranks(decode_otherwise, RANKS, tmp_path / "ranks", differs)
 
 
 ENDS = """

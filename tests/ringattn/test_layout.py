@@ -83,6 +83,9 @@ def test_what_is_refused() -> None:
         Layout.dealt([0, 2], 4, 8, 2)
     with pytest.raises(ValueError, match="'dealt-4' names 3 owners"):
         Layout.dealt([0, 1, 1], 4, 8, 2)
+    with pytest.raises(ValueError, match="no owners: give the rank of every chunk"):
+        Layout.dealt([], 4, 8, 2)
+    assert Layout.dealt(torch.tensor([0, 1]), 4, 8, 2) == Layout.dealt([0, 1], 4, 8, 2)
     for kind in ("zigzag/0", "zigzag/1", "zigzag/x", "zigzag/3", "contiguous/", "dealt-4:0,1/1"):
         with pytest.raises(ValueError, match="give 2 or more parts, which divide them"):
             Layout(kind, 8, 2)

@@ -74,6 +74,8 @@ def test_documents_may_be_tensors(documents) -> None:
 def test_bad_masks_are_refused() -> None:
     with pytest.raises(ValueError, match="window = 0"):
         Mask.causal(window=0)
+    with pytest.raises(ValueError, match="window = True"):
+        Mask.causal(window=True)
     with pytest.raises(ValueError, match="window = 2.5"):
         Mask.causal(window=2.5)
     with pytest.raises(ValueError, match=r"window = \(4, 0\)"):
