@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,65 +94,53 @@ def test_a_rank_that_never_calls_is_named(monkeypatch: pytest.MonkeyPatch, tmp_p
     torch.multiprocessing.spawn(call_alone, args=(str(tmp_path / "store"),), nprocs=RANKS)
 
 
-def call_otherwise(differs: str) -> None:
-    """Rank 2's first call is another one than the others'."""
-    rank, layout = dist.get_rank(), Layout.zigzag(24, 3)
-    options = {"layout": layout, "mask": Mask.causal(documents=[20, 4]), "dropout_p": 0.1, "seed": 1, "schedule": "kv"}
-    shape, dtype, narrow = [2, 8, 4, 16], torch.float32, (rank == 2 and differs == "value head dim")
-    if rank == 2:
-        options |= {
-            "layout": {"layout": Layout.striped(24, 3)},
-            "documents": {"mask": Mask.causal(documents=[4, 20])},
-            "seed": {"seed": 2},
-            "schedule": {"schedule": "state"},
-        }.get(differs, {})
-        shape = {"batch size": [1, 8, 4, 16], "heads": [2, 8, 2, 16]}.get(differs, shape)
-        dtype = torch.float64 if differs == "dtype" else dtype
-    q = torch.ones(shape, dtype=dtype)
-    k = q[:, :, : 2 if rank == 2 and differs == "key heads" else 4]
-    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
-        ring_attention(q, k, k[..., : 8 if narrow else 16], group=dist.group.WORLD, **options)
+def first_calls_are_refused(differences: tuple[str, ...], call: Callable[[str, dist.ProcessGroup], object]) -> None:
+    """In a group of its own for each difference: rank 2's first call is another one than the others'."""
+    for differs in differences:
+        message = f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "
+        with pytest.raises(ValueError, match=message):
+            call(differs if dist.get_rank() == 2 else "", dist.new_group())
 
 
-DIFFERENCES = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype"
+def call_otherwise(differs: str, group: dist.ProcessGroup) -> None:
+    options = {"layout": Layout.zigzag(24, 3), "mask": Mask.causal(documents=[20, 4]), "dropout_p": 0.1, "seed": 1}
+    options["schedule"] = "state" if differs == "schedule" else "kv"
+    options |= {
+        "layout": {"layout": Layout.striped(24, 3)},
+        "documents": {"mask": Mask.causal(documents=[4, 20])},
+        "seed": {"seed": 2},
+    }.get(differs, {})
+    shape = {"batch size": (1, 8, 4, 16), "heads": (2, 8, 2, 16)}.get(differs, (2, 8, 4, 16))
+    q = torch.ones(shape, dtype=torch.float64 if differs == "dtype" else torch.float32)
+    k = q[:, :, :2] if differs == "key heads" else q
+    ring_attention(q, k, k[..., :8] if differs == "value head dim" else k, group=group, **options)
 
 
-@pytest.mark.parametrize("differs", DIFFERENCES)
-def test_first_calls_that_differ_are_refused(differs: str, tmp_path: Path) -> None:
-    run_ranks(call_otherwise, RANKS, tmp_path / "ranks", differs)
-
-
-def exchange_otherwise(differs: str) -> None:
-    """Ranks that exchange heads, with no ring around them, see different documents, or have different values."""
-    rank, documents = dist.get_rank(), [20, 4]
-    q = torch.ones(1, 8, 6, 16)
-    if rank == 2 and differs == "documents":
-        documents = [4, 20]
-    v = q[..., :8] if rank == 2 and differs == "value head dim" else q
+def exchange_otherwise(differs: str, group: dist.ProcessGroup) -> None:
+    """Of ranks that exchange heads, with no ring around them."""
+    q, documents = torch.ones(1, 8, 6, 16), [4, 20] if differs == "documents" else [20, 4]
     options = {"layout": Layout.zigzag(24, 1).split(RANKS), "mask": Mask.causal(documents=documents)}
-    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
-        ulysses_attention(q, q, v, ulysses_group=dist.group.WORLD, **options)
+    ulysses_attention(q, q, q[..., :8] if differs == "value head dim" else q, ulysses_group=group, **options)
 
 
-@pytest.mark.parametrize("differs", ("documents", "value head dim"))
-def test_first_exchanges_that_differ_are_refused(differs: str, tmp_path: Path) -> None:
-    run_ranks(exchange_otherwise, RANKS, tmp_path / "ranks", differs)
-
-
-def decode_otherwise(differs: str) -> None:
-    """Rank 2 decodes with another window, another cache, or other queries."""
-    rank = dist.get_rank()
-    odd = rank == 2
-    cache = KVCache(24, rank, RANKS, block=2 if odd and differs == "block" else 4)
+def decode_otherwise(differs: str, group: dist.ProcessGroup) -> None:
+    cache = KVCache(24, dist.get_rank(), RANKS, block=2 if differs == "block" else 4)
     cache.append(*torch.ones(2, 1, 20, 2, 16))
-    q = torch.ones(1, 2 if odd and differs == "queries" else 1, 2, 16)
-    with pytest.raises(ValueError, match=f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "):
-        decode_attention(q, cache, group=dist.group.WORLD, window=5 if odd and differs == "window" else None)
+    q = torch.ones(1, 2 if differs == "queries" else 1, 2, 16)
+    decode_attention(q, cache, group=group, window=5 if differs == "window" else None)
 
 
-@pytest.mark.parametrize("differs", ("window", "block", "queries"))
-def test_first_decoding_that_differs_is_refused(differs: str, tmp_path: Path) -> None:
-    run_ranks(decode_otherwise, RANKS, tmp_path / "ranks", differs)
+RING = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype"
+FIRST_CALLS = {
+    "ring": (RING, call_otherwise),
+    "exchange": (("documents", "value head dim"), exchange_otherwise),
+    "decoding": (("window", "block", "queries"), decode_otherwise),
+}
+
+
+@pytest.mark.parametrize("what", FIRST_CALLS)
+def test_first_calls_that_differ_are_refused(what: str, tmp_path: Path) -> None:
+    run_ranks(first_calls_are_refused, RANKS, tmp_path / "ranks", *FIRST_CALLS[what])
 
 
 ENDS = """
