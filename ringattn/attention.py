@@ -14,7 +14,7 @@ from ringattn import transport as transports
 from ringattn.graphs import keep_if_captured
 from ringattn.group import Group, rank_and_size
 from ringattn.layout import Layout
-from ringattn.mask import Mask
+from ringattn.mask import Mask, check_mask
 from ringattn.plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 
@@ -128,19 +128,6 @@ def check_layout(layout: Layout) -> None:
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout is a {type(layout).__name__}: give a ringattn.Layout, such as Layout.zigzag(seq_len, ranks)")
-
-
-def check_mask(mask: Mask) -> None:
-    """Refuse what is no mask.
-
-    Raises:
-        ValueError: naming what masks are.
-    """
-    if not isinstance(mask, Mask):
-        raise ValueError(
-            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
-            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
-        )
 
 
 def check_choices(schedule: str, transport: str) -> None:

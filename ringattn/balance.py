@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringattn.layout import KINDS, Layout
-from ringattn.mask import Mask, shared_intervals
+from ringattn.mask import Mask, check_mask, shared_intervals
 
 TILE = 128
 CHUNKS = 64  # of a rank at most: as fine as balance needs, and few enough to deal in milliseconds
@@ -54,8 +54,7 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     Raises:
         ValueError: no mask, one of another length, or fewer than one position or rank.
     """
-    if not isinstance(mask, Mask):
-        raise ValueError(f"mask is a {type(mask).__name__}: give a ringattn.Mask")
+    check_mask(mask)
     candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
     mask.check(seq_len, len(mask.documents or (None,)))
     if seq_len >= COARSEST * TILE * ranks:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_choices, check_layout, check_mask, check_shapes
+from ringattn.attention import check_choices, check_layout, check_shapes
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.group import Group
 from ringattn.layout import Layout
-from ringattn.mask import Mask
+from ringattn.mask import Mask, check_mask
 from ringattn.plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
 from ringattn.schedule import Message, RankStep
 from ringattn.transport import resolve

@@ -125,6 +125,19 @@ class Mask:
         return cls(is_causal, window, tuple(rows) or None)
 
 
+def check_mask(mask: Mask) -> None:
+    """Refuse what is no mask.
+
+    Raises:
+        ValueError: naming what masks are.
+    """
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
+            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
+        )
+
+
 @lru_cache(maxsize=8)
 @unset_fake_temporarily()  # kept: real tensors may ask for them later
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:

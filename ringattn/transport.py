@@ -234,8 +234,7 @@ def compare_first(group_name: str, what: str, call: Callable[[], dict[str, objec
         return
     group = _resolve_process_group(group_name)
     if _compared.get((group_name, what)) is not group:
-        store = _own_store(group, what)
-        _compare([json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call()))])
+        _compare(_own_store(group, what), group, call())
         _compared[group_name, what] = group
 
 
@@ -253,7 +252,7 @@ def _choose(group: dist.ProcessGroup, device: torch.device, transport: str, call
         raise ValueError(f"{CHOICE}={wanted}: choose one of {', '.join(TRANSPORTS)}")
     store = _own_store(group, f"{device.type}/{transport}")
     ranks = _introduce(store, group, device)
-    _compare([json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call))])
+    _compare(store, group, call)
     one_host = len({host for host, _, _ in ranks}) == 1
     obstacle = _agree(store, group, _obstacle(ranks, device))
     if wanted == "nvlink" and obstacle:
@@ -298,8 +297,9 @@ def _introduce(store: dist.Store, group: dist.ProcessGroup, device: torch.device
     return [tuple(text.split("|")) for text in texts]
 
 
-def _compare(calls: list[dict[str, object]]) -> None:
-    """Refuse calls of the ranks that differ; of {} nothing is known."""
+def _compare(store: dist.Store, group: dist.ProcessGroup, call: dict[str, object]) -> None:
+    """Tell all ranks this one's call, and refuse calls that differ; of {} nothing is known."""
+    calls = [json.loads(text) for text in _tell_all(store, group, "call", json.dumps(call))]
     known = [(rank, call) for rank, call in enumerate(calls) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
