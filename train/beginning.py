@@ -42,16 +42,14 @@ def compare(path: Path, config: Config, tokenizer: Tokenizer) -> str:
     return resuming.model_differences(meta, config)
 
 
-def load(path: Path, config: Config, tokenizer: Tokenizer, model: nn.Module) -> str:
-    """Fill the parameters of `model` with those at `path`. Returns what `compare` does.
+def load(path: Path, model: nn.Module) -> None:
+    """Fill the parameters of `model` with those at `path`, which `compare` has let pass.
 
     Raises:
-        ConfigError: on every rank: what `compare` refuses, and parameters of another shape.
+        ConfigError: on every rank: parameters of another shape.
     """
-    with parallel.agreed():
-        changed = compare(path, config, tokenizer)
-        if huggingface.is_model(path):
+    if huggingface.is_model(path):
+        with parallel.agreed():
             huggingface.load(path, model)
-    if not huggingface.is_model(path):
+    else:
         checkpoint.load(path, checkpoint.model_state(model))
-    return changed

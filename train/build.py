@@ -37,6 +37,8 @@ class Run:
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # of one device
     fetched: tuple[int, list[Batch]] | None = None  # the last batches, and from which sequence on
+    begin: Path | None = None  # where the parameters are that it begins with
+    changed: str = ""  # what is not as those were trained with
     origin: str | None = None  # the checkpoint of another run that this one began from
 
     @property
@@ -64,8 +66,7 @@ def build(config: Config, begin: Path | None = None) -> Run:
                 f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
                 "leave it out, or raise it"
             )
-        if begin is not None:
-            beginning.compare(begin, config, tokenizer)
+        changed = beginning.compare(begin, config, tokenizer) if begin else ""
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = parallel.build_mesh(device.type, sequence, ulysses)
@@ -88,7 +89,8 @@ def build(config: Config, begin: Path | None = None) -> Run:
     parallel.shard(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    return Run(config, device, mesh, tokenizer, data, held_out, bf16, recompute, model, optimizer, peak_flops)
+    made = config, device, mesh, tokenizer, data, held_out, bf16, recompute, model, optimizer, peak_flops
+    return Run(*made, begin=begin, changed=changed)
 
 
 def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
@@ -184,5 +186,7 @@ def describe(run: Run, directory: Path) -> None:
         "memory": f"about {needed / memory.GIB:.1f} GiB a rank"
         + (", blocks but for their attention computed again in the backward" if run.recompute else ""),
     }
+    if run.begin:
+        lines["parameters"] = f"of {run.begin}" + (f", which was trained with {run.changed}" if run.changed else "")
     for name, value in lines.items():
         log.info(f"{name:<12}{value}")

@@ -45,14 +45,12 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         raise Stopped
     with alone_in(directory):
         saved, origin = find(config, directory)
-        begin = beginning.choose(config) if saved is None else None
-        run = build(config, begin)
+        run = build(config, beginning.choose(config) if saved is None else None)
         run.origin = origin
         describe(run, directory)
         done, consumed = resume(run, directory, saved) if saved else (0, 0)
-        if begin:
-            changed = beginning.load(begin, config, run.tokenizer, run.model)
-            log.info(f"{'parameters':<12}of {begin}" + (f", which was trained with {changed}" if changed else ""))
+        if run.begin:
+            beginning.load(run.begin, run.model)
         if done >= config.trainer.steps:
             return read_summary(run, directory, done)
         return finish(run, directory, take_steps(run, directory, done, consumed), config.trainer.steps)
