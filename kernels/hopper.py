@@ -143,15 +143,6 @@ def step_start(begin, num_head, num_full, num_edge, step, STEP: gl.constexpr):
 
 
 @gluon.jit
-def visible(lo, hi, start, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The mask (rows, COLUMNS) of rows with bounds lo, hi over the columns [start, start + COLUMNS)."""
-    columns = start + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-    # one unsigned comparison for two signed ones
-    distance = (columns - lo[:, None]).to(gl.uint32, bitcast=True)
-    return distance < gl.maximum(hi - lo, 0).to(gl.uint32, bitcast=True)[:, None]
-
-
-@gluon.jit
 def wait_for_writes():
     """Wait until all that this partition has stored by TMA is written; `tma.store_wait` waits until it has been read."""
     gl.inline_asm_elementwise(

@@ -117,7 +117,9 @@ class Config:
         return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
 
 
-L2_BYTES = 32 * 2**20  # of keys and values: less than the cache, which the output passes through too
+# of keys and values in the cache, which the output passes through too: a state in fp32, on its way in and out
+L2_BYTES = 32 * 2**20
+L2_BYTES_BESIDE_STATE = 16 * 2**20
 # from triton 3.8 on, whose assembler is another, `hold` would make it run all products one by one
 HOLD = hopper.TRITON_VERSION < (3, 8)
 TILES = {  # by padded head dim
@@ -582,7 +584,8 @@ def _launch(
     blocks = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
     blocks += (o if has_state else None, ROWS.value, config.dim // config.parts), (out, ROWS.value, config.dim)
     descriptors = [None if x is None else hopper.describe(x, rows, columns) for x, rows, columns in blocks]
-    heads_in_cache = max(1, L2_BYTES // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
+    cache = L2_BYTES_BESIDE_STATE if has_state else L2_BYTES
+    heads_in_cache = max(1, cache // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     sections = -(-num_heads * batch // heads_in_cache)
     programs = hopper.num_programs(q.device, crowded)
     # rows that see nothing leave a state as it is

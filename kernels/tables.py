@@ -8,7 +8,7 @@ from heapq import heapreplace
 import torch
 from torch import Tensor
 
-FORWARD_ITEM = 2  # steps that an item costs besides its own
+FORWARD_ITEM = 4  # steps that an item costs besides its own
 BACKWARD_ITEM = 1
 MARGIN = 0.04  # of the time that all take: by how much the last may end late
 CONSUMER_ROWS = 64  # of an item, that are computed, or left out, together
