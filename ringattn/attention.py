@@ -77,8 +77,10 @@ def ring_attention(
     q, k, v = autocast(q, k, v)
     scale = scale_of(q, scale)
     check_choices(schedule, transport)
-    check_layout(layout)
-    _check_ring(q, layout, group)
+    rank, size = rank_and_size(group)
+    check_layout(layout, size)
+    if q.ndim == 4 and q.shape[1] != layout.rows(rank):
+        raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
     if isinstance(first_head, float) or first_head < 0:
         raise ValueError(f"first_head = {first_head}: give the number of query heads before this ring's, 0 or more")
     check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
@@ -89,15 +91,6 @@ def ring_attention(
     options = schedule, transport, scale, float(dropout_p), seed, first_head, backend, precision
     out, lse = _attention(q, k, v, *settings, *options)
     return (out, lse) if return_lse else out
-
-
-def _check_ring(q: Tensor, layout: Layout, group: Group | None) -> None:
-    rank, size = rank_and_size(group)
-    if size != layout.ranks:
-        alone = ", as group=None is this process alone" if group is None else ""
-        raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}{alone}: they must be equal")
-    if q.ndim == 4 and q.shape[1] != layout.rows(rank):
-        raise ValueError(f"rank {rank} has {q.shape[1]} rows but its shard has {layout.rows(rank)}: use layout.shard")
 
 
 def scale_of(q: Tensor, scale: float | None) -> float:
@@ -120,14 +113,17 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
-def check_layout(layout: Layout) -> None:
-    """Refuse what is no layout.
+def check_layout(layout: Layout, size: int | None = None) -> None:
+    """Refuse what is no layout, or one over another number of ranks than the `size` of a group.
 
     Raises:
         ValueError: naming what was given.
     """
     if not isinstance(layout, Layout):
         raise ValueError(f"layout is a {type(layout).__name__}: give a ringattn.Layout, such as Layout.zigzag(seq_len, ranks)")
+    if size not in (None, layout.ranks):
+        alone = ", as group=None is this process alone" if size == 1 else ""
+        raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}{alone}: they must be equal")
 
 
 def check_choices(schedule: str, transport: str) -> None:
@@ -142,12 +138,14 @@ def check_choices(schedule: str, transport: str) -> None:
         raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(transports.TRANSPORTS)}")
 
 
-def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse shapes that are none of attention's.
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse kinds, shapes, dtypes and devices that are none of attention's.
 
     Raises:
         ValueError: naming those given.
     """
+    if any(hasattr(x, "to_local") for x in (q, k, v)):
+        raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give (B, N, H, D)")
     (batch, _, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
@@ -158,6 +156,12 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(f"{num_heads} query heads do not divide into {num_key_heads} key heads: Hkv must divide Hq")
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
+        )
+    if q.dtype not in DTYPES:
+        raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
 
 
 def check_inputs(
@@ -178,20 +182,12 @@ def check_inputs(
         ValueError: saying what, why and what to do.
     """
     check_mask(mask)
-    if any(hasattr(x, "to_local") for x in (q, k, v)):
-        raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
-    check_shapes(q, k, v)
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
-        raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
-        )
+    check_tensors(q, k, v)
     if not 0 < scale < float("inf"):
         raise ValueError(f"scale = {scale}: give a positive, finite factor; for a negative one negate q")
     if not 0 <= dropout_p < 1 or isinstance(seed, float | None) or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and an integer 0 <= seed < 2**63")
     mask.check(seq_len, q.shape[0])
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
     dispatch.choose(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
@@ -214,8 +210,9 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     rank, size = rank_and_size(group)
     for each, where in ((mask, layout), like):
         check_layout(where)
-        if where.parts > 1 or where.ranks != size:
-            raise ValueError(f"{where} is not over the {size} ranks of the group: of one that is split give layout.whole")
+        if where.parts > 1:
+            raise ValueError(f"{where} is split: give layout.whole, by which calls on a ring are planned")
+        check_layout(where, size)
         each.check(where.seq_len, len(each.documents or (None,)))
     plan(mask, layout, rank, device).prepare_as(plan(*like, rank, device))
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_choices, check_layout, check_shapes
+from ringattn.attention import check_choices, check_layout, check_tensors
 from ringattn.cost import Fabric, HopCost, attention_flops, fabric
 from ringattn.group import Group
 from ringattn.layout import Layout
@@ -45,8 +45,8 @@ def explain(
         rank: whose hops are told. None: this rank's, or rank 0's where there is no group.
 
     Raises:
-        ValueError: a layout for another number of ranks than the group has, a rank outside it, shapes that are none of
-            attention's, documents of another length, or unknown names.
+        ValueError: a layout for another number of ranks than the group has, a rank outside it, shapes or dtypes that are none
+            of attention's, documents of another length, or unknown names.
     """
     check_choices(schedule, transport)
     check_layout(layout)
@@ -56,13 +56,12 @@ def explain(
     else:
         end = resolve(group.group_name, q.device, transport)
         joined, here = end.fabric, end.rank
-        if end.size != layout.ranks:
-            raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {end.size}: they must be equal")
+        check_layout(layout, end.size)
     here = here if rank is None else rank
     if not 0 <= here < layout.ranks:
         raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
     check_mask(mask)
-    check_shapes(q, k, v)
+    check_tensors(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
     planned = plan(mask, layout, here, torch.device("cpu"))
     lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]

@@ -271,8 +271,8 @@ def test_what_is_no_mask_or_layout_is_refused() -> None:
     mask, earlier = Mask.causal(documents=[3]), (Mask.causal(), layout)
     with pytest.raises(ValueError, match="documents sum to 3 tokens but the sequence has 4"):
         plan_ahead(mask, layout, earlier, group=None, device=torch.device("cpu"))
-    for wrong in (Layout.zigzag(4, 2), layout.split(2)):
-        with pytest.raises(ValueError, match="is not over the 1 ranks of the group"):
+    for wrong, message in ((Layout.zigzag(4, 2), "for 2 ranks but the group has 1"), (layout.split(2), "give layout.whole")):
+        with pytest.raises(ValueError, match=message):
             plan_ahead(Mask.causal(), wrong, earlier, group=None, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="scale requires a gradient"):
         flash_attention(x, x, x, scale=torch.ones((), requires_grad=True))
