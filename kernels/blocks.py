@@ -21,19 +21,21 @@ class BlockMask:
         size: rows of a block, a multiple of 64; 128 and its multiples let the kernels use their best tiles.
 
     Raises:
-        ValueError: another dtype, number of dimensions or size. Calls refuse what does not fit their q and k.
+        ValueError: no tensor, another dtype, number of dimensions or size. Calls refuse what does not fit their q and k.
     """
 
     keep: Tensor
     size: int = 128
 
     def __post_init__(self) -> None:
+        if not isinstance(self.keep, Tensor):
+            raise ValueError(f"block mask is a {type(self.keep).__name__}: give a tensor of booleans")
         if self.keep.dtype != torch.bool or self.keep.dim() != 4:
             raise ValueError(
                 f"block mask is {self.keep.dtype} of shape {tuple(self.keep.shape)}, "
                 "but must be torch.bool (batch or 1, query heads or 1, query blocks, key blocks)"
             )
-        if self.size <= 0 or self.size % SIZE_UNIT:
+        if isinstance(self.size, float) or self.size <= 0 or self.size % SIZE_UNIT:
             raise ValueError(
                 f"blocks of {self.size} rows: the size must be a multiple of {SIZE_UNIT}, as tiles may not cross blocks"
             )

@@ -122,7 +122,7 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
     if not isinstance(layout, Layout):
         raise ValueError(f"layout is a {type(layout).__name__}: give a ringattn.Layout, such as Layout.zigzag(seq_len, ranks)")
     if size not in (None, layout.ranks):
-        alone = ", as group=None is this process alone" if size == 1 else ""
+        alone = " (group=None is this process alone)" if size == 1 else ""
         raise ValueError(f"the layout is cut for {layout.ranks} ranks but the group has {size}{alone}: they must be equal")
 
 
@@ -213,7 +213,7 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
         if where.parts > 1:
             raise ValueError(f"{where} is split: give layout.whole, by which calls on a ring are planned")
         check_layout(where, size)
-        each.check(where.seq_len, len(each.documents or (None,)))
+        each.check(where.seq_len)
     plan(mask, layout, rank, device).prepare_as(plan(*like, rank, device))
 
 

@@ -38,7 +38,6 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     return tiles
 
 
-@lru_cache(maxsize=8)
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     """The layout whose busiest rank has least to do under `mask`: contiguous, zigzag, striped, or chunks dealt for this mask.
 
@@ -55,8 +54,13 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
         ValueError: no mask, one of another length, or fewer than one position or rank.
     """
     check_mask(mask)
+    return _balanced_layout(mask, seq_len, ranks)
+
+
+@lru_cache(maxsize=8)
+def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
-    mask.check(seq_len, len(mask.documents or (None,)))
+    mask.check(seq_len)
     if seq_len >= COARSEST * TILE * ranks:
         candidates.append(_deal(mask, seq_len, ranks))
     tiles = [work(mask, layout) for layout in candidates]

@@ -82,9 +82,10 @@ def _ring(layout: Layout, joined: Fabric) -> str:
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> str:
+    values = f", values of {v.shape[3]}" if v.shape[3] != q.shape[3] else ""
     return (
         f"rank {rank} holds {layout.rows(rank):,} of {layout.seq_len:,} positions ({layout.name}); batch {q.shape[0]}, "
-        f"{q.shape[2]} query and {k.shape[2]} key heads of {q.shape[3]}, {str(q.dtype).removeprefix('torch.')}"
+        f"{q.shape[2]} query and {k.shape[2]} key heads of {q.shape[3]}{values}, {str(q.dtype).removeprefix('torch.')}"
     )
 
 

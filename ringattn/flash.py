@@ -65,8 +65,8 @@ def flash_attention(
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
-    if isinstance(blocks, Tensor):
-        raise ValueError("blocks is a Tensor: give a ringattn.BlockMask of it")
+    if blocks is not None and not isinstance(blocks, BlockMask):
+        raise ValueError(f"blocks is a {type(blocks).__name__}: give a ringattn.BlockMask")
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = autocast(q, k, v)

@@ -76,8 +76,8 @@ class Mask:
         """A query sees keys on both sides; with `window`, those less than `window` positions away. Else as `causal`."""
         return cls(False, window, _per_row(documents))
 
-    def check(self, seq_len: int, batch: int) -> None:
-        """Refuse documents that do not describe `batch` sequences of `seq_len` tokens.
+    def check(self, seq_len: int, batch: int | None = None) -> None:
+        """Refuse documents that do not describe `batch` sequences of `seq_len` tokens; None: any number of sequences.
 
         Raises:
             ValueError: lengths that do not sum to `seq_len`, or neither one row of them nor `batch`.
@@ -87,7 +87,7 @@ class Mask:
         for total in self.totals:
             if total != seq_len:
                 raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: they must be equal")
-        if len(self.totals) not in (1, batch):
+        if batch is not None and len(self.totals) not in (1, batch):
             raise ValueError(f"documents for {len(self.totals)} batch rows but the batch has {batch}: give 1 or {batch}")
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class Mask:
                 None: a query at every position.
 
         Raises:
-            ValueError: documents, and queries that stand before the first of them.
+            ValueError: documents of another length, or documents, and queries that stand before the first of them.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return lo.clone(), hi.clone()
@@ -107,7 +107,7 @@ class Mask:
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
         """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask.
 
-        Args: as those of `intervals`.
+        Args, and errors: as those of `intervals`.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return (hi - lo).sum(-1).tolist()
@@ -142,6 +142,7 @@ def check_mask(mask: Mask) -> None:
 @unset_fake_temporarily()  # kept: real tensors may ask for them later
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """`mask.intervals` for all who ask: not to be changed."""
+    mask.check(seq_len)
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")

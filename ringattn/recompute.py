@@ -27,7 +27,8 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """The contexts of a pass and of its repetition: the second's attention calls return what the first's did, in order.
 
     For the `context_fn` of `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Calls of `ring_attention`,
-    `ulysses_attention` and `flash_attention` count. The backward of a call gets the q, k and v that were computed again.
+    `ulysses_attention` and `flash_attention` count. The backward of a call gets the q, k and v that were computed again, but of
+    `ulysses_attention` those that were exchanged in the pass, unless it is called with `exchange_again`: they stay in memory.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])

@@ -244,9 +244,21 @@ def main(argv: list[str]) -> int:
         return run(argv, arguments)
 
 
+def choose_cases(arguments: argparse.Namespace, device: torch.device) -> dict[str, list[Case]]:
+    """The cases asked for, by suite; none of a suite that has none of them."""
+    suites = {}
+    for suite in arguments.suite:
+        cases = dict.fromkeys(suite_cases(suite, arguments.lengths, device))
+        suites[suite] = [case for case in cases if re.search(arguments.only, name_of(case))]
+    return {suite: cases for suite, cases in suites.items() if cases}
+
+
 def run(argv: list[str], arguments: argparse.Namespace) -> int:
     """Measure, report, and say whether our kernels ran everywhere, as an exit status."""
     device = torch.device(arguments.device)
+    chosen = choose_cases(arguments, device)
+    if not chosen:
+        sys.exit(f"--only {arguments.only!r}: no case of {', '.join(arguments.suite)} has it in its name")
     implementations = peers.available(device)
     if arguments.peers:
         implementations = {name: x for name, x in implementations.items() if name in arguments.peers}
@@ -255,10 +267,9 @@ def run(argv: list[str], arguments: argparse.Namespace) -> int:
     head = {"date": str(datetime.date.today()), "machine": machine(device, implementations), "command": command}
     head["rounds"] = arguments.rounds
     suites, rows = {}, {}
-    for suite in arguments.suite:
-        cases = dict.fromkeys(suite_cases(suite, arguments.lengths, device))
-        suites[suite] = [case for case in cases if re.search(arguments.only, name_of(case))]
-        for case in suites[suite]:
+    for suite, cases in chosen.items():
+        suites[suite] = cases
+        for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, device, arguments.rounds, arguments.graph)
                 (arguments.output / "rows.json").write_text(benchmark_report.to_json(head, rows))

@@ -50,11 +50,13 @@ def _cell(row: dict, key: str, form: Callable[[float], str]) -> str:
     return parts[0] if parts[0] == parts[1] and parts[0] in ("wrong", "failed", "-") else " / ".join(parts)
 
 
-def _ratio(row: dict, base: dict, key: str) -> str:
-    """` (forward / backward)` of a figure beside that of another row; nothing where one of them is missing."""
-    parts = []
+def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
+    """` (forward / backward)` of a figure beside the same implementation's of another case; nothing where one is missing."""
+    if base is None:
+        return ""
+    other, parts = _find(rows, base, row["implementation"]), []
     for direction in DIRECTIONS:
-        value, of = row[direction].get(key), base[direction].get(key)
+        value, of = row[direction].get(key), other[direction].get(key)
         parts.append(f"{value / of:.2f}" if value is not None and of else "-")
     return "" if parts == ["-", "-"] else f" ({' / '.join(parts)})"
 
@@ -84,9 +86,10 @@ def _speed(cases: list[Case], rows: Rows) -> list[str]:
 
 
 def _heads(cases: list[Case], rows: Rows) -> list[str]:
+    base = next((case for case in cases if case.key_heads == case.heads), None)
+
     def cell(case: Case, row: dict) -> str:
-        base = _find(rows, cases[0], row["implementation"])
-        return _cell(row, "tflops", "{:.0f}".format) + _ratio(row, base, "tflops")
+        return _cell(row, "tflops", "{:.0f}".format) + _ratio(rows, row, base, "tflops")
 
     note = "TFLOP/s, forward / backward (beside as many key heads as query heads)"
     return ["## Grouped heads", "", note, "", *_table(cases, rows, cell)]
@@ -94,9 +97,8 @@ def _heads(cases: list[Case], rows: Rows) -> list[str]:
 
 def _masks(cases: list[Case], rows: Rows) -> list[str]:
     def cell(case: Case, row: dict) -> str:
-        causal = next(x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim)
-        base = _find(rows, causal, row["implementation"])
-        return _cell(row, "tflops", "{:.0f}".format) + _ratio(row, base, "tflops")
+        base = next((x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim), None)
+        return _cell(row, "tflops", "{:.0f}".format) + _ratio(rows, row, base, "tflops")
 
     extra = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}
     note = "TFLOP/s of the work that the mask leaves, forward / backward (beside the causal rate of the same implementation)"
@@ -104,10 +106,10 @@ def _masks(cases: list[Case], rows: Rows) -> list[str]:
 
 
 def _blocks(cases: list[Case], rows: Rows) -> list[str]:
-    dense = next(case for case in cases if case.kind == "full")
+    dense = next((case for case in cases if case.kind == "full"), None)
 
     def cell(case: Case, row: dict) -> str:
-        return _cell(row, "ms", "{:.3f}".format) + _ratio(row, _find(rows, dense, row["implementation"]), "ms")
+        return _cell(row, "ms", "{:.3f}".format) + _ratio(rows, row, dense, "ms")
 
     note = "Milliseconds, forward / backward (beside the dense time, the first line, of the same implementation)"
     return ["## Block-sparse, blocks of 128 kept at random", "", note, "", *_table(cases, rows, cell)]
@@ -219,10 +221,12 @@ def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
     return figure
 
 
-def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Time over the fraction of blocks kept, beside the dense time of the same implementation."""
+def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
+    """Time over the fraction of blocks kept, beside the dense time of the same implementation; None without that."""
     sparse = [case for case in cases if case.kind == "blocks"]
-    dense = next(case for case in cases if case.kind == "full")
+    dense = next((case for case in cases if case.kind == "full"), None)
+    if dense is None:
+        return None
     figure, panels = _panels(f"Block-sparse attention, bf16, N {dense.length:,}, D {dense.head_dim}, H {dense.heads}, B 1")
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
         for index, name in enumerate(_names(rows)):

@@ -128,15 +128,19 @@ def _checked(x: Tensor, case: Case) -> Tensor:
     return torch.cat([x[:, :, :group], x[:, :, -group:]], 2)
 
 
-@torch.no_grad()
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest error of GROUP rows of a checked head, relative to their own size, both as Euclidean norms.
+    """`largest_error` of the checked heads."""
+    half = expected.shape[2] // 2
+    return largest_error(torch.cat([actual[:, :, :half], actual[:, :, -half:]], 2), expected).item()
+
+
+@torch.no_grad()
+def largest_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Largest error of GROUP rows of any head, relative to their own size, both as Euclidean norms: fp64 ().
 
     Rows far down a causal mask are small, so the largest row must not set the scale; the gradient of a row that sees one
     key vanishes, so single rows must not either.
     """
-    half = expected.shape[2] // 2
-    actual = torch.cat([actual[:, :, :half], actual[:, :, -half:]], 2).double()
-    actual, expected = (x.unflatten(1, (-1, GROUP)) for x in (actual, expected))
+    actual, expected = (x.double().unflatten(1, (-1, GROUP)) for x in (actual, expected))
     error, scale = (torch.linalg.vector_norm(x, dim=(2, 4)) for x in (actual - expected, expected))
-    return (error / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max().item()
+    return (error / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max()

@@ -18,12 +18,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 from benchmark_kernels import time_rounds  # noqa: E402
+from peers import stock_attention  # noqa: E402
 
 from kernels import reference  # noqa: E402
 from kernels.intervals import Intervals, full  # noqa: E402
@@ -72,17 +72,10 @@ def load_kernels(name: str) -> SimpleNamespace:
     return SimpleNamespace(forward=next(modules).forward, backward=next(modules).backward)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """PyTorch's attention on tensors of (B, N, H, D)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped).transpose(1, 2)
-
-
 def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple:
     """(out, None, dq, dk, dv) by the backend that PyTorch picks itself."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = sdpa(q, k, v, causal)
+    out = stock_attention(q, k, v, causal)
     return out.detach(), None, *torch.autograd.grad(out, (q, k, v), dout)
 
 

@@ -35,6 +35,14 @@ def ringattn(backend: str) -> Prepare:
     return prepare
 
 
+def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """PyTorch's attention on tensors of (B, N, H, D)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    # by its module: context_parallel replaces this attribute
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
+
+
 def sdpa(backend: SDPBackend) -> Prepare:
     """`scaled_dot_product_attention` by one of its backends."""
 
@@ -43,11 +51,8 @@ def sdpa(backend: SDPBackend) -> Prepare:
             raise Unsupported(case.kind)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             with sdpa_kernel(backend):
-                grouped = q.shape[1] != k.shape[1]
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=case.kind == "causal", enable_gqa=grouped)
-            return out.transpose(1, 2)
+                return stock_attention(q, k, v, case.kind == "causal")
 
         return attend
 

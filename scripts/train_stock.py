@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -30,12 +31,19 @@ from torch.utils.checkpoint import checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import gpus  # noqa: E402
+from peers import stock_attention  # noqa: E402
 
 from train import flops, optim, parallel  # noqa: E402
 from train.config import ModelConfig, OptimConfig  # noqa: E402
 from train.loop import peak_memory_gib  # noqa: E402
 from train.model import GPT, padded_vocabulary  # noqa: E402
 from train.tokenizer import BytesTokenizer  # noqa: E402
+
+
+def model_of(name: str) -> ModelConfig:
+    """The settings of a file in configs/model."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        return ModelConfig(**compose(f"model/{name}").model)
 
 
 def build(config: ModelConfig, mesh: DeviceMesh, checkpointing: bool) -> GPT:
@@ -54,13 +62,6 @@ def build(config: ModelConfig, mesh: DeviceMesh, checkpointing: bool) -> GPT:
     return fully_shard(model, **options)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    # context_parallel replaces this attribute
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-
-
 @torch.compile
 def mean_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, head).flatten(0, 1).float(), labels.flatten())
@@ -73,7 +74,7 @@ def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, se
     buffers = [tokens, labels, positions]
     around = context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1], no_restore_buffers=set(buffers))
     with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), around, torch.autograd.set_multithreading_enabled(False):
-        model(tokens, positions, attend, partial(mean_loss, labels=labels)).backward()
+        model(tokens, positions, partial(stock_attention, is_causal=True), partial(mean_loss, labels=labels)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -89,7 +90,10 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.steps < 2:
         parser.error(f"--steps {arguments.steps}: give 2 or more, the first is not timed")
-    config = ModelConfig(**OmegaConf.load(ROOT / "configs" / "model" / f"{arguments.model}.yaml"))
+    try:
+        config = model_of(arguments.model)
+    except MissingConfigException:
+        parser.error(f"--model {arguments.model}: there is none in {ROOT / 'configs' / 'model'}")
     device = gpus.join()
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))

@@ -124,7 +124,7 @@ class TrainerConfig:
     checkpoint_every: int = 50  # steps; 0: only at the end
     keep_checkpoints: int = 2
     eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
-    eval_tokens: int = 16_384  # of an evaluation, the same in all, in whole sequences; fewer where there are not so many
+    eval_tokens: int = 16_384  # of an evaluation at least, in whole sequences, always the same; fewer if there are not so many
     time_limit_s: float | None = None  # since the launch, after which the run ends with its step, or the next, and is saved
     # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
     # this one to go back to it

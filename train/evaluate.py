@@ -17,7 +17,7 @@ FEWEST = 128  # tokens before a token: fewer are one group, and further groups b
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict[str, float]:
-    """The loss on the first `trainer.eval_tokens` tokens of `run.held_out`, in whole sequences, the same at every call.
+    """The loss on the first tokens of `run.held_out`, at least `trainer.eval_tokens`, in whole sequences, always the same.
 
     All ranks take part, as in training, and return the same.
 

@@ -81,6 +81,8 @@ REFUSED = {
     "dimensions": (torch.ones(2, 2, dtype=torch.bool), 64, "must be torch.bool (batch or 1"),
     "size": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 100, "multiple of 64"),
     "no size": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 0, "multiple of 64"),
+    "a float as size": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 128.0, "multiple of 64"),
+    "no tensor": (None, 64, "block mask is a NoneType"),
 }
 
 

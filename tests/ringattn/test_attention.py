@@ -167,7 +167,7 @@ def _call(ranks: int = 1, group=None, seq_len: int = 8, **changes) -> None:
 
 
 REFUSED = {
-    "ring-of-another-size": ({"ranks": 2}, "for 2 ranks but the group has 1, as group=None is this process alone"),
+    "ring-of-another-size": ({"ranks": 2}, "for 2 ranks but the group has 1 \\(group=None is this process alone\\)"),
     "rows-of-another-shard": ({"layout": Layout.contiguous(9, 1)}, "rank 0 has 8 rows but its shard has 9"),
     "heads-that-do-not-divide": (
         {"k": torch.zeros(1, 8, 3, 8), "v": torch.zeros(1, 8, 3, 8)},
@@ -276,5 +276,5 @@ def test_what_is_no_mask_or_layout_is_refused() -> None:
             plan_ahead(Mask.causal(), wrong, earlier, group=None, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="scale requires a gradient"):
         flash_attention(x, x, x, scale=torch.ones((), requires_grad=True))
-    with pytest.raises(ValueError, match="blocks is a Tensor: give a ringattn.BlockMask of it"):
+    with pytest.raises(ValueError, match="blocks is a Tensor: give a ringattn.BlockMask"):
         flash_attention(x, x, x, blocks=torch.ones(1))

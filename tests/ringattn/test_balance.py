@@ -108,5 +108,6 @@ def test_what_is_refused() -> None:
         balanced_layout(Mask.causal(documents=[7]), 8, 2)
     with pytest.raises(ValueError, match="seq_len = 8, ranks = 0"):
         balanced_layout(Mask.causal(), 8, 0)
-    with pytest.raises(ValueError, match="mask is a NoneType"):
-        balanced_layout(None, 8, 2)
+    for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
+        with pytest.raises(ValueError, match=f"mask is a {kind}"):
+            balanced_layout(wrong, 8, 2)

@@ -38,6 +38,12 @@ def test_few_heads_at_a_time() -> None:
     assert "beside 128.0 MiB" in text
 
 
+def test_values_of_another_width_are_said() -> None:
+    q, k, v = shapes(4)
+    text = explain(q, k, v[..., :64], layout=Layout.zigzag(8, 2), mask=Mask.causal())
+    assert "key heads of 128, values of 64, bfloat16" in text
+
+
 def test_what_is_not_hidden_is_said() -> None:
     text = explain(*shapes(512), layout=Layout.zigzag(2048, 4), mask=Mask.causal(), transport="p2p", rank=3)
     assert "4 ranks over nccl" in text

@@ -82,6 +82,9 @@ def test_bad_masks_are_refused() -> None:
         Mask.causal(window=(4, 0))
     with pytest.raises(ValueError, match=r"a document of 0 tokens: give lengths, .*cu_seqlens.diff\(\)"):
         Mask.causal(documents=[3, 0])
+    for ask in (Mask.full(documents=[3, 4]).intervals, Mask.causal(documents=[3, 4]).intervals, Mask.full(documents=[7]).pairs):
+        with pytest.raises(ValueError, match="documents sum to 7 tokens but the sequence has 9"):
+            ask(9)
     for documents in ([2.7, 3.9], "34", [5, [3, 2]]):
         with pytest.raises(ValueError, match="give lengths, which are integers"):
             Mask.causal(documents=documents)

@@ -59,6 +59,17 @@ def test_the_dry_run_writes_a_table_and_pictures(tmp_path: Path) -> None:
     assert "wrong" not in table.split("## Errors")[0]
 
 
+def test_cases_without_those_they_stand_beside(tmp_path: Path) -> None:
+    status, rows, table = run(tmp_path, "--rounds", "1", "--only", "^documents|blocks 50|32/8")
+    assert status == 0 and "## Speed" not in table
+    assert {(row["case"]["kind"], row["case"]["kept"]) for row in rows} >= {("documents", 1.0), ("blocks", 0.5)}
+    cells = [line.split("|")[-2] for line in table.split("## Errors")[0].splitlines() if line.startswith("| 16")]
+    assert cells and not any("(" in cell for cell in cells)
+    with pytest.raises(SystemExit, match="--only 'nothing': no case of speed, masks"):
+        run(tmp_path / "none", "--only", "nothing")
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_wrong_result_gets_no_speed_and_a_failure_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     half = changed(lambda k: torch.cat((k[:, :64], k[:, 64:] * 0.5), 1))
     gradient = changed(DoubledGradient.apply)
