@@ -109,9 +109,9 @@ class KVCache:
         For tokens that were only proposed, or an answer that is to be written anew.
 
         Raises:
-            ValueError: a length below 0 or beyond what the cache holds.
+            ValueError: no integer, or a length below 0 or beyond what the cache holds.
         """
-        if not 0 <= length <= self.length:
+        if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"the cache holds {self.length} tokens: truncate it to 0 to {self.length}, not {length}")
         before, self.length = self.rows[self.rank], length
         self._prompt = min(self._prompt, length)
@@ -147,12 +147,12 @@ class KVCache:
         return self._taker
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Refuse tokens that do not fit; allocate on the first call, at least `rows` rows."""
+        """Refuse tokens that do not fit; allocate at least `rows` rows on the first call, or while the cache is empty."""
         if self.length + num_tokens > self.capacity:
             raise ValueError(
                 f"{self.length} + {num_tokens} tokens exceed the cache's capacity of {self.capacity}: make it larger"
             )
-        if self._k is None:
+        if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
             # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
@@ -249,7 +249,7 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
         raise ValueError(f"{q.shape[1]} queries of a cache of {cache.length} tokens: append the keys of new tokens first")
     if (q.dtype, q.device) != (k.dtype, k.device):
         raise ValueError(f"q is {q.dtype} on {q.device}, keys are {k.dtype} on {k.device}: give one dtype and device")
-    if not 0 < scale < float("inf") or (window is not None and (isinstance(window, float) or window < 1)):
+    if not 0 < scale < float("inf") or (window is not None and (isinstance(window, float | bool) or window < 1)):
         raise ValueError(
             f"scale = {scale}, window = {window}: give a positive, finite scale and a window of 1 key or more, or None"
         )

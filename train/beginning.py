@@ -23,7 +23,7 @@ def compare(path: Path, config: Config, tokenizer: Tokenizer) -> str:
         tokenizer: of the run.
 
     Raises:
-        ConfigError: neither, or one of another tokenizer, or of a folder of a model of another shape.
+        ConfigError: neither, or one of another tokenizer, or of a folder of a model of another shape, or of other heads.
     """
     ours = config.data.tokenizer, tokenizer
     if huggingface.is_model(path):
@@ -39,7 +39,7 @@ def compare(path: Path, config: Config, tokenizer: Tokenizer) -> str:
     meta = checkpoint.read_meta(path)
     before = meta["config"]["data"]["tokenizer"]
     check_tokenizer(*ours, meta.get("tokenizer"), f"{path} was trained with another, then {before}")
-    return resuming.model_differences(meta, config)
+    return resuming.model_differences(path, meta, config)
 
 
 def load(path: Path, model: nn.Module) -> None:

@@ -17,6 +17,7 @@ import re
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
@@ -62,7 +63,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     """Write `directory/step_<step>` whole or not at all, and keep the newest `keep` (at least 1). All ranks call it.
 
     tensors: DTensors are written by the ranks that hold them; a plain tensor once, by one of the ranks that name it.
-    meta: JSON; `step` and the sizes of the files are added to it.
+    meta: JSON; `step`, the sizes of the files and the checksum of the index are added to it.
     Checkpoints of later steps are removed: they belong to a run that this one has turned back from.
     Raises CheckpointError, on every rank, when a file cannot be written.
     """
@@ -80,13 +81,24 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     return target
 
 
+def turn_back(directory: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, which a run that goes on after `step` does anew. One rank calls it."""
+    for path in _steps(Path(directory)):
+        if path > Path(directory) / f"step_{step:08d}":
+            _hide(path)
+    _clear(Path(directory))
+
+
 def latest(directory: Path) -> Path | None:
     """The checkpoint of the highest step in `directory`, or None."""
     return max(_steps(Path(directory)), default=None)
 
 
 def read_meta(path: Path) -> dict:
-    """What `save` was given as `meta`, with `step` and `files` (name: bytes). Raises CheckpointError."""
+    """What `save` was given as `meta`, with `step`, `files` (name: bytes) and the checksum of the index.
+
+    Raises CheckpointError.
+    """
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no checkpoint: no such directory; give the path of a step_... directory")
@@ -195,6 +207,7 @@ def _write_tensors(temporary: Path, tensors: dict[str, Tensor]) -> None:
 def _publish(temporary: Path, target: Path, meta: dict, keep: int) -> None:
     """Finish the directory, give it its name, then drop what it replaces."""
     meta = {**meta, "files": {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}}
+    meta["index"] = zlib.crc32((temporary / ".metadata").read_bytes())
     with open(temporary / "meta.json", "w") as file:
         file.write(json.dumps(meta, indent=2))
         file.flush()
@@ -282,13 +295,16 @@ class _Planner(DefaultLoadPlanner):
 
 def _read_index(path: Path) -> Metadata:
     """DCP's index of the checkpoint: names, shapes, dtypes and where they lie, consistent with the files."""
-    sizes = read_meta(path)["files"]
+    meta = read_meta(path)
+    sizes = meta["files"]
     for name, size in sizes.items():
         if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
             raise CheckpointError(_unreadable(path, name, ValueError(f"it is missing or not of {size} bytes")))
     try:
-        with open(path / ".metadata", "rb") as file:
-            index = _IndexUnpickler(file).load()
+        written = (path / ".metadata").read_bytes()
+        if zlib.crc32(written) != meta.get("index", zlib.crc32(written)):  # which those of earlier versions do not know
+            raise ValueError("it is not what was written")
+        index = _IndexUnpickler(io.BytesIO(written)).load()
         for name, entry in index.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise ValueError(f"{name} is a pickled object, not a tensor")

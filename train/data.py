@@ -195,7 +195,8 @@ def _documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
 
 
 def _text_files(files: list[str], split: str, errors: str) -> datasets.Dataset:
-    return datasets.load_dataset("text", data_files=files, sample_by="document", encoding_errors=errors, split=split)
+    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)  # without the mark that some files begin with
+    return datasets.load_dataset("text", data_files=files, sample_by="document", split=split, **encoding)
 
 
 def _library_files() -> list[str]:

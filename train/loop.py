@@ -62,6 +62,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict
     gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
     with parallel.agreed():
         (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
+        if dist.get_rank() == 0:  # before their rows go: the next launch must find what this one goes on from
+            checkpoint.turn_back(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
     with closing(recorder), listening():
         for step in range(done + 1, trainer.steps + 1):

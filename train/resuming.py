@@ -110,9 +110,17 @@ def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_ste
     return _listed(changed, changed)
 
 
-def model_differences(meta: dict[str, Any], config: Config) -> str:
-    """Of the model that a checkpoint with this `meta` holds, what is not as in the settings; "" if all is the same."""
+def model_differences(path: Path, meta: dict[str, Any], config: Config) -> str:
+    """Of the model that the checkpoint at `path`, with this `meta`, holds, what may be otherwise in the settings and is.
+
+    "" if all is the same.
+
+    Raises:
+        ConfigError: another number of heads, of which shapes need not tell; other shapes are refused where they are read.
+    """
     changed = _changes(meta, config, ("model",))
+    if fixed := [name for name in changed if name in ("model.heads", "model.kv_heads")]:
+        raise ConfigError(f"{path} is a model of {_listed(changed, fixed)}: set the same")
     return _listed(changed, changed)
 
 

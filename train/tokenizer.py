@@ -56,6 +56,8 @@ class JsonTokenizer:
         found = [ids[name] for name in END_OF_TEXT if name in ids]
         if not found:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
+        # and so where the file does not call it special
+        self._tokenizer.add_special_tokens([name for name in END_OF_TEXT if name in ids])
         self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, found[0], fingerprint(path)
 
     def encode(self, text: str) -> np.ndarray:

@@ -161,7 +161,7 @@ def test_a_truncated_cache_is_one_that_never_held_more(
         assert_rows_close(rows, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("length", (-1, 4))
+@pytest.mark.parametrize("length", (-1, 4, 2.0))
 def test_a_cache_cannot_be_truncated_to_what_it_does_not_hold(length: int) -> None:
     cache = KVCache(9)
     cache.append(*torch.randn(2, 1, 3, 2, 8))
@@ -169,6 +169,15 @@ def test_a_cache_cannot_be_truncated_to_what_it_does_not_hold(length: int) -> No
         cache.truncate(length)
     cache.truncate(0)
     cache.append(*torch.randn(2, 1, 9, 2, 8))
+
+
+def test_an_empty_cache_takes_a_longer_shard_than_it_was_made_for() -> None:
+    k, v = torch.randn(2, 1, 200, 2, 8)
+    cache, layout = KVCache(200, 0, 2), Layout.dealt([0] * 25, 8, 200, 2)
+    cache.append(k[:, :3], v[:, :3])
+    cache.truncate(0)
+    cache.prefill(k, v, layout)
+    assert cache.rows == [200, 0] and torch.equal(cache.shard[0][:, :200], k)
 
 
 def check_processes() -> None:
@@ -237,7 +246,7 @@ def test_what_is_refused() -> None:
         decode_attention(x.double(), cache)
     with pytest.raises(ValueError, match="decoding passes no gradient"):
         decode_attention(x.clone().requires_grad_(), cache)
-    for window in (0, 2.5):
+    for window in (0, 2.5, True):
         with pytest.raises(ValueError, match=f"window = {window}"):
             decode_attention(x, cache, window=window)
     with pytest.raises(ValueError, match="unknown kernel backend"):

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import warnings
+import zlib
 from enum import Enum
 from pathlib import Path
 
@@ -282,6 +283,23 @@ def test_no_such_directory(tmp_path):
     assert_refused(tmp_path / "step_00000001", "no such directory")
 
 
+def test_an_index_is_held_to_its_checksum(tmp_path):
+    path = save(tmp_path)
+    content = bytearray((path / ".metadata").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / ".metadata").write_bytes(content)
+    assert_refused(path, "metadata: ValueError: it is not what was written; remove the directory")
+
+
+def test_an_index_without_a_checksum_is_read(tmp_path):
+    """As earlier versions wrote them."""
+    path = save(tmp_path)
+    meta = json.loads((path / "meta.json").read_text())
+    del meta["index"]
+    (path / "meta.json").write_text(json.dumps(meta))
+    load_rng(path)
+
+
 def test_index_that_is_no_index(tmp_path):
     path = save(tmp_path)
     replace_index(path, pickle.dumps({"a": 1}))
@@ -301,7 +319,7 @@ class Touch:
 def replace_index(path: Path, content: bytes) -> None:
     (path / ".metadata").write_bytes(content)
     meta = json.loads((path / "meta.json").read_text())
-    edit_meta(path, files=meta["files"] | {".metadata": len(content)})
+    edit_meta(path, files=meta["files"] | {".metadata": len(content)}, index=zlib.crc32(content))
 
 
 def test_an_index_cannot_run_code(tmp_path):

@@ -30,6 +30,14 @@ def test_positions_a_batch_row_and_fp32_angles():
     torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
 
 
+def test_neighbours_far_on_are_as_far_apart_as_the_first():
+    far = torch.tensor([2**24 + 1, 2**24 + 2])
+    config = ModelConfig(head_dim=8)
+    (cos, sin), (cos_of_one, sin_of_one) = rope(far, config), rope(torch.tensor([1]), config)
+    torch.testing.assert_close(cos[0, 0] * cos[0, 1] + sin[0, 0] * sin[0, 1], cos_of_one[0, 0])
+    torch.testing.assert_close(sin[0, 1] * cos[0, 0] - cos[0, 1] * sin[0, 0], sin_of_one[0, 0])
+
+
 LLAMA = ModelConfig(head_dim=64, rope_factor=8.0, rope_trained_len=8192)
 
 

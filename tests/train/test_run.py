@@ -34,7 +34,7 @@ from tests.train.launch import (
     own_errors,
     write_corpus,
 )
-from train import build, loop, metrics, parallel, run
+from train import build, checkpoint, loop, metrics, parallel, run
 from train.config import Config, ConfigError, TrainerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -208,6 +208,11 @@ def test_a_run_from_the_checkpoint_of_another_goes_on_from_its_own(corpus, monke
     assert f"resumed     {own}/step_00000002" in capfd.readouterr().out
     assert sorted(path.name for path in own.iterdir()) == ["step_00000002", "step_00000003"]
     assert main(monkeypatch, *branch, "trainer.steps=3") == 0  # it has turned back, and is of the same origin
+    with monkeypatch.context() as patch:
+        patch.setattr("train.loop.take_step", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            main(monkeypatch, *settings, "name=b", f"trainer.resume={own}/step_00000002", "trainer.steps=3")
+    assert checkpoint.latest(own) == own / "step_00000002"  # killed before it saved: the next launch finds what it went back to
 
 
 def test_another_mesh_or_batch_is_told_when_resuming(corpus, monkeypatch, capfd):
@@ -279,6 +284,8 @@ def test_a_run_from_parameters_alone(corpus, monkeypatch, tmp_path, capfd):
     assert_one_error(capfd, "is of a run that began with outputs/a/checkpoints/step_00000002")
     assert main(monkeypatch, *settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
     assert_one_error(capfd, "has shape (128, 32), in this run (8, 32)")
+    assert main(monkeypatch, *settings, "name=d", "model.heads=8", "model.kv_heads=4", f"trainer.init_from={path}") == 1
+    assert_one_error(capfd, f"{path} is a model of model.heads=4 (now 8), model.kv_heads=2 (now 4): set the same")
 
 
 def test_other_text_of_the_same_lengths_is_another_corpus(corpus, monkeypatch, tmp_path, capfd):

@@ -58,6 +58,16 @@ def test_json_eos_written_in_a_text_is_text(tokenizer_json):
     assert tokenizer.eos not in tokenizer.encode("def <|endoftext|> ring")[[0, -1]]
 
 
+def test_json_eos_that_is_not_called_special(tmp_path):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "def": 1, "ring": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_tokens(["<|endoftext|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    assert (tokenizer.vocab_size, tokenizer.eos) == (4, 3)
+    assert tokenizer.encode("def <|endoftext|> ring").tolist() == [1, 0, 2]
+
+
 def test_json_without_end_of_text(tokenizer_json):
     with pytest.raises(ConfigError, match="has no end-of-text token"):
         load_tokenizer(tokenizer_json("[PAD]"))
