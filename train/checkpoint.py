@@ -64,7 +64,6 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
 
     tensors: DTensors are written by the ranks that hold them; a plain tensor once, by one of the ranks that name it.
     meta: JSON; `step`, the sizes of the files and the checksum of the index are added to it.
-    Checkpoints of later steps are removed: they belong to a run that this one has turned back from.
     Raises CheckpointError, on every rank, when a file cannot be written.
     """
     target = Path(directory) / f"step_{step:08d}"
@@ -217,11 +216,8 @@ def _publish(temporary: Path, target: Path, meta: dict, keep: int) -> None:
         _hide(target)
     os.rename(temporary, target)
     _sync(target.parent)
-    steps = _steps(target.parent)
-    kept = [path for path in steps if path <= target][-keep:]
-    for path in steps:
-        if path not in kept:
-            _hide(path)
+    for path in _steps(target.parent)[:-keep]:
+        _hide(path)
     _clear(target.parent)
 
 

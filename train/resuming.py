@@ -102,9 +102,11 @@ def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_ste
         raise ConfigError(
             f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
         )
-    if changed and meta["step"] >= config.trainer.steps:
+    # who shares the work means nothing where none is left: a run that has ended samples again on any ranks
+    asked = [name for name in changed if not name.startswith(("parallel.", "tokens_per_step"))]
+    if asked and meta["step"] >= config.trainer.steps:
         raise ConfigError(
-            f"{path} has done all {meta['step']} steps, with {_listed(changed, changed)}: give the run another name, or raise "
+            f"{path} has done all {meta['step']} steps, with {_listed(changed, asked)}: give the run another name, or raise "
             "trainer.steps"
         )
     return _listed(changed, changed)

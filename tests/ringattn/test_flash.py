@@ -136,11 +136,16 @@ def test_a_mask_of_an_evaluation_serves_training() -> None:
 
 def test_lists_of_a_block_mask_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    monkeypatch.setattr(flash, "BlockMask", lambda *arguments: made.append(arguments) or BlockMask(*arguments))
-    blocks = BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool))
+
+    class Counted(BlockMask):
+        def __post_init__(self) -> None:
+            made.append(self)
+
+    monkeypatch.setattr(flash, "BlockMask", Counted)
+    blocks = Counted(torch.ones(1, 1, 1, 1, dtype=torch.bool))
     for _ in range(3):
         flash_attention(*inputs(7, 9), blocks=blocks).sum().backward()
-    assert len(made) == 1
+    assert len(made) == 2, "the caller's, and one for all calls"
     blocks.keep[:] = False
     assert not flash_attention(*inputs(7, 9), blocks=blocks).any(), "changed in place, it is another mask"
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.distributed import run_ranks
 from train import checkpoint
-from train.checkpoint import CheckpointError, latest, load, load_rng, model_state, read_meta, rng_state, train_state
+from train.checkpoint import CheckpointError, latest, load, load_rng, model_state, read_meta, rng_state, train_state, turn_back
 from train.config import ConfigError
 
 
@@ -199,8 +199,9 @@ def test_only_the_newest_are_kept(tmp_path):
 
 
 def test_turning_back_removes_later_checkpoints(tmp_path):
-    for step in (1, 2, 3, 2):
+    for step in (1, 2, 3):
         save(tmp_path, step, {"model.w": torch.tensor(float(step))}, keep=5)
+    turn_back(tmp_path, 2)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000001", "step_00000002"]
 
 
