@@ -53,12 +53,11 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        found = [ids[name] for name in END_OF_TEXT if name in ids]
-        if not found:
+        names = [name for name in END_OF_TEXT if name in ids]
+        if not names:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
-        # and so where the file does not call it special
-        self._tokenizer.add_special_tokens([name for name in END_OF_TEXT if name in ids])
-        self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, found[0], fingerprint(path)
+        self._tokenizer.add_special_tokens(names)  # also where the file does not call them special
+        self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
