@@ -5,14 +5,14 @@ warp, the producer, moves tiles by TMA; the other partitions, the consumers, are
 hold their scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
 
     producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
-                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in, the
-                 o of all consumers into the stages that follow
+                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in, it
+                 hands the stages that follow to the consumers, for their o
     consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
 
     barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
                  Where K and V of a stage are left together, K's empty is V's
-    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is done; a
-                 state by way of the stage in which it came, which is left then, too
+    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is done. A
+                 state is added to by way of stages, which are left then, too; Q has a single slot then, left after S(n)
     rounds       a second one, through all items again, of a program that had a row whose origin could not stay: what that is,
                  `hopper_softmax` says
     turns        if on, a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
@@ -50,8 +50,8 @@ from kernels.hopper import (
     tma_load,
     wait_for_writes,
 )
-from kernels.hopper_softmax import UNSET, by_thread, follow, hold, mask, rescale, settle, weigh
-from kernels.hopper_state import finish, load_part, load_scalars
+from kernels.hopper_softmax import by_thread, follow, hold, mask, rescale, settle, weigh
+from kernels.hopper_state import finish, hand_over, load_origins, load_scalars
 from kernels.intervals import Intervals
 from kernels.launch import launch
 from kernels.reference import State
@@ -59,7 +59,6 @@ from kernels.tiles import load_tile
 
 FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
 TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
-SLOTS = gl.constexpr(2)  # of Q: with two, one bit tells an item's slot and the phases of q_full and q_empty
 
 
 @dataclass(frozen=True)
@@ -102,13 +101,18 @@ class Config:
         return self.has_state and not self.final
 
     @property
+    def slots(self) -> int:
+        """Of Q, at most two, so that one bit tells an item's slot and the phases of q_full and q_empty."""
+        return 1 if self.in_place else 2
+
+    @property
     def parts(self) -> int:
         """Into how many parts the columns of a consumer's o are cut, so that one fits the memory of a stage's K, or V."""
         return 2 * ROWS.value // self.keys
 
     @property
     def state_stages(self) -> int:
-        """Stages by which the o of all consumers comes in."""
+        """Stages by which the o of all consumers comes in, or leaves."""
         return -(-self.consumers * self.parts // 2) if self.has_state else 0
 
     @property
@@ -178,7 +182,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
         mbarrier.wait(q_empty, slot ^ 1)
         mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
         for c in gl.static_range(CONSUMERS):
-            query = queries.index(slot * CONSUMERS + c)
+            query = queries.index(slot % CONFIG.slots * CONSUMERS + c)
             tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
         key_head = head // CONFIG.group
         for step in range(gl.maximum(num_edge + num_full, 1)):
@@ -192,9 +196,9 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             stage, phase = _next(stage, phase, CONFIG)
         for i in gl.static_range(STATE_STAGES):
             mbarrier.wait(k_empty.index(stage), phase)
-            load_part(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
+            hand_over(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
             mbarrier.wait(v_empty.index(stage), phase)
-            load_part(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
+            hand_over(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
             stage, phase = _next(stage, phase, CONFIG)
         slot ^= 1
         item += gl.num_programs(0)
@@ -253,7 +257,7 @@ def _step(
     keys, values = buffers
     k_full, k_empty, v_full, v_empty = barriers
     p, origin, l, o, stage, phase, last_stage, last_phase = carry
-    lo, hi, settled = bounds
+    lo, hi, settled, _ = bounds
     mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -288,7 +292,7 @@ def _step(
 @gluon.jit
 def _first_step(
     query, keys, barriers, bounds, plan, held, stage, phase, log2_scale,
-    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """(p, origin, l, o) after the first tile of an item, which may lie past all keys, where nothing is seen at all."""
     KEYS: gl.constexpr = CONFIG.keys
@@ -296,7 +300,7 @@ def _first_step(
     SCORES: gl.constexpr = CONFIG.scores
     OUTPUT: gl.constexpr = CONFIG.output
     k_full, k_empty, v_empty, q_empty = barriers
-    lo, hi, _ = bounds
+    lo, hi, _, origin = bounds
     mbarrier.wait(k_full.index(stage), phase)
     _take_turn(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
@@ -307,13 +311,19 @@ def _first_step(
     tma.store_wait(0)
     _leave_held(k_empty, v_empty, held, CONFIG)
     _leave_keys(k_empty, stage, CONFIG)
-    mbarrier.arrive(q_empty, count=1)
+    if CONFIG.slots == 2:
+        mbarrier.arrive(q_empty, count=1)
     begin, num_head, num_full, num_edge = plan
     if (num_edge > 0) | (num_full == 0):
         scores = mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, 0, KEYS), CONFIG)
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(zeros, KEYS).type.layout))
-    origin = settle(scores, gl.full([ROWS, 4], UNSET, gl.float32, BY_THREAD), log2_scale, CONFIG)
-    weights, l = weigh(scores, origin, gl.zeros([ROWS, 4], gl.float32, BY_THREAD), log2_scale, CONFIG)
+    nothing = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
+    origin = gl.convert_layout(origin, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + nothing
+    if FOLLOW:
+        origin, _ = follow(scores, origin, log2_scale, CONFIG)
+    else:
+        origin = settle(scores, origin, log2_scale, CONFIG)
+    weights, l = weigh(scores, origin, nothing, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
     return p, origin, l, o
@@ -367,10 +377,10 @@ def _await_state(flow, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexp
 
 
 @gluon.jit
-def _consumer_item(items, number, lo, hi, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+def _consumer_item(items, number, lo, hi, results, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Where a consumer's rows of an item are: (batch, head, own, end), the plan of its walk, the bounds of its rows.
 
-    And whether all of them that see a key see one of the first tile.
+    And whether all of them that see a key see one of the first tile, and the origins that they start with.
     """
     batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, number)
     own = first + CONSUMER * ROWS
@@ -383,7 +393,8 @@ def _consumer_item(items, number, lo, hi, num_masks, num_queries, CONSUMER: gl.c
     first_hi = gl.load(hi + offset + own, mask=own < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(own + ROWS, end) - 1, mask=own < end, other=0)
     settled = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    return batch, head, own, end, begin, num_head, num_full, num_edge, (row_lo, row_hi, settled)
+    origin = load_origins(results, (batch, head, own, end), num_queries, CONFIG)
+    return batch, head, own, end, begin, num_head, num_full, num_edge, (row_lo, row_hi, settled, origin)
 
 
 @gluon.jit
@@ -414,7 +425,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
     flow = k_full, k_empty, v_full, v_empty
     item = gl.program_id(0)
     batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
-        items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+        items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
     )
     failed = gl.zeros([ROWS], gl.int1, BY_ROW)
     held = gl.to_tensor(-1)
@@ -422,10 +433,11 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
         mbarrier.wait(q_full, slot)
         if own < end:
             place = batch, head, own, end
-            query = queries.index(slot * CONFIG.consumers + CONSUMER)
+            query = queries.index(slot % CONFIG.slots * CONFIG.consumers + CONSUMER)
             plan = begin, num_head, num_full, num_edge
+            first = k_full, k_empty, v_empty, q_empty
             p, origin, l, o = _first_step(
-                query, keys, (k_full, k_empty, v_empty, q_empty), bounds, plan, held, stage, phase, log2_scale, CONSUMER, CONFIG
+                query, keys, first, bounds, plan, held, stage, phase, log2_scale, CONSUMER, FOLLOW, CONFIG
             )
             last_stage = stage
             last_phase = phase
@@ -435,13 +447,15 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
                 p, origin, l, o, stage, phase, last_stage, last_phase = _step(
                     query, tiles, flow, carry, bounds, plan, step, log2_scale, CONSUMER, FOLLOW, CONFIG
                 )
+            if CONFIG.slots == 1:
+                mbarrier.arrive(q_empty, count=1)
             mbarrier.wait(v_full.index(last_stage), last_phase)
             o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
             # the state that came in and the next item are looked up meanwhile
             incoming = load_scalars(results, place, num_queries, CONFIG)
             item += gl.num_programs(0)
             batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
-                items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+                items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
             )
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(v_empty.index(last_stage), count=1)
@@ -454,7 +468,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
             stage, phase = _stand_by(flow, q_empty, num_edge + num_full, held, stage, phase, CONSUMER, CONFIG)
             item += gl.num_programs(0)
             batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
-                items, item, lo, hi, num_masks, num_queries, CONSUMER, CONFIG
+                items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
             )
             held = gl.to_tensor(-1)
         slot ^= 1
@@ -472,7 +486,7 @@ def _forward_kernel(
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = CONFIG.stages
-    queries = gl.allocate_shared_memory(q.dtype, [SLOTS * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
+    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
     keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -567,8 +581,8 @@ def configure(
     # probabilities up to LIMIT overflow fp16
     follow = dtype != torch.bfloat16
     config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, follow=follow)
-    # while a state comes and goes, the next item's first keys need a stage
-    return replace(config, stages=max(config.stages, config.state_stages + 1))
+    # while a state comes, or leaves, the next item's first keys need a stage, or two, where a slot makes room
+    return replace(config, stages=max(config.stages, config.state_stages + 3 - config.slots))
 
 
 def _launch(

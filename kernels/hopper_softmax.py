@@ -1,9 +1,10 @@
 """The softmax of the Hopper forward: a consumer's scores of one tile to probabilities, in registers.
 
-p = exp2(score - origin), in log2 units. A row's origin is its maximum over the first tile in which it sees a key. There it
-stays, so that no step has to look for maxima, nor to rescale what there is: in bf16 and fp32 a probability is as precise at
-2**40 as at 1. Only where later scores are so far ahead that l, the sum of p, reaches LIMIT, has the row failed. Then the origin
-must `follow` the maximum, from the first tile on: as in every other kernel, but not before it is SLACK behind.
+p = exp2(score - origin), in log2 units. A row's origin is the m of the state that it is added to or, if that has seen nothing,
+its maximum over the first tile in which it sees a key. There it stays, so that no step has to look for maxima, nor to rescale
+what there is: in bf16 and fp32 a probability is as precise at 2**40 as at 1. Only where later scores are so far ahead that l,
+the sum of p, reaches LIMIT, has the row failed. Then the origin must `follow` the maximum, from the first tile on: as in every
+other kernel, but not before it is SLACK behind.
 """
 
 from triton.experimental import gluon

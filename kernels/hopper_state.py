@@ -1,7 +1,9 @@
 """What the Hopper forward merges and writes at an item's end: a state that came in, the new state, the output.
 
-An o that comes in lies in the memory of K and V of a stage, where TMA brought it behind the item's last keys, and leaves by way
-of it. The output leaves by way of the query's memory. Rows that TMA would write, but must not, make it a plain store.
+The origins of rows start with the m of the state that came in, so that o needs no more than to be added to its own: by TMA, in
+the L2 cache, by way of the memory of K and V of a stage, which the producer hands over behind the last keys of an item. If an
+output is wanted instead, TMA brings the o that came in to that memory; the output leaves by way of the query's. Rows that TMA
+would write, but must not, make it plain loads and stores.
 """
 
 from triton.experimental import gluon
@@ -9,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from kernels import hopper
-from kernels.hopper import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_store
+from kernels.hopper import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from kernels.hopper_softmax import LIMIT, UNSET
 
 SIGN_BIT = gl.constexpr(-(2**31))
@@ -24,11 +26,11 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_part(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Load part NUMBER of the o of all consumers, if there is one."""
+def hand_over(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
+    """Give a consumer the memory of part NUMBER of the o of all: with the o that came in, if it is to be read."""
     CONSUMER: gl.constexpr = NUMBER // CONFIG.parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.parts * (CONFIG.dim // CONFIG.parts)
-    if CONSUMER < CONFIG.consumers:
+    if CONFIG.final and CONSUMER < CONFIG.consumers:
         mbarrier.expect(full, state_tiles.block_type.nbytes)
         view = tile_view(_state_view(buffer, CONFIG), state_tiles)
         tma_load(state_tiles, [batch, first + CONSUMER * ROWS, head, COLUMN], full, view)
@@ -45,13 +47,22 @@ def _row_index(place, num_queries, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def load_origins(results, place, num_queries, CONFIG: gl.constexpr):
+    """m in log2 units of the state that came in, with which a row's origin starts: UNSET if there is none."""
+    index, inside = _row_index(place, num_queries, CONFIG)
+    m = gl.full([ROWS], UNSET, gl.float32, gl.SliceLayout(1, CONFIG.scores))
+    if CONFIG.has_state:
+        m = gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET)
+    return m
+
+
+@gluon.jit
 def load_scalars(results, place, num_queries, CONFIG: gl.constexpr):
     """(m in log2 units, l) of the state that came in; those of a row that has seen nothing if none did."""
     index, inside = _row_index(place, num_queries, CONFIG)
-    m = gl.full([ROWS], UNSET, gl.float32, gl.SliceLayout(1, CONFIG.scores))
+    m = load_origins(results, place, num_queries, CONFIG)
     l = gl.zeros_like(m)
     if CONFIG.has_state:
-        m = gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET)
         l = gl.load(results[1] + index, mask=inside, other=0.0)
     return m, l
 
@@ -90,8 +101,8 @@ def _load_output(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _store_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Write o by way of the memory by which the o that came in came."""
+def _add_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Add o to the o that came in, by way of the memory that was handed over."""
     batch, head, own, end = place
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.parts == 1:
@@ -102,24 +113,8 @@ def _store_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG
         left.store(half)
         right.store(other_half)
         fence_async_shared()
-        tma_store(state_tiles, [batch, own, head, CONFIG.dim // 2], tile_view(right, state_tiles))
-    tma_store(state_tiles, [batch, own, head, 0], tile_view(left, state_tiles))
-
-
-@gluon.jit
-def _rows_to_write(l, other_l, inside, FOLLOW: gl.constexpr, CONFIG: gl.constexpr):
-    """(rows that have failed, rows to write, l of the state that came in).
-
-    A row has failed if l is not below LIMIT: its origin should not have stayed. What is written of it is for nothing, until the
-    second round. But a state that came in must live, and rows that did not fail must not be added to it once more: of a failed
-    row nothing is written but its old l with the sign bit set, by which the second round knows the rows that are left to it.
-    """
-    failed = inside & False if FOLLOW else inside & ~(l < LIMIT)
-    written = inside
-    if CONFIG.in_place and not CONFIG.follow:
-        written &= other_l.to(gl.int32, bitcast=True) < 0 if FOLLOW else ~failed
-        other_l = gl.abs(other_l)
-    return failed, written, other_l
+        tma_reduce_add(state_tiles, [batch, own, head, CONFIG.dim // 2], tile_view(right, state_tiles))
+    tma_reduce_add(state_tiles, [batch, own, head, 0], tile_view(left, state_tiles))
 
 
 @gluon.jit
@@ -129,7 +124,24 @@ def _by_output_row(numbers, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _write_output(origin, l, o, query, results, place, index, inside, element, mask, CONFIG: gl.constexpr):
+def _elements(index, rows, CONFIG: gl.constexpr):
+    """(where a consumer's output is in (B, N, H, Dv), which of it is there and in `rows`)."""
+    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
+    mask = _by_output_row(rows, CONFIG) & (columns < CONFIG.value_dim)
+    return _by_output_row(index, CONFIG) * CONFIG.value_dim + columns, mask
+
+
+@gluon.jit
+def _merge_scalars(origin, l, other_m, other_l):
+    """(m, l, alpha, beta) of the merged state: o * alpha + other_o * beta."""
+    m = gl.maximum(origin, other_m)
+    alpha = gl.exp2(origin - m)
+    beta = gl.exp2(other_m - m)
+    return m, l * alpha + other_l * beta, alpha, beta
+
+
+@gluon.jit
+def _write_output(origin, l, o, query, results, place, index, inside, CONFIG: gl.constexpr):
     batch, head, own, end = place
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
     gl.store(lse + index, (origin + gl.log2(l)) * LN_2, mask=inside)
@@ -140,33 +152,53 @@ def _write_output(origin, l, o, query, results, place, index, inside, element, m
         fence_async_shared()
         tma_store(out_tiles, [batch, own, head, 0], tile_view(query, out_tiles))
     else:  # the rows that follow are another tile's
+        element, mask = _elements(index, inside, CONFIG)
         gl.store(out + element, o, mask=mask)
 
 
 @gluon.jit
-def _write_state(
-    origin, l, o, old_l, buffers, results, place, index, inside, written, element, mask,
+def _write_state(origin, l, o, results, index, inside, CONFIG: gl.constexpr):
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
+    gl.store(state_m + index, gl.where(origin == UNSET, float("-inf"), origin * LN_2), mask=inside)
+    gl.store(state_l + index, l, mask=inside)
+    element, mask = _elements(index, inside, CONFIG)
+    gl.store(state_o + element, o, mask=mask)
+
+
+@gluon.jit
+def _update_state(
+    origin, l, o, failed, buffers, incoming, results, place, index, inside,
     CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    """Merge into the state that came in, where it is.
+
+    A state must live until it has been added to, and rows that did not fail must not be added to once more: of a failed row
+    nothing is written but its old l with the sign bit set, by which the second round knows the rows that are left to it.
+    """
     batch, head, own, end = place
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
-    gl.store(state_m + index, gl.where(origin == UNSET, float("-inf"), origin * LN_2), mask=written)
-    if CONFIG.in_place and not (CONFIG.follow or FOLLOW):
-        # not -old_l: Triton takes it for 0 - old_l, which leaves 0 without a sign
-        marked = (old_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
-        gl.store(state_l + index, gl.where(written, l, marked), mask=inside)
-    else:
+    other_m, other_l = incoming
+    written = inside
+    if not CONFIG.follow:
+        written &= other_l.to(gl.int32, bitcast=True) < 0 if FOLLOW else ~failed
+        other_l = gl.abs(other_l)
+    m, l, alpha, beta = _merge_scalars(origin, l, other_m, other_l)
+    # what has not changed is left alone: in log2 units and back it would not be the same
+    gl.store(state_m + index, m * LN_2, mask=written & (m != other_m))
+    if CONFIG.follow or FOLLOW:
         gl.store(state_l + index, l, mask=written)
-    whole = own + ROWS <= end
-    if CONFIG.in_place:
-        if not CONFIG.follow:
-            whole &= gl.min(written.to(gl.int32), axis=0) > 0
-        if whole:
-            _store_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
-        else:
-            gl.store(state_o + element, o, mask=mask)
     else:
-        gl.store(state_o + element, o, mask=mask)
+        # not -other_l: Triton takes it for 0 - other_l, which leaves 0 without a sign
+        marked = (other_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
+        gl.store(state_l + index, gl.where(written, l, marked), mask=inside)
+    # an o that has seen nothing is 0, whatever beta is
+    stays = written & (alpha == 1.0) & ((beta == 1.0) | (other_l == 0.0))
+    if (own + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
+        _add_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
+    else:
+        element, mask = _elements(index, written, CONFIG)
+        other_o = gl.load(state_o + element, mask=mask, other=0.0)
+        gl.store(state_o + element, o * _by_output_row(alpha, CONFIG) + other_o * _by_output_row(beta, CONFIG), mask=mask)
 
 
 @gluon.jit
@@ -174,25 +206,23 @@ def finish(
     origin, l, o, query, buffers, incoming, results, place, num_queries,
     CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the state that came in, and write the new state, or the output. Returns which rows have failed."""
+    """Merge the state that came in, and write the new state, or the output. Returns which rows have failed.
+
+    A row has failed if l is not below LIMIT: its origin should not have stayed. What is written of it is for nothing, until the
+    second round.
+    """
     index, inside = _row_index(place, num_queries, CONFIG)
-    other_m, old_l = incoming
-    failed, written, other_l = _rows_to_write(l, old_l, inside, FOLLOW, CONFIG)
-    if CONFIG.has_state:
-        m = gl.maximum(origin, other_m)
-        alpha = gl.exp2(origin - m)
-        beta = gl.exp2(other_m - m)
-        origin = m
-        l = l * alpha + other_l * beta
-        o *= _by_output_row(alpha, CONFIG)
-        o += _load_output(buffers, o, CONSUMER, CONFIG) * _by_output_row(beta, CONFIG)
-    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output))[None, :]
-    element = _by_output_row(index, CONFIG) * CONFIG.value_dim + columns
-    mask = _by_output_row(written, CONFIG) & (columns < CONFIG.value_dim)
-    if CONFIG.final:
-        _write_output(origin, l, o, query, results, place, index, inside, element, mask, CONFIG)
+    failed = inside & False if FOLLOW else inside & ~(l < LIMIT)
+    if CONFIG.in_place:
+        _update_state(origin, l, o, failed, buffers, incoming, results, place, index, inside, CONSUMER, FOLLOW, CONFIG)
     else:
-        _write_state(
-            origin, l, o, old_l, buffers, results, place, index, inside, written, element, mask, CONSUMER, FOLLOW, CONFIG
-        )
+        if CONFIG.has_state:
+            other_m, other_l = incoming
+            origin, l, alpha, beta = _merge_scalars(origin, l, other_m, other_l)
+            o *= _by_output_row(alpha, CONFIG)
+            o += _load_output(buffers, o, CONSUMER, CONFIG) * _by_output_row(beta, CONFIG)
+        if CONFIG.final:
+            _write_output(origin, l, o, query, results, place, index, inside, CONFIG)
+        else:
+            _write_state(origin, l, o, results, index, inside, CONFIG)
     return failed

@@ -272,6 +272,29 @@ def test_rows_that_fail_after_nothing(growth, dim, device):
     assert_states_close(state, problem.double().forward(reference), **AWAY)
 
 
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+def test_a_state_that_is_far_ahead(final, dtype, dim, device):
+    """Origins start with its m, which the scores of later keys come nowhere near."""
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, 2, (4, 2), (dim, dim), device)
+    problem.k[:, :70] *= 60
+    check_chain(problem, [0, 64, 210, 450], final, hopper_forward, TOLERANCE[dtype], 1e-3)
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_origin_that_stays_is_the_same_bits(dtype, dim, device):
+    """Or the m of a state would drift from hop to hop."""
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, dims=(dim, dim), device=device)
+    problem.q *= 10
+    state = problem.forward(hopper_forward)
+    m = state[0].clone()
+    for _ in range(3):
+        state = problem.forward(hopper_forward, state=state)
+    assert torch.equal(state[0], m)
+
+
 @pytest.mark.parametrize("dims", [(96, 8), (128, 64), (16, 96), (64, 24)], ids=str)
 def test_states_of_values_of_another_width(dims, device):
     """Columns that the tiles have and the state has not are neither read nor written."""
