@@ -103,7 +103,7 @@ class Config:
     @property
     def slots(self) -> int:
         """Of Q, at most two, so that one bit tells an item's slot and the phases of q_full and q_empty."""
-        return 1 if self.in_place else 2
+        return 2 if self.final else 1
 
     @property
     def parts(self) -> int:
@@ -113,7 +113,7 @@ class Config:
     @property
     def state_stages(self) -> int:
         """Stages by which the o of all consumers comes in, or leaves."""
-        return -(-self.consumers * self.parts // 2) if self.has_state else 0
+        return -(-self.consumers * self.parts // 2) if self.has_state or not self.final else 0
 
     @property
     def left(self) -> gl.DotOperandLayout:
@@ -331,8 +331,8 @@ def _first_step(
 
 @gluon.jit
 def _leave_held(k_empty, v_empty, held, CONFIG: gl.constexpr):
-    """Leave the stage that the last item's state came and went by; it is -1 if there is none."""
-    if CONFIG.has_state:
+    """Leave the stage that the last item's state came, or went, by; it is -1 if there is none."""
+    if CONFIG.state_stages > 0:
         if held >= 0:
             _leave_keys(k_empty, held, CONFIG)
             mbarrier.arrive(v_empty.index(held), count=1)
@@ -596,7 +596,7 @@ def _launch(
     given, o = o, hopper.as_strided_rows(o) if has_state else o
     q, k, v = [hopper.as_strided_rows(x) for x in (q, k, v)]
     blocks = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
-    blocks += (o if has_state else None, ROWS.value, config.dim // config.parts), (out, ROWS.value, config.dim)
+    blocks += (o, ROWS.value, config.dim // config.parts), (out, ROWS.value, config.dim)
     descriptors = [None if x is None else hopper.describe(x, rows, columns) for x, rows, columns in blocks]
     cache = L2_BYTES_BESIDE_STATE if has_state else L2_BYTES
     heads_in_cache = max(1, cache // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group

@@ -101,9 +101,17 @@ def _load_output(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _add_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Add o to the o that came in, by way of the memory that was handed over."""
+def _send_part(part, state_tiles, place, column, CONFIG: gl.constexpr):
     batch, head, own, end = place
+    if CONFIG.has_state:
+        tma_reduce_add(state_tiles, [batch, own, head, column], tile_view(part, state_tiles))
+    else:
+        tma_store(state_tiles, [batch, own, head, column], tile_view(part, state_tiles))
+
+
+@gluon.jit
+def _send_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Write o, or add it to the o that came in, by way of the memory that was handed over."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.parts == 1:
         left.store(o)
@@ -113,8 +121,8 @@ def _add_output(buffers, o, state_tiles, place, CONSUMER: gl.constexpr, CONFIG: 
         left.store(half)
         right.store(other_half)
         fence_async_shared()
-        tma_reduce_add(state_tiles, [batch, own, head, CONFIG.dim // 2], tile_view(right, state_tiles))
-    tma_reduce_add(state_tiles, [batch, own, head, 0], tile_view(left, state_tiles))
+        _send_part(right, state_tiles, place, CONFIG.dim // 2, CONFIG)
+    _send_part(left, state_tiles, place, 0, CONFIG)
 
 
 @gluon.jit
@@ -157,12 +165,18 @@ def _write_output(origin, l, o, query, results, place, index, inside, CONFIG: gl
 
 
 @gluon.jit
-def _write_state(origin, l, o, results, index, inside, CONFIG: gl.constexpr):
+def _write_state(
+    origin, l, o, buffers, results, place, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    batch, head, own, end = place
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
     gl.store(state_m + index, gl.where(origin == UNSET, float("-inf"), origin * LN_2), mask=inside)
     gl.store(state_l + index, l, mask=inside)
-    element, mask = _elements(index, inside, CONFIG)
-    gl.store(state_o + element, o, mask=mask)
+    if own + ROWS <= end:
+        _send_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
+    else:
+        element, mask = _elements(index, inside, CONFIG)
+        gl.store(state_o + element, o, mask=mask)
 
 
 @gluon.jit
@@ -194,7 +208,7 @@ def _update_state(
     # an o that has seen nothing is 0, whatever beta is
     stays = written & (alpha == 1.0) & ((beta == 1.0) | (other_l == 0.0))
     if (own + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
-        _add_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
+        _send_output(buffers, o, state_tiles, place, CONSUMER, CONFIG)
     else:
         element, mask = _elements(index, written, CONFIG)
         other_o = gl.load(state_o + element, mask=mask, other=0.0)
@@ -224,5 +238,5 @@ def finish(
         if CONFIG.final:
             _write_output(origin, l, o, query, results, place, index, inside, CONFIG)
         else:
-            _write_state(origin, l, o, results, index, inside, CONFIG)
+            _write_state(origin, l, o, buffers, results, place, index, inside, CONSUMER, CONFIG)
     return failed

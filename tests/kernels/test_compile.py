@@ -59,7 +59,7 @@ HOPPER_SPILLS = {"forward": 0, "backward": 1}  # of a step: how often it may rel
 @pytest.mark.parametrize("direction", HOPPER_STACK)
 def test_hopper_kernels_compile_and_overlap(direction):
     """No spills to speak of, and no matrix product that the assembler makes wait for the one before it."""
-    kinds = {"forward": ("final", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
+    kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
     cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds]
     cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
     for result in compile_cases("compile_hopper.py", cases):
