@@ -13,6 +13,7 @@ import functools
 import glob
 import inspect
 import itertools
+import json
 import re
 import sysconfig
 import time
@@ -24,8 +25,10 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow.parquet
 import torch
 import torch.distributed as dist
+from datasets.arrow_writer import SchemaInferenceError
 from torch.distributed.distributed_c10d import _get_default_store
 
 from train.config import ConfigError, DataConfig
@@ -120,11 +123,12 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
     with _rank_zero_first():
         try:
             documents, column = _documents(config)
+            json_column = config.column if config.source == "jsonl" else None
             _check_column(documents, column, config)
             tokens = documents.map(
                 _tokenise,
                 input_columns=[column],
-                fn_kwargs={"tokenizer": tokenizer, "code": _code(tokenizer)},
+                fn_kwargs={"tokenizer": tokenizer, "code": _code(tokenizer), "json_column": json_column},
                 batched=True,
                 batch_size=100,
                 remove_columns=documents.column_names,
@@ -186,17 +190,32 @@ def _documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
         case "text":
             return _text_files(_files(config), config.split, errors="strict"), "text"
         case "jsonl":
-            return datasets.load_dataset("json", data_files=_files(config), split=config.split), config.column
+            # line by line, and not by the reader of JSON: that wants the same columns in all files
+            return _text_files(_files(config), config.split, errors="strict", sample_by="line"), "text"
         case "parquet":
-            return datasets.load_dataset("parquet", data_files=_files(config), split=config.split), config.column
+            return _parquet_column(config), config.column
         case "hub":
             return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
     raise ConfigError(f"data.source={config.source} is unknown: use stdlib, text, jsonl, parquet or hub")
 
 
-def _text_files(files: list[str], split: str, errors: str) -> datasets.Dataset:
-    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)  # without the mark that some files begin with
-    return datasets.load_dataset("text", data_files=files, sample_by="document", split=split, **encoding)
+def _text_files(files: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:
+    reading = dict(encoding="utf-8-sig", encoding_errors=errors)  # without the mark that some files begin with
+    return datasets.load_dataset("text", data_files=files, sample_by=sample_by, split=split, **reading)
+
+
+def _parquet_column(config: DataConfig) -> datasets.Dataset:
+    """The column of text alone: files may differ in the others."""
+    files = _files(config)
+    try:
+        return datasets.load_dataset("parquet", data_files=files, split=config.split, columns=[config.column])
+    except Exception:
+        for file in itertools.chain.from_iterable(map(glob.glob, files)):
+            names = pyarrow.parquet.read_schema(file).names
+            if config.column not in names:
+                message = f"{file} has no column {config.column!r}: set data.column to one of {', '.join(names)}"
+                raise ConfigError(message) from None
+        raise
 
 
 def _library_files() -> list[str]:
@@ -234,13 +253,37 @@ def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) 
 
 def _code(tokenizer: Tokenizer) -> str:
     """What makes tokens of a text: the cache knows functions and classes by name alone."""
-    return inspect.getsource(_tokenise) + inspect.getsource(type(tokenizer))
+    return inspect.getsource(_tokenise) + inspect.getsource(_text_of) + inspect.getsource(type(tokenizer))
 
 
-def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str) -> dict[str, list]:
-    """Rows of TOKENS; a row without text makes none. `code` is for the cache, which keeps what other code made apart."""
+def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_column: str | None) -> dict[str, list]:
+    """Rows of TOKENS; a row without text makes none.
+
+    code: for the cache, which keeps what other code made apart.
+    json_column: where lines of JSON have their text; None: texts are no JSON.
+    """
+    if json_column is not None:
+        texts = [_text_of(line, json_column) for line in texts]
     tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.eos) for text in texts if text]
     return {"tokens": tokens, "length": [len(document) for document in tokens]}
+
+
+def _text_of(line: str, column: str) -> str | None:
+    """The text of a line of JSON, None if that is null or the line empty."""
+    if not line.strip():
+        return None
+    shown = f"{line[:60]!r}" + "..." * (len(line) > 60)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"data.source=jsonl: the line {shown} is no JSON ({error}): check the file") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"data.source=jsonl: the line {shown} is no JSON object with a column of text: check the file")
+    if column not in row:
+        raise ConfigError(f"data.source=jsonl has no column {column!r}: set data.column to one of {', '.join(row)}, of {shown}")
+    if not isinstance(row[column], str | None):
+        raise ConfigError(f"data.source=jsonl: column {column!r} holds {row[column]!r:.60}, not text: set data.column")
+    return row[column]
 
 
 @contextmanager
@@ -265,7 +308,7 @@ def _reason(error: BaseException) -> str:
     """The first line of the innermost cause."""
     while error.__cause__:
         error = error.__cause__
-    if isinstance(error, StopIteration):  # of a reader that looks for the first row
+    if isinstance(error, SchemaInferenceError):  # of a reader that looks for the first row
         return "it holds nothing"
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 

@@ -109,15 +109,15 @@ class Recorder:
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl up to step `until`; the half line of a killed run is left out."""
+    """The rows of a metrics.jsonl up to step `until`; what is no row is left out, such as the half line of a killed run."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
             row = json.loads(line)
-        except ValueError:
+            if row["step"] <= until:
+                rows.append(row)
+        except (ValueError, LookupError, TypeError):
             continue
-        if row["step"] <= until:
-            rows.append(row)
     return rows
 
 

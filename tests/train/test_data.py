@@ -219,7 +219,7 @@ def test_part_of_a_split(rows):
     ("changes", "message"),
     [
         ({"column": "text"}, "no column 'text': set data.column to one of body, id"),
-        ({"column": "id"}, "column 'id' holds Value.*, not text"),
+        ({"column": "id"}, "column 'id' holds (Value.*|1), not text"),
         ({"column": "body", "split": "test"}, "cannot be read: .*test"),
     ],
     ids=["missing", "numbers", "split"],
@@ -299,3 +299,34 @@ def test_another_order_is_another_corpus():
 def test_an_empty_file_of_rows_holds_nothing(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "it holds nothing")
+
+
+def test_files_may_differ_in_other_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b", "meta": {"n": 1}}\n\n')
+    (tmp_path / "b.jsonl").write_text('{"other": [1, 2], "text": "four"}\n{"text": null, "meta": "x"}\n')
+    pa.parquet.write_table(pa.table({"text": ["ab"], "n": [1]}), tmp_path / "a.parquet")
+    pa.parquet.write_table(pa.table({"m": ["x"], "text": ["four"], "n": ["x"]}), tmp_path / "b.parquet")
+    for source, lengths in (("jsonl", [6, 5]), ("parquet", [3, 5])):
+        dataset = load(config(source, path=f"{tmp_path}/*.{source}"), BytesTokenizer())
+        assert dataset.lengths.tolist() == lengths
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "a"', "the line .* is no JSON"),
+        ("[1]", "is no JSON object"),
+        ('{"body": "a"}', "no column 'text': set data.column to one of body"),
+        ('{"text": ["a"]}', "column 'text' holds .'a'., not text"),
+    ],
+    ids=["cut", "list", "other column", "no text"],
+)
+def test_a_line_that_cannot_serve(line, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + line + "\n")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), message)
+
+
+def test_a_parquet_file_without_the_column_is_named(tmp_path):
+    pa.parquet.write_table(pa.table({"text": ["ab"]}), tmp_path / "a.parquet")
+    pa.parquet.write_table(pa.table({"body": ["ab"]}), tmp_path / "b.parquet")
+    assert_one_line_error(config("parquet", path=f"{tmp_path}/*.parquet"), "b.parquet has no column 'text': .* body")

@@ -222,3 +222,8 @@ def test_the_losses_of_a_summary_are_of_the_last_steps(tmp_path):
     rows = [{"step": step, "loss": float(step), "eval_loss": 10.0 + step} for step in range(1, 21)]
     (tmp_path / "metrics.jsonl").write_text("".join(map(metrics._json_line, rows)))
     assert summary._losses(tmp_path, 20) == {"final_loss": 19.5, "eval_loss": 30.0}
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n7\n{"loss": 1}\n{"step": null}\n{"step": 2}\n{"step": 3\n')
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
