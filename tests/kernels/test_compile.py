@@ -60,7 +60,8 @@ HOPPER_SPILLS = {"forward": 0, "backward": 1}  # of a step: how often it may rel
 def test_hopper_kernels_compile_and_overlap(direction):
     """No spills to speak of, and no matrix product that the assembler makes wait for the one before it."""
     kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
-    cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds]
+    # at 64 few rows have the tiles of many
+    cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds if (dim, kind) != (64, "few")]
     cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
     for result in compile_cases("compile_hopper.py", cases):
         assert not result["serialized"], result
