@@ -5,14 +5,14 @@ warp, the producer, moves tiles by TMA; the other partitions, the consumers, are
 hold their scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
 
     producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
-                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in, it
-                 hands the stages that follow to the consumers, for their o
+                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in or
+                 leaves, it hands the stages that follow to the consumers, for their o
     consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
 
     barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
                  Where K and V of a stage are left together, K's empty is V's
     slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is done. A
-                 state is added to by way of stages, which are left then, too; Q has a single slot then, left after S(n)
+                 state leaves by way of stages, left at that point, too; then Q has one slot, left after an item's last S
     rounds       a second one, through all items again, of a program that had a row whose origin could not stay: what that is,
                  `hopper_softmax` says
     turns        if on, a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's

@@ -213,8 +213,7 @@ def _parquet_column(config: DataConfig) -> datasets.Dataset:
         for file in itertools.chain.from_iterable(map(glob.glob, files)):
             names = pyarrow.parquet.read_schema(file).names
             if config.column not in names:
-                message = f"{file} has no column {config.column!r}: set data.column to one of {', '.join(names)}"
-                raise ConfigError(message) from None
+                raise _no_column(file, config.column, names) from None
         raise
 
 
@@ -246,9 +245,17 @@ def _hub_name(config: DataConfig) -> str:
 def _check_column(documents: datasets.Dataset, column: str, config: DataConfig) -> None:
     columns = documents.features
     if column not in columns:
-        raise ConfigError(f"{config.origin} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+        raise _no_column(config.origin, column, columns)
     if getattr(columns[column], "dtype", None) not in ("string", "large_string"):
-        raise ConfigError(f"{config.origin}: column {column!r} holds {columns[column]}, not text: set data.column")
+        raise _no_text(config.origin, column, columns[column])
+
+
+def _no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:
+    return ConfigError(f"{where} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+
+
+def _no_text(where: str, column: str, held: object) -> ConfigError:
+    return ConfigError(f"{where}: column {column!r} holds {held}, not text: set data.column")
 
 
 def _code(tokenizer: Tokenizer) -> str:
@@ -272,17 +279,17 @@ def _text_of(line: str, column: str) -> str | None:
     """The text of a line of JSON, None if that is null or the line empty."""
     if not line.strip():
         return None
-    shown = f"{line[:60]!r}" + "..." * (len(line) > 60)
+    shown = f"data.source=jsonl: the line {line[:60]!r}" + "..." * (len(line) > 60)
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise ConfigError(f"data.source=jsonl: the line {shown} is no JSON ({error}): check the file") from None
+        raise ConfigError(f"{shown} is no JSON ({error}): check the file") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"data.source=jsonl: the line {shown} is no JSON object with a column of text: check the file")
+        raise ConfigError(f"{shown} is no JSON object with a column of text: check the file")
     if column not in row:
-        raise ConfigError(f"data.source=jsonl has no column {column!r}: set data.column to one of {', '.join(row)}, of {shown}")
+        raise _no_column(shown, column, row)
     if not isinstance(row[column], str | None):
-        raise ConfigError(f"data.source=jsonl: column {column!r} holds {row[column]!r:.60}, not text: set data.column")
+        raise _no_text(shown, column, f"{row[column]!r:.60}")
     return row[column]
 
 

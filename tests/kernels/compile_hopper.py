@@ -38,9 +38,9 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
     block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
-    if has_state or not final:
+    if config.state_stages:
         types["state_tiles"] = descriptor("fp32", (1, hopper_forward.ROWS.value, 1, dim // config.parts))
-    absent = [] if has_state or not final else ["state_m", "state_l", "state_o", "state_tiles"]
+    absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
     return hopper_forward._forward_kernel, config, types, absent
 
