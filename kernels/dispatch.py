@@ -9,13 +9,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.blocks import BlockMask
-from kernels.checks import MAX_HEAD_DIM
-from kernels.dropout import Dropout
-from kernels.intervals import Intervals
-from kernels.reference import Delta, Gradients, State
-from kernels.remember import remembered
+from ringattn.kernels import reference
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.caching import remembered
+from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import Delta, Gradients, State
+from ringattn.kernels.validation import MAX_HEAD_DIM
 
 BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -78,7 +78,7 @@ def _no_hopper(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], 
     if not plain:
         return "they have no dropout and no block masks, and want at least one key"
     try:
-        hopper = importlib.import_module("kernels.hopper")
+        hopper = importlib.import_module("ringattn.kernels.hopper.common")
     except ImportError as error:
         return f"this triton has no Gluon that it knows ({error})"
     return hopper.refusal(device, dtype, dims)
@@ -99,8 +99,12 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 
 _MODULES = {
-    "hopper": {"forward": "kernels.hopper_forward", "backward": "kernels.hopper_backward"},
-    "triton": {"forward": "kernels.forward", "backward": "kernels.backward", "total": "kernels.total"},
+    "hopper": {"forward": "ringattn.kernels.hopper.forward", "backward": "ringattn.kernels.hopper.backward"},
+    "triton": {
+        "forward": "ringattn.kernels.triton.forward",
+        "backward": "ringattn.kernels.triton.backward",
+        "total": "ringattn.kernels.triton.merge",
+    },
 }
 
 
@@ -125,7 +129,7 @@ def forward(
     precision: str = "ieee",
     crowded: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """`kernels.reference.forward` by the chosen kernel.
+    """`ringattn.kernels.reference.forward` by the chosen kernel.
 
     `crowded` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernels, which
     otherwise get shares of the work before they start, then each do one item as they find room.
@@ -138,7 +142,7 @@ def forward(
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """`kernels.reference.row_delta`, fused where the Triton kernels run."""
+    """`ringattn.kernels.reference.row_delta`, fused where the Triton kernels run."""
     chosen = choose(out.device, out.dtype, backend).backend
     return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
@@ -163,7 +167,7 @@ def backward(
     precision: str = "ieee",
     crowded: bool = False,
 ) -> Gradients:
-    """`kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
+    """`ringattn.kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
 
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
     always, and are used under `torch.use_deterministic_algorithms(True)`. `crowded` as in `forward`.
@@ -182,7 +186,7 @@ def backward(
 
 
 def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """`kernels.reference.total`, on GPUs fused for fp32 sums of one batch row."""
+    """`ringattn.kernels.reference.total`, on GPUs fused for fp32 sums of one batch row."""
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _module("triton", "total").total(base, parts, dtype)
     return reference.total(base, parts, dtype)

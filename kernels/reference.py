@@ -3,7 +3,7 @@
 Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, Hkv key heads dividing Hq, head dims D and Dv):
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16, fp32 (here also fp64)
-    intervals                                                      the mask, see kernels.intervals
+    intervals                                                      the mask, see ringattn.kernels.interval_mask
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         the same dtype as the state
 
@@ -13,7 +13,7 @@ The Hopper kernels take as m another number near the scores: whatever it is, l a
 
 Both functions take three options. `dropout` drops probabilities: o sums those kept, scaled; m, l and lse do not change.
 `blocks` hides blocks of keys from blocks of queries. `precision` is that of products of fp32 inputs: "ieee", or "tf32", which
-lets the Triton kernels round their operands to 11 bits; this module and `kernels.tiled` always compute exactly.
+lets the Triton kernels round their operands to 11 bits; this module and `ringattn.kernels.blockwise` always compute exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,10 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from kernels import checks
-from kernels.blocks import BlockMask
-from kernels.dropout import Dropout, keep_mask
-from kernels.intervals import Intervals, dense
+from ringattn.kernels import validation
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.dropout import Dropout, keep_mask
+from ringattn.kernels.interval_mask import Intervals, dense
 
 State = tuple[Tensor, Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -140,8 +140,8 @@ def forward(
         ValueError: shapes, dtypes, devices, intervals or a scale that contradict each other; `dropout` or `blocks` do not fit q
             and k, or an unknown precision.
     """
-    checks.check_inputs(q, k, v, intervals, scale)
-    checks.check_options(q, k, dropout, blocks, precision)
+    validation.check_inputs(q, k, v, intervals, scale)
+    validation.check_options(q, k, dropout, blocks, precision)
     scores = _scores(q, k, intervals, scale, blocks)
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
@@ -200,8 +200,8 @@ def backward(
     Raises:
         ValueError: as for `forward`.
     """
-    checks.check_inputs(q, k, v, intervals, scale)
-    checks.check_options(q, k, dropout, blocks, precision)
+    validation.check_inputs(q, k, v, intervals, scale)
+    validation.check_options(q, k, dropout, blocks, precision)
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)

@@ -1,29 +1,28 @@
-"""Exact attention over sequences that are spread over a ring of ranks.
+"""Exact attention over sequences that are sharded over a ring of ranks.
 
 layout = Layout.zigzag(seq_len=S, ranks=P)
 mask = Mask.causal()
 out = ring_attention(q, k, v, layout=layout, mask=mask, group=group)
 """
 
-import kernels
+from pathlib import Path
 
-if getattr(kernels, "OWNER", None) != "ringattn":
-    raise ImportError(
-        f"the name 'kernels' belongs to another package here ({getattr(kernels, '__file__', None)}), and ringattn's own "
-        "kernels cannot be loaded beside it: uninstall the package 'kernels', use a separate environment, or put the "
-        "root of the ringattn source first on PYTHONPATH"
-    )
+# An installed package contains kernels/, train/ and configs/. In a clone they lie next to this folder instead, and are found
+# there even if only the dependencies are installed.
+_HERE = Path(__file__).resolve().parent
+if not (_HERE / "kernels").is_dir():
+    __path__.append(str(_HERE.parent))
 
-from kernels.blocks import BlockMask
 from ringattn.attention import plan_ahead, ring_attention
-from ringattn.balance import balanced_layout
+from ringattn.checkpointing import keep_attention
+from ringattn.comm.simulated import simulate
 from ringattn.decode import KVCache, decode_attention
 from ringattn.explain import explain
 from ringattn.flash import flash_attention
+from ringattn.kernels.blocks import BlockMask
 from ringattn.layout import Layout
+from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
-from ringattn.recompute import keep_attention
-from ringattn.simulated import simulate
 from ringattn.state import PartialState
 from ringattn.ulysses import ulysses_attention
 

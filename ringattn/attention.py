@@ -6,16 +6,16 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.checks import PRECISIONS
-from kernels.reference import under_autocast
-from ringattn import operator
-from ringattn import transport as transports
+from ringattn import custom_op
+from ringattn.comm import transport as transports
+from ringattn.comm.group import Group, rank_and_size
 from ringattn.graphs import keep_if_captured
-from ringattn.group import Group, rank_and_size
+from ringattn.kernels import dispatch
+from ringattn.kernels.reference import under_autocast
+from ringattn.kernels.validation import PRECISIONS
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
-from ringattn.plan import SCHEDULES, Plan, plan
+from ringattn.planning.rank_plan import SCHEDULES, Plan, plan
 from ringattn.ring import Ring
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,9 +58,9 @@ def ring_attention(
         first_head: for the dropout, the place of q's first head among all, where heads are split over rings.
         schedule: "state" (queries and states travel), "kv" (keys and values travel), or "auto": in each direction the one
             that is expected to take less time, then fewer bytes; `ringattn.explain` shows why.
-        transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.transport.resolve`. All calls of a process go to one
+        transport: "nvlink", "p2p" (NCCL, gloo) or "auto", see `ringattn.comm.transport.resolve`. All calls of a process go to one
             CUDA stream, or to streams that wait for each other.
-        backend: the kernels, see `kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log of the softmax's denominator.
 
@@ -260,7 +260,9 @@ def call_of(q: Tensor, k: Tensor, v: Tensor, *settings) -> dict[str, object]:
     return shape | mask | where | {"scale": scale, "dropout_p": dropout_p, "seed": seed if dropout_p else None}
 
 
-@lru_cache(maxsize=4)  # as in `ringattn.plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count
+@lru_cache(
+    maxsize=4
+)  # as in `ringattn.planning.rank_plan`; found anew in every layer, and at 4,096 rows a rank every 10 us count
 def _plan(
     documents: tuple[int, ...],
     is_causal: bool,
@@ -300,4 +302,4 @@ def pairs_of_batch(
     return batch * sum(counts) / len(counts)
 
 
-_attention = operator.register("ring_attention", SETTINGS, _forward, _backward, pairs_a_rank)
+_attention = custom_op.register("ring_attention", SETTINGS, _forward, _backward, pairs_a_rank)

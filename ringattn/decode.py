@@ -10,14 +10,14 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.intervals import Intervals
-from ringattn import transport
 from ringattn.attention import DTYPES, scale_of
-from ringattn.group import Group, rank_and_size
+from ringattn.comm import transport
+from ringattn.comm.group import Group, rank_and_size
+from ringattn.comm.transport import Addressed
+from ringattn.kernels import dispatch
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import Layout
 from ringattn.state import PartialState
-from ringattn.transport import Addressed
 
 MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it cuts it evenly
 SPLIT_ROWS = 256  # keys of a split at least: fewer do not repay the merge
@@ -199,7 +199,7 @@ def decode_attention(
         group: the ranks that the cache is spread over; None: this process alone.
         window: keys that a query may see, itself included; None: all before it.
         scale: positive factor on the scores; None: D ** -0.5.
-        backend: the kernels, see `kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.dispatch`.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, on every rank.

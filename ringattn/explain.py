@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from ringattn.attention import check_choices, check_layout, check_tensors
-from ringattn.cost import Fabric, HopCost, attention_flops, fabric
-from ringattn.group import Group
+from ringattn.comm.group import Group
+from ringattn.comm.transport import resolve
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
-from ringattn.plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
-from ringattn.schedule import Message, RankStep
-from ringattn.transport import resolve
+from ringattn.planning.cost_model import Fabric, HopCost, attention_flops, fabric
+from ringattn.planning.rank_plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
+from ringattn.planning.schedule import Message, RankStep
 
 MOVES = {  # what travels, and what comes back
     ("forward", "kv"): ("k, v", ""),
@@ -36,7 +36,7 @@ def explain(
 ) -> str:
     """A text: for forward and backward the schedule, why it was chosen, and what every hop moves and hides behind.
 
-    Nothing is computed. Times are estimates from a table of link and kernel speeds, see `ringattn.cost`.
+    Nothing is computed. Times are estimates from a table of link and kernel speeds, see `ringattn.planning.cost_model`.
 
     Args:
         q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter: tensors on

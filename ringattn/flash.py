@@ -5,13 +5,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.blocks import BlockMask
-from kernels.dropout import Dropout
-from kernels.intervals import Intervals
-from ringattn import operator
+from ringattn import custom_op
 from ringattn.attention import autocast, check_inputs, pairs_of_batch, scale_of
 from ringattn.graphs import keep_if_captured
+from ringattn.kernels import dispatch
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
 
 # once: a mask holds a tensor
@@ -52,7 +52,7 @@ def flash_attention(
         dropout_p: probability of dropping a probability of the softmax, 0 <= p < 1.
         seed: of the dropout; another one for every layer and step.
         blocks: pairs of (query block, key block) that are computed at all, on top of `mask`. None: all.
-        backend: the kernels, see `kernels.dispatch`.
+        backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log of the softmax's denominator.
 
@@ -156,4 +156,4 @@ def _pairs(batch, num_queries, num_keys, documents, keep, is_causal, window, *_)
     return kept * pairs_of_batch(batch, num_keys, documents, is_causal, window, num_queries)
 
 
-_attention = operator.register("flash_attention", _SETTINGS, _forward, _backward, _pairs)
+_attention = custom_op.register("flash_attention", _SETTINGS, _forward, _backward, _pairs)

@@ -3,7 +3,7 @@
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds the r-th chunk of P; under a causal mask the last rank works most
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      chunks r and 2P-1-r of 2P: equal causal work
     striped      0 1 2 0 1 2 0 1 2 0 1 2      every P-th position: equal causal work, and for short documents too
-    dealt        1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length in any hands, named one by one; see `ringattn.balance`
+    dealt        1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length in any hands, named one by one; see `ringattn.load_balance`
 
 Chunks differ by at most one position where S does not divide, but for the last one dealt, which may be shorter; a rank may hold
 none at all. A layout over R ranks can be `split` for U ranks in the place of each one: consecutive slices of its shard.
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from kernels.remember import remembered
+from ringattn.kernels.caching import remembered
 
 KINDS = ("contiguous", "zigzag", "striped")
 

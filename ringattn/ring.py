@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import dispatch
-from kernels.dropout import Dropout
-from kernels.intervals import Intervals
-from kernels.reference import state_dtype
-from ringattn import plan as planning
-from ringattn.plan import Plan, part_of_heads
-from ringattn.schedule import Schedule, Visit
+from ringattn.comm.transport import Block, Transport, completed, cut, watched
+from ringattn.kernels import dispatch
+from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import state_dtype
+from ringattn.planning import rank_plan as planning
+from ringattn.planning.rank_plan import Plan, part_of_heads
+from ringattn.planning.schedule import Schedule, Visit
 from ringattn.state import PartialState
-from ringattn.transport import Block, Transport, completed, cut, watched
 
 
 def circulate(
@@ -149,7 +149,7 @@ class Ring:
 
     @property
     def crowded(self) -> bool:
-        """Whether processors are shared, see `kernels.dispatch.forward`."""
+        """Whether processors are shared, see `ringattn.kernels.dispatch.forward`."""
         return self.beside_kernels or self.transport.fabric.on_processors
 
     @_by_heads

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import reference
+from ringattn.kernels import reference
 
 
 class PartialState(NamedTuple):

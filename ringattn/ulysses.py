@@ -17,8 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kernels.reference import state_dtype
-from ringattn import operator
+from ringattn import custom_op
 from ringattn.attention import (
     SETTINGS,
     autocast,
@@ -31,13 +30,14 @@ from ringattn.attention import (
     ring_of,
     scale_of,
 )
-from ringattn.group import Group, rank_and_size
+from ringattn.comm.all_to_all import Heads, Landing, Rows, begin
+from ringattn.comm.group import Group, rank_and_size
+from ringattn.comm.nvlink_all_to_all import MOST_SENDS
+from ringattn.comm.transport import Block, Transport, resolve
+from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.peer_swap import MOST_SENDS
 from ringattn.ring import Ring
-from ringattn.swap import Heads, Landing, Rows, begin
-from ringattn.transport import Block, Transport, resolve
 
 FULL_ROWS = 2**15  # rows in all heads of a part: with fewer, its kernels leave processors idle
 MOST_PARTS = MOST_SENDS // 2  # a part is sent there and back
@@ -282,11 +282,11 @@ def _pairs(batch, num_queries, num_keys, rows, group, transport, with_lse, again
     return pairs_a_rank(batch, num_queries, num_keys, *settings) / len(rows)
 
 
-_attention = operator.register(
+_attention = custom_op.register(
     "ulysses_attention",
     _SETTINGS,
     _forward,
     _backward,
     _pairs,
-    operator.Keeping(_fake_results, _fake_gradients, inputs_too=lambda settings: settings[4]),
+    custom_op.Keeping(_fake_results, _fake_gradients, inputs_too=lambda settings: settings[4]),
 )

@@ -4,9 +4,10 @@ import math
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from kernels import dispatch
-from kernels.checks import MAX_HEAD_DIM
-from ringattn import layout, plan
+from ringattn import layout
+from ringattn.kernels import dispatch
+from ringattn.kernels.validation import MAX_HEAD_DIM
+from ringattn.planning import rank_plan
 
 
 class ConfigError(ValueError):
@@ -164,7 +165,7 @@ CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
     "parallel.layout": (*layout.KINDS, "auto"),
-    "parallel.schedule": plan.SCHEDULES,
+    "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.kernel": dispatch.BACKENDS,
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),

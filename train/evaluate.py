@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Mask
-from train.build import Run, compiles
-from train.data import Batch
-from train.loss import IGNORE, token_losses
-from train.step import forward, layout_of, mask_of
+from ringattn.train.data.packing import Batch
+from ringattn.train.model.loss import IGNORE, token_losses
+from ringattn.train.setup import Run, compiles
+from ringattn.train.step import forward, layout_of, mask_of
 
 FEWEST = 128  # tokens before a token: fewer are one group, and further groups begin at twice, four times, ... as many
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention
-from train.model import GPT
+from ringattn.train.model.gpt import GPT
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from train import parallel
-from train.config import ConfigError
+from ringattn.train.config import ConfigError
+from ringattn.train.parallel import mesh as parallel
 
 
 @contextmanager

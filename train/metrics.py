@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from train.config import Config, ConfigError
-from train.flops import utilisation
+from ringattn.train.config import Config, ConfigError
+from ringattn.train.model.flops import utilisation
 
 log = logging.getLogger(__name__)
 

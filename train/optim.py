@@ -5,7 +5,7 @@ import math
 import torch
 from torch import nn
 
-from train.config import OptimConfig
+from ringattn.train.config import OptimConfig
 
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:

@@ -34,12 +34,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ringattn.watchdog import RingFault
-from train import parallel, sweep
-from train.config import Config, ConfigError
-from train.loop import train
-from train.step import Diverged
-from train.stopping import Stopped
+from ringattn.comm.watchdog import RingFault
+from ringattn.train import sweep
+from ringattn.train.config import Config, ConfigError
+from ringattn.train.parallel import mesh as parallel
+from ringattn.train.preemption import Stopped
+from ringattn.train.step import Diverged
+from ringattn.train.trainer import train
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)

@@ -9,11 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
-from train import flops, optim, parallel
-from train.build import Run, compiles
-from train.config import Config
-from train.data import Batch
-from train.loss import IGNORE, cross_entropy
+from ringattn.train import optim
+from ringattn.train.config import Config
+from ringattn.train.data.packing import Batch
+from ringattn.train.model import flops
+from ringattn.train.model.loss import IGNORE, cross_entropy
+from ringattn.train.parallel import mesh as parallel
+from ringattn.train.setup import Run, compiles
 
 
 class Diverged(RuntimeError):

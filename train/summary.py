@@ -10,10 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from train import flops, memory, metrics, parallel
-from train.build import Run
-from train.config import ConfigError
-from train.generate import generate
+from ringattn.train import metrics
+from ringattn.train.config import ConfigError
+from ringattn.train.generate import generate
+from ringattn.train.model import flops
+from ringattn.train.parallel import memory
+from ringattn.train.parallel import mesh as parallel
+from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import triton
@@ -16,10 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
-from compile_sm90 import resources  # noqa: E402
-
-from kernels import hopper, hopper_backward, hopper_forward  # noqa: E402
+from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper import forward as hopper_forward
+from tests.kernels.compile_sm90 import resources
 
 HEADS = 4
 INTEGERS = ("lo", "hi", "query_lo", "query_hi", "items")
@@ -28,7 +27,7 @@ TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
     """A TMA descriptor's type in Triton's notation."""
-    layout = layout or hopper.shared_layout(block, TYPES.get(dtype, torch.float32))
+    layout = layout or hopper_common.shared_layout(block, TYPES.get(dtype, torch.float32))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 

@@ -8,20 +8,20 @@ import re
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from kernels import backward, forward, tiles  # noqa: E402
+from ringattn.kernels.triton import backward as triton_backward
+from ringattn.kernels.triton import common as triton_common
+from ringattn.kernels.triton import forward as triton_forward
 
 KERNELS = {
-    "forward": forward._forward_kernel,
-    "key_gradient": backward._key_gradient_kernel,
-    "query_gradient": backward._query_gradient_kernel,
+    "forward": triton_forward._forward_kernel,
+    "key_gradient": triton_backward._key_gradient_kernel,
+    "query_gradient": triton_backward._query_gradient_kernel,
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -56,10 +56,10 @@ def aligned(signature: dict) -> dict[tuple[int, ...], list]:
 
 def compile_kernel(name: str, dtype: str, head_dim: int, features: str) -> triton.compiler.CompiledKernel:
     """The kernel as it would be launched on a Hopper GPU for grouped heads; features: dropout, blocks, tf32, in any mix."""
-    kernel, tile = KERNELS[name], tiles.choose_tile(name, DTYPES[dtype], head_dim)
+    kernel, tile = KERNELS[name], triton_common.choose_tile(name, DTYPES[dtype], head_dim)
     q = torch.empty(1, 1, 4, head_dim, device="meta")
     k = torch.empty(1, 1, 2, head_dim, device="meta")
-    constants = tiles.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
+    constants = triton_common.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
     constants |= dict(ADD_DQ=True, ADD_DK=True, ADD_DV=True)
     constants |= dict(BLOCK=128 if "blocks" in features else 0, PRECISION="tf32" if "tf32" in features else "ieee")
     if "dropout" not in features:

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from kernels import tiles
+from ringattn.kernels.triton import common as triton_common
 
 ON_GPU = torch.cuda.is_available()
-SMALL_TILE = tiles.Tile(64, 64, 8, 2) if ON_GPU else tiles.Tile(32, 16, 8, 1)
+SMALL_TILE = triton_common.Tile(64, 64, 8, 2) if ON_GPU else triton_common.Tile(32, 16, 8, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -17,10 +17,10 @@ def fresh_memory_is_nan(poison: None) -> None:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles for short sequences, so that every edge of the walk occurs."""
-    table = tiles.choose_tile
+    table = triton_common.choose_tile
 
-    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> tiles.Tile:
+    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> triton_common.Tile:
         # the fp32 tile of the table is small, and a larger one may not fit into a GPU's shared memory
         return table(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
 
-    monkeypatch.setattr(tiles, "choose_tile", choose_tile)
+    monkeypatch.setattr(triton_common, "choose_tile", choose_tile)

@@ -5,9 +5,9 @@ from types import ModuleType
 import pytest
 import torch
 
-from kernels import reference
-from kernels.dispatch import BlockwiseBackward
-from kernels.intervals import Intervals, full
+from ringattn.kernels import reference
+from ringattn.kernels.dispatch import BlockwiseBackward
+from ringattn.kernels.interval_mask import Intervals, full
 from tests.kernels.compare import (
     SCALAR_TOLERANCE,
     TOLERANCE,

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.intervals import Intervals
+from ringattn.kernels import reference
+from ringattn.kernels.interval_mask import Intervals
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Problem:
         return module.forward(self.q, self.k, self.v, self.intervals, self.scale, **self.features, **options)
 
     def gradients(self, module, **options) -> tuple[Tensor, ...]:
-        """(dq, dk, dv); `options` as for `kernels.reference.backward`."""
+        """(dq, dk, dv); `options` as for `ringattn.kernels.reference.backward`."""
         operands = self.q, self.k, self.v, self.dout, self.lse, self.delta, self.intervals, self.scale
         return module.backward(*operands, **self.features, **options)
 

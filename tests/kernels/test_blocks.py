@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.utils import _apply_to_tensors
 
-from kernels import backward, dispatch, forward, tiled
-from kernels.blocks import BlockMask
+from ringattn.kernels import blockwise, dispatch
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.triton import backward as triton_backward
+from ringattn.kernels.triton import forward as triton_forward
 from tests.kernels.compare import assert_rows_close, assert_states_close
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import make_problem
 
-MODULES = {"triton": (forward, backward), "tiled": (tiled, tiled)}
+MODULES = {"triton": (triton_forward, triton_backward), "tiled": (blockwise, blockwise)}
 
 
 def random_keep(*shape: int, seed: int = 0, fraction: float = 0.5) -> torch.Tensor:

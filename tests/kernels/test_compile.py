@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 SHARED_MEMORY = 227 * 1024  # of a program on sm_90
 # bytes a thread may keep on the stack: the key gradient at 128 reloads some values that are constant in its loops, and the
 # forward at 64 has few warps for the words of a dropout mask
@@ -34,7 +34,12 @@ def compile_cases(program: str, cases: list[str]) -> list[dict]:
 def run(program: str, cases: list[str]) -> list[dict]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, HERE / program, *cases], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", f"tests.kernels.{program}", *cases],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
@@ -46,7 +51,7 @@ def run(program: str, cases: list[str]) -> list[dict]:
 def test_kernels_compile_without_spills(features):
     kernels = ("forward", "key_gradient", "query_gradient")
     cases = [f"{kernel}:bf16:{dim}:{features}" for kernel in kernels for dim in (64, 128)]
-    for result in compile_cases("compile_sm90.py", cases):
+    for result in compile_cases("compile_sm90", cases):
         assert result["stack"] <= STACK.get((result["kernel"], result["head_dim"], features), 0), result
         assert result["shared"] <= SHARED_MEMORY, result
 
@@ -63,7 +68,7 @@ def test_hopper_kernels_compile_and_overlap(direction):
     # at 64 few rows have the tiles of many
     cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds if (dim, kind) != (64, "few")]
     cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
-    for result in compile_cases("compile_hopper.py", cases):
+    for result in compile_cases("compile_hopper", cases):
         assert not result["serialized"], result
         assert result["steps"] and max(result["steps"]) <= HOPPER_SPILLS[direction], result
         assert result["stack"] <= HOPPER_STACK[direction].get(result["dim"], 0), result

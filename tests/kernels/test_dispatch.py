@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import dispatch
-from kernels.intervals import full
+from ringattn.kernels import dispatch
+from ringattn.kernels.interval_mask import full
 from tests.kernels.contract import check_blockwise
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import make_problem
@@ -15,10 +15,10 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 @pytest.fixture(autouse=True)
 def fresh_choices():
     """Choices are remembered; those of a pretended GPU must not be."""
-    from kernels import hopper  # in here: Gluon looks for the interpreter when it is imported
+    from ringattn.kernels.hopper import common as hopper_common
 
     yield
-    for function in (dispatch.choose, hopper.refusal):
+    for function in (dispatch.choose, hopper_common.refusal):
         function.cache_clear()
 
 

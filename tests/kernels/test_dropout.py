@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels import dispatch, forward, reference, tiled, tiles
-from kernels.dropout import ROUNDS, Dropout, keep_mask, philox
-from kernels.intervals import full
+from ringattn.kernels import blockwise, dispatch, reference
+from ringattn.kernels.dropout import ROUNDS, Dropout, keep_mask, philox
+from ringattn.kernels.interval_mask import full
+from ringattn.kernels.triton import common as triton_common
+from ringattn.kernels.triton import forward as triton_forward
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import Problem, make_problem
 
@@ -66,7 +68,7 @@ def _draw_kernel(
     ROWS: tl.constexpr, STEP: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     dropout = (tl.load(rows + tl.arange(0, ROWS)), columns, batch, 1, seed, threshold, 1.0)
-    keep = tiles.draw(dropout, head - 1, 0, num_columns, STEP, TRANSPOSED, True)
+    keep = triton_common.draw(dropout, head - 1, 0, num_columns, STEP, TRANSPOSED, True)
     tl.store(out + tl.arange(0, ROWS)[:, None] * STEP + tl.arange(0, STEP)[None, :], keep.to(tl.int32))
 
 
@@ -175,19 +177,19 @@ def test_the_mask_does_not_depend_on_tiles_or_pieces(pieces, monkeypatch):
     dropout = Dropout(0.3, 11, arange(45, 5, 3), torch.randperm(100, dtype=torch.int32)[:70])
     expected = keep_mask(dropout, 1, 2)
     for tile in ((16, 16), (32, 64), (64, 16)):
-        monkeypatch.setattr(tiles, "choose_tile", lambda *_, tile=tile: tiles.Tile(*tile, 8, 1))
-        assert torch.equal(observed_mask(forward, dropout, pieces, 2), expected)
+        monkeypatch.setattr(triton_common, "choose_tile", lambda *_, tile=tile: triton_common.Tile(*tile, 8, 1))
+        assert torch.equal(observed_mask(triton_forward, dropout, pieces, 2), expected)
     for sizes in ((16, 7), (256, 512)):
-        monkeypatch.setattr(tiled, "QUERY_TILE", sizes[0])
-        monkeypatch.setattr(tiled, "KEY_TILE", sizes[1])
-        assert torch.equal(observed_mask(tiled, dropout, pieces, 2), expected)
+        monkeypatch.setattr(blockwise, "QUERY_TILE", sizes[0])
+        monkeypatch.setattr(blockwise, "KEY_TILE", sizes[1])
+        assert torch.equal(observed_mask(blockwise, dropout, pieces, 2), expected)
 
 
 def test_no_dropout_at_0(device):
     problem = make_problem(*intervals_of("causal", 40, 50), 50, device=device)
-    expected = problem.forward(forward, final=True)
+    expected = problem.forward(triton_forward, final=True)
     problem.features["dropout"] = Dropout(0.0, 3, arange(40).to(device), arange(50).to(device))
-    for x, y in zip(problem.forward(forward, final=True), expected, strict=True):
+    for x, y in zip(problem.forward(triton_forward, final=True), expected, strict=True):
         assert torch.equal(x, y)
 
 

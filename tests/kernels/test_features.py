@@ -6,14 +6,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import backward, forward, reference, tiled
-from kernels.blocks import BlockMask
-from kernels.dropout import Dropout, keep_mask
-from kernels.intervals import dense
+from ringattn.kernels import blockwise, reference
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.dropout import Dropout, keep_mask
+from ringattn.kernels.interval_mask import dense
+from ringattn.kernels.triton import backward as triton_backward
+from ringattn.kernels.triton import forward as triton_forward
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
-from tests.kernels.test_triton import DTYPES, check_all
+from tests.kernels.triton.test_forward import DTYPES, check_all
 
 FEATURES = ("dropout", "blocks", "both")
 
@@ -70,8 +72,8 @@ def test_reference(kind, mask, heads):
 
 def check_tiled(problem: Problem) -> None:
     for final in (False, True):
-        assert_states_close(problem.forward(tiled, final=final), problem.double().forward(reference, final=final), 2e-5)
-    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(tiled), problem.double().backward(reference), strict=True):
+        assert_states_close(problem.forward(blockwise, final=final), problem.double().forward(reference, final=final), 2e-5)
+    for name, x, y in zip(("dq", "dk", "dv"), problem.backward(blockwise), problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, 2e-5)
 
 
@@ -121,9 +123,9 @@ def test_triton_pieces_of_the_keys(device):
         cut = {name: feature.cut(slice(0, rows[0]), keys) for name, feature in features.items()}
         seen = whole.intervals.cut(slice(0, rows[0]), keys)
         part = whole.q, whole.k[:, keys].contiguous(), whole.v[:, keys].contiguous()
-        state = forward.forward(*part, seen, whole.scale, state, keys.stop == rows[1], **cut)
+        state = triton_forward.forward(*part, seen, whole.scale, state, keys.stop == rows[1], **cut)
         grads = [torch.zeros_like(x) for x in part]
-        backward.backward(*part, whole.dout, whole.lse, whole.delta, seen, whole.scale, *grads, **cut)
+        triton_backward.backward(*part, whole.dout, whole.lse, whole.delta, seen, whole.scale, *grads, **cut)
         gradients[0] += grads[0]
         gradients[1][:, keys], gradients[2][:, keys] = grads[1:]
     assert_states_close(state, whole.double().forward(reference, final=True), TOLERANCE[torch.float32])
@@ -151,12 +153,12 @@ def test_tf32(device):
     problem = make_problem(*intervals_of("causal", 300, 300), 300, dims=(64, 64), device=device)
     expected = problem.double().backward(reference)
     problem.features["precision"] = "tf32"
-    for x, y in zip(problem.backward(backward), expected, strict=True):
+    for x, y in zip(problem.backward(triton_backward), expected, strict=True):
         assert_rows_close("gradient", x, y, 16 * 2**-10)  # the operands keep 11 bits, and are cut, not rounded
 
 
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
-@pytest.mark.parametrize("module", [reference, tiled], ids=["reference", "tiled"])
+@pytest.mark.parametrize("module", [reference, blockwise], ids=["reference", "tiled"])
 def test_precision_does_not_change_the_exact_modules(module, precision):
     problem = make_problem(*intervals_of("causal", 40, 40), 40)
     expected = problem.forward(module)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import reference, tiled
-from kernels.intervals import dense, full
+from ringattn.kernels import blockwise, reference
+from ringattn.kernels.interval_mask import dense, full
 from tests.kernels.compare import assert_rows_close, assert_states_close
 from tests.kernels.masks import MASKS, intervals_of, random_intervals
 from tests.kernels.problems import Problem, make_problem
@@ -97,7 +97,7 @@ def test_no_rows(rows):
     assert all((gradient == 0).all() for gradient in problem.backward(reference))
 
 
-@pytest.mark.parametrize("module", [reference, tiled], ids=["reference", "tiled"])
+@pytest.mark.parametrize("module", [reference, blockwise], ids=["reference", "tiled"])
 def test_what_contradicts_itself_is_refused(module):
     problem = double_problem("full", rows=(5, 7))
     wrong = {

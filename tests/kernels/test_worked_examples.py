@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference
-from kernels.intervals import full
+from ringattn.kernels import reference
+from ringattn.kernels.interval_mask import full
 
 
 def rows(*values: list[float]) -> Tensor:

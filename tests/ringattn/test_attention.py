@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kernels.intervals import Intervals
 from ringattn import Layout, Mask, flash_attention, plan_ahead, ring_attention, simulate, ulysses_attention
-from ringattn import plan as planning
+from ringattn.comm.watchdog import TIMEOUT, Watchdog
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
+from ringattn.planning import rank_plan as planning
 from ringattn.ring import Ring
-from ringattn.watchdog import TIMEOUT, Watchdog
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
 RANKS = (1, 2, 3, 4, 8)
@@ -254,7 +254,7 @@ def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(MemoryError, match="no room"):
             _call(ranks=2, group=group)
 
-    monkeypatch.setattr("kernels.dispatch.forward", fail)
+    monkeypatch.setattr("ringattn.kernels.dispatch.forward", fail)
     simulate(2, lambda rank, group: caught(rank, group) if rank == 0 else None)
     assert watchdog.issued == 1 and not watchdog.under_way
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate
+from ringattn.comm.group import Group
 from ringattn.decode import _num_splits
-from ringattn.group import Group
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels import intervals
-from kernels.dropout import Dropout, keep_mask
 from ringattn import BlockMask, Mask, flash, flash_attention, graphs
+from ringattn.kernels import interval_mask
+from ringattn.kernels.dropout import Dropout, keep_mask
 
 OPERATOR = torch.ops.ringattn.flash_attention.default
 
@@ -41,7 +41,7 @@ def assert_same(call: Callable[..., Tensor], expected: Callable[..., Tensor], te
 
 
 def allowed_by(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
-    return intervals.dense(*mask.intervals(num_keys, num_queries), num_keys)[:, None]
+    return interval_mask.dense(*mask.intervals(num_keys, num_queries), num_keys)[:, None]
 
 
 @pytest.mark.parametrize("backend", ("reference", "tiled"))

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from kernels import intervals
 from ringattn import Mask
+from ringattn.kernels import interval_mask
 
 
 def by_definition(seq_len: int, is_causal: bool, window: int | None, documents: list[int]) -> Tensor:
@@ -35,7 +35,7 @@ def test_intervals_are_the_definition(documents: list[int], is_causal: bool, win
     lo, hi = mask.intervals(seq_len)
     expected = by_definition(seq_len, is_causal, window, documents)
     clipped = lo.clamp(0, seq_len), hi.clamp(0, seq_len)
-    assert torch.equal(intervals.dense(*clipped, seq_len)[0], expected)
+    assert torch.equal(interval_mask.dense(*clipped, seq_len)[0], expected)
     assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
     assert mask.pairs(seq_len) == [int(expected.sum())]
 

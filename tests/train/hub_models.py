@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from train import huggingface
-from train.config import ModelConfig
-from train.model import GPT
+from ringattn.train.checkpoint import huggingface
+from ringattn.train.config import ModelConfig
+from ringattn.train.model.gpt import GPT
 
 SIZES = dict(layers=2, dim=32, heads=4, kv_heads=2, head_dim=16, ffn_dim=48)
 FOLDER = {

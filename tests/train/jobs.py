@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import torch
 
-from train import parallel
-from train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from ringattn.train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
+from ringattn.train.parallel import mesh as parallel
 
 STEPS = 20
 SEQUENCES = 4  # a step

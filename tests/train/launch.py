@@ -25,18 +25,18 @@ def write_corpus(directory: Path) -> str:
     return f"{directory}/*.txt"
 
 
-def command(ranks: int, script: Path, *arguments: str) -> list[str]:
+def command(ranks: int, script: Path | str, *arguments: str) -> list[str]:
     """The command line of a job under torchrun."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    return [*torchrun, str(script), *arguments]
+    return [*torchrun, *(["-m", script] if isinstance(script, str) else [str(script)]), *arguments]
 
 
 def environment(directory: Path) -> dict[str, str]:
     """A cache of its own, so that nothing is found that another test, or the user, has left."""
-    return {**os.environ, "HF_HOME": str(directory / "cache"), "PYTHONPATH": ""}
+    return {**os.environ, "HF_HOME": str(directory / "cache"), "PYTHONPATH": str(ROOT)}
 
 
-def launch(ranks: int, directory: Path, *arguments: str, script: Path = SCRIPT) -> subprocess.CompletedProcess:
+def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SCRIPT) -> subprocess.CompletedProcess:
     """Run a job in `directory` to its end."""
     return subprocess.run(
         command(ranks, script, *arguments),

@@ -5,8 +5,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from train.config import Config, ConfigError, check
-from train.run import CONFIGS, typed
+from ringattn.train.config import Config, ConfigError, check
+from ringattn.train.run import CONFIGS, typed
 
 
 def changed(**changes) -> Config:

@@ -3,14 +3,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels import intervals
 from ringattn import Layout, Mask
+from ringattn.kernels import interval_mask
+from ringattn.train import evaluate
+from ringattn.train import setup as run_setup
+from ringattn.train.config import Config, ConfigError, DataConfig
+from ringattn.train.data.packing import Batch, _are_apart, _overlap, load, load_held_out
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
-from train import build, evaluate
-from train.config import Config, ConfigError, DataConfig
-from train.data import Batch, _are_apart, _overlap, load, load_held_out
 
 WINDOW = 40
 
@@ -24,10 +25,10 @@ def config(tmp_path, monkeypatch) -> Config:
     return config
 
 
-def plain_losses(run: build.Run, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_losses(run: run_setup.Run, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every token of a held-out sequence: the loss by torch's own attention, and how many tokens before it are seen."""
     tokens, labels, documents = run.held_out.sequence(index)
-    allowed = intervals.dense(*Mask.causal(WINDOW, [documents]).intervals(61), 61)[:, None]
+    allowed = interval_mask.dense(*Mask.causal(WINDOW, [documents]).intervals(61), 61)[:, None]
 
     def attend(q, k, v):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -44,7 +45,7 @@ def plain_losses(run: build.Run, index: int) -> tuple[torch.Tensor, torch.Tensor
 def test_the_loss_is_that_of_plain_pytorch(wanted, config):
     config.trainer.eval_tokens = 61 * wanted - 60  # the last sequence is begun, and so taken whole
     with one_rank():
-        run = build.build(config)
+        run = run_setup.build(config)
         count = min(wanted, run.held_out.sequences_per_epoch)
         assert count % 2 == 1
         result = evaluate.evaluate(run)
@@ -71,7 +72,7 @@ def test_tokens_are_grouped_by_what_they_see():
 def test_a_group_without_tokens_is_left_out(config):
     config.model.window, config.trainer.eval_tokens = 16, 1
     with one_rank():
-        assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
+        assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
 
 
 def test_held_out_text_that_fills_no_sequence(config, tmp_path):
@@ -79,7 +80,7 @@ def test_held_out_text_that_fills_no_sequence(config, tmp_path):
     config.data.eval_path, config.data.eval_split = str(tmp_path / "short.txt"), None
     config.data.split = "train"
     with one_rank(), pytest.raises(ConfigError, match="held-out text .*: the corpus has 6 tokens, data.seq_len=61 needs 62"):
-        build.build(config)
+        run_setup.build(config)
 
 
 OVERLAPS = {
@@ -98,7 +99,7 @@ def test_text_that_is_trained_on_is_not_held_out(training, held_out, overlap, co
     data = config.data
     data.split, data.path = training[0], f"{tmp_path}/corpus/{training[1] or '*.txt'}"
     data.eval_split, data.eval_path = held_out[0], held_out[1] and f"{tmp_path}/corpus/{held_out[1]}"
-    tokenizer = build.load_tokenizer("bytes")
+    tokenizer = run_setup.load_tokenizer("bytes")
     if overlap:
         with pytest.raises(ConfigError, match="training reads some of the held-out text, data.eval_"):
             load_held_out(data, tokenizer, load(data, tokenizer))
@@ -109,7 +110,7 @@ def test_text_that_is_trained_on_is_not_held_out(training, held_out, overlap, co
 def test_every_seed_is_evaluated_on_the_same_text(config):
     config.data.seed = 7
     with one_rank():
-        run = build.build(config)
+        run = run_setup.build(config)
     assert (run.data.seed, run.held_out.seed) == (7, 0)
 
 
@@ -123,7 +124,7 @@ def evaluate_few_tokens(corpus: str, directory) -> None:
     config = job(corpus, 1, ring=4, layout="zigzag")
     config.data.seq_len, config.trainer.eval_tokens = 5, 1
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
-    assert list(evaluate.evaluate(build.build(config))) == ["eval_loss", "eval_loss/0"]
+    assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0"]
 
 
 def test_splits_of_other_names_and_other_datasets_are_apart():

@@ -8,10 +8,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn import Mask
+from ringattn.train.generate import generate
+from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
-from tests.train.test_model import VOCAB, build
-from train.generate import generate
-from train.model import GPT
+from tests.train.model.test_gpt import VOCAB, build
 
 EOS = VOCAB - 1
 PROMPTS = ([], [7], list(range(30)))

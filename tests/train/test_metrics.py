@@ -8,10 +8,10 @@ import pytest
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
+from ringattn.train import metrics, summary
+from ringattn.train.config import Config, ConfigError, LoggerConfig, TrainerConfig
+from ringattn.train.metrics import Recorder, plot_loss, read
 from tests.distributed import run_ranks
-from train import metrics, summary
-from train.config import Config, ConfigError, LoggerConfig, TrainerConfig
-from train.metrics import Recorder, plot_loss, read
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from train import optim
-from train.config import ModelConfig, OptimConfig
-from train.model import GPT
+from ringattn.train import optim
+from ringattn.train.config import ModelConfig, OptimConfig
+from ringattn.train.model.gpt import GPT
 
 
 def rates(steps: int, **settings) -> list[float]:

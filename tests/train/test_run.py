@@ -21,21 +21,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from omegaconf.errors import OmegaConfBaseException
 
-from ringattn import watchdog
+from ringattn.comm import watchdog
+from ringattn.train import metrics, run
+from ringattn.train import setup as run_setup
+from ringattn.train import trainer as trainer_module
+from ringattn.train.checkpoint import storage
+from ringattn.train.config import Config, ConfigError, TrainerConfig
+from ringattn.train.parallel import mesh as parallel
 from tests.train.hub_models import write_folder
-from tests.train.launch import (
-    ROOT,
-    SCRIPT,
-    SMALL,
-    command,
-    descendants,
-    environment,
-    launch,
-    own_errors,
-    write_corpus,
-)
-from train import build, checkpoint, loop, metrics, parallel, run
-from train.config import Config, ConfigError, TrainerConfig
+from tests.train.launch import ROOT, SCRIPT, SMALL, command, descendants, environment, launch, own_errors, write_corpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -210,9 +204,9 @@ def test_a_run_from_the_checkpoint_of_another_goes_on_from_its_own(corpus, monke
     assert sorted(path.name for path in own.iterdir()) == ["step_00000002", "step_00000003"]
     assert main(monkeypatch, *branch, "trainer.steps=3") == 0  # it has turned back, and is of the same origin
     with monkeypatch.context() as patch:
-        patch.setattr("train.loop.take_step", Mock(side_effect=ConfigError("killed")))
+        patch.setattr("ringattn.train.trainer.take_step", Mock(side_effect=ConfigError("killed")))
         assert main(monkeypatch, *settings, "name=b", f"trainer.resume={own}/step_00000002", "trainer.steps=3") == 1
-    assert checkpoint.latest(own) == own / "step_00000002"  # killed before it saved: the next launch finds what it went back to
+    assert storage.latest(own) == own / "step_00000002"  # killed before it saved: the next launch finds what it went back to
 
 
 def test_another_mesh_or_batch_is_told_when_resuming(corpus, monkeypatch, capfd):
@@ -232,7 +226,7 @@ def test_an_extended_run_that_was_killed_before_its_summary_gets_one(corpus, mon
     summary = tmp_path / "outputs" / "a" / "summary.json"
     assert main(monkeypatch, *settings, "trainer.steps=1") == 0
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "finish", Mock(side_effect=Killed))
+        patched.setattr(trainer_module, "finish", Mock(side_effect=Killed))
         with pytest.raises(Killed):
             main(monkeypatch, *settings, "trainer.steps=2")
     parallel.stop()
@@ -258,7 +252,7 @@ def test_a_kernel_that_cannot_take_the_model_is_one_line(monkeypatch):
     config = Config(trainer=TrainerConfig(precision="fp32"))
     config.parallel.kernel = "hopper"
     with pytest.raises(ConfigError, match="parallel.kernel=hopper: .*torch.float32 is not fp16 or bf16"):
-        build._choose_kernel(config, torch.device("cuda", 7), bf16=False)
+        run_setup._choose_kernel(config, torch.device("cuda", 7), bf16=False)
 
 
 def parameters_of(path: Path) -> dict[str, torch.Tensor]:
@@ -323,7 +317,7 @@ def test_parameters_are_refused_another_tokenizer(corpus, monkeypatch, tmp_path,
 
 def test_parameters_are_refused_before_the_text_is_read(corpus, monkeypatch, tmp_path, capfd):
     folder = write_folder(tmp_path / "hf")
-    monkeypatch.setattr(build, "load", lambda *_: pytest.fail("the text was read"))
+    monkeypatch.setattr(run_setup, "load", lambda *_: pytest.fail("the text was read"))
     assert main(monkeypatch, *SMALL, f"data.path={corpus}", "name=a", f"trainer.init_from={folder}") == 1
     assert_one_error(capfd, f"{folder} is a model of model.")
 
@@ -470,16 +464,16 @@ def test_the_first_failure_alone_is_reported(tmp_path):
         f"""import sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch.distributed as dist
-from train import loop, run
+from ringattn.train import run, trainer
 
-take_step = loop.take_step
+take_step = trainer.take_step
 
 def fail(*arguments):
     if dist.get_rank() == 1:
         raise RuntimeError("out of luck")
     return take_step(*arguments)
 
-loop.take_step = fail
+trainer.take_step = fail
 run.main()
 """
     )
@@ -520,8 +514,8 @@ def test_ranks_agree_on_an_error():
 
 
 def test_checkpoints_come_regularly_and_at_the_end():
-    assert [step for step in range(1, 8) if loop.is_due(step, every=3, steps=7)] == [3, 6, 7]
-    assert [step for step in range(1, 4) if loop.is_due(step, every=0, steps=3)] == [3]
+    assert [step for step in range(1, 8) if trainer_module.is_due(step, every=3, steps=7)] == [3, 6, 7]
+    assert [step for step in range(1, 4) if trainer_module.is_due(step, every=0, steps=3)] == [3]
 
 
 def test_a_setting_that_a_checkpoint_does_not_know_was_unset(corpus, monkeypatch, tmp_path, capfd):

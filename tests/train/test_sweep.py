@@ -2,8 +2,8 @@ import json
 
 import pytest
 
+from ringattn.train.sweep import Outcome, table
 from tests.train.launch import SMALL, launch, own_errors, write_corpus
-from train.sweep import Outcome, table
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -1,0 +1,113 @@
+"""Layouts chosen for a mask: every rank gets the same work, and about the same rows."""
+
+import math
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn import Layout, Mask, balanced_layout
+from ringattn.kernels import interval_mask
+from ringattn.layout import KINDS
+from ringattn.load_balance import TILE, work
+from tests.ringattn.rings import Case, assert_close
+
+S = 65536
+
+
+def packing(seed: int, seq_len: int = S) -> list[int]:
+    """Document lengths, log-uniform from 1 to S, that fill a sequence."""
+    generator, lengths = random.Random(seed), []
+    while left := seq_len - sum(lengths):
+        lengths.append(min(left, int(math.exp(generator.uniform(0, math.log(seq_len))))))
+    return lengths
+
+
+def excess(x: torch.Tensor) -> float:
+    """How much the largest lies above the mean."""
+    return float(x.max() / x.double().mean()) - 1
+
+
+@pytest.mark.parametrize("ranks", (4, 8))
+def test_packed_documents_are_within_5_percent_of_the_mean(ranks: int) -> None:
+    """In tiles and in pairs, where keys travel and where queries do, over sixty random packings."""
+    for seed in range(60):
+        mask = Mask.causal(documents=packing(seed))
+        layout = balanced_layout(mask, S, ranks)
+        tiles = work(mask, layout)
+        lo, hi = mask.intervals(S)
+        pairs = torch.stack([(hi - lo)[0, layout.positions(rank)].sum() for rank in range(ranks)])
+        assert max(excess(tiles.sum(1)), excess(tiles.sum(0)), excess(pairs)) <= 0.05, (seed, layout.name)
+        rows = [layout.rows(rank) for rank in range(ranks)]
+        assert max(rows) - min(rows) <= 2 * TILE
+
+
+@pytest.mark.parametrize("kind", ("contiguous", "zigzag"))
+def test_fixed_layouts_are_far_from_it(kind: str) -> None:
+    """What the choice is for: the same packings leave a rank of these with half as much again."""
+    worst = [excess(work(Mask.causal(documents=packing(seed)), Layout(kind, S, 4)).sum(1)) for seed in range(20)]
+    assert sorted(worst)[10] > 0.3
+
+
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=4),
+    st.integers(1, 4),
+    st.sampled_from(KINDS),
+    st.booleans(),
+    st.none() | st.integers(1, 200),
+)
+@settings(max_examples=40)
+def test_work_counts_every_tile_with_a_visible_pair(
+    documents: list[int], ranks: int, kind: str, is_causal: bool, window: int | None
+) -> None:
+    """Held to the mask written out; on several ranks a kernel may also walk tiles that lie between two that are seen."""
+    seq_len = sum(documents)
+    mask, layout = Mask(is_causal, window, (tuple(documents),)), Layout(kind, seq_len, ranks)
+    seen = interval_mask.dense(*mask.intervals(seq_len), seq_len)[0]
+    tiles = work(mask, layout)
+    for query_rank in range(ranks):
+        for key_rank in range(ranks):
+            local = seen[layout.positions(query_rank)][:, layout.positions(key_rank)]
+            visible = sum(bool(tile.any()) for rows in local.split(TILE) for tile in rows.split(TILE, 1))
+            assert tiles[query_rank, key_rank] == visible if ranks == 1 else tiles[query_rank, key_rank] >= visible
+
+
+def test_the_simplest_layout_that_is_as_good() -> None:
+    assert balanced_layout(Mask.full(), S, 8).kind == "contiguous"
+    assert balanced_layout(Mask.causal(), S, 8).kind == "zigzag"
+    assert balanced_layout(Mask.causal(window=4096), S, 8).kind == "contiguous"
+    assert balanced_layout(Mask.causal(documents=[S // 8] * 8), S, 8).kind == "contiguous"
+    assert balanced_layout(Mask.causal(documents=packing(0)), S, 8).name == "dealt-128"
+    assert balanced_layout(Mask.causal(), 1, 4) == Layout.contiguous(1, 4)
+
+
+def test_batch_rows_count_together() -> None:
+    rows = [packing(1), packing(2)]
+    mask = Mask.causal(documents=rows)
+    alone = [Mask.causal(documents=row) for row in rows]
+    layout = balanced_layout(mask, S, 4)
+    assert torch.equal(work(mask, layout), work(alone[0], layout) + work(alone[1], layout))
+    assert excess(work(mask, layout).sum(1)) <= 0.05
+
+
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+def test_attention_over_dealt_chunks(schedule: str) -> None:
+    """A ring in a layout made for its documents, whose last chunk is short, against one rank in float64."""
+    seq_len = 2 * 8 * TILE + 37
+    mask = Mask.causal(documents=[1, 1000, 1, 500, seq_len - 1502])
+    layout = balanced_layout(mask, seq_len, 2)
+    assert layout.name == "dealt-128"
+    case = Case.random(seq_len=seq_len, heads=2, key_heads=1, dim=4, value_dim=4)
+    assert_close(case.on_ring(layout, mask, schedule=schedule), case.unsharded(mask), 1e-10)
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(ValueError, match="documents sum to 7 tokens but the sequence has 8"):
+        balanced_layout(Mask.causal(documents=[7]), 8, 2)
+    with pytest.raises(ValueError, match="seq_len = 8, ranks = 0"):
+        balanced_layout(Mask.causal(), 8, 0)
+    for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
+        with pytest.raises(ValueError, match=f"mask is a {kind}"):
+            balanced_layout(wrong, 8, 2)

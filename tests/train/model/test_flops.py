@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from ringattn.train.config import ModelConfig
+from ringattn.train.model.flops import matmul_parameters, peak_flops, step_flops
+from ringattn.train.model.gpt import GPT
+
+# dim 8, 2 query and 1 key head of 4, ffn 16: 8*8 + 2*8*4 + 8*8 + 3*8*16 = 576 a layer; output 64 * 8 = 512
+LAYER, OUTPUT = 576, 512
+
+
+def model(**changes) -> GPT:
+    settings = dict(layers=3, dim=8, heads=2, kv_heads=1, head_dim=4, ffn_dim=16) | changes
+    with torch.device("meta"):
+        return GPT(ModelConfig(**settings), vocab_size=60)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_lookups_do_not_count_and_the_output_does(tied):
+    assert matmul_parameters(model(tie_embeddings=tied)) == 3 * LAYER + OUTPUT
+
+
+@pytest.mark.parametrize("head_dim", [4, None])
+def test_step_by_hand(head_dim):
+    tokens, pairs = 20, 2 * 10 * 11 // 2  # two causal sequences of ten
+    expected = 6 * (3 * LAYER + OUTPUT) * 20 + 12 * 4 * 2 * 3 * 110
+    assert step_flops(model(head_dim=head_dim), tokens, pairs) == expected == 300_480
+
+
+def test_no_pairs_leave_the_matrices():
+    assert step_flops(model(layers=1), tokens=1, pairs=0) == 6 * (LAYER + OUTPUT)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA GH200 480GB", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("NVIDIA A10", 125),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA L40", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA A1000", None),
+        ("Radeon", None),
+    ],
+)
+def test_peak_by_name(monkeypatch, name, teraflops):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    expected = teraflops and pytest.approx(teraflops * 1e12)
+    assert peak_flops(torch.device("cuda", 0)) == expected
+
+
+def test_no_peak_for_a_cpu():
+    assert peak_flops(torch.device("cpu")) is None

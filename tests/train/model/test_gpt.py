@@ -1,0 +1,93 @@
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ringattn import Layout, Mask, ring_attention
+from ringattn.train.config import ModelConfig
+from ringattn.train.model.gpt import GPT, Block
+from tests.train.test_config import composed
+
+VOCAB = 50
+
+
+def build(**settings) -> GPT:
+    config = ModelConfig(**{"layers": 2, "dim": 32, "heads": 4, "kv_heads": 2, **settings})
+    model = GPT(config, VOCAB)
+    generator = torch.Generator().manual_seed(0)
+    for module in (*model.blocks, model):
+        module.init_weights(generator)
+    return model
+
+
+def attend(q, k, v):
+    """Causal attention of a whole sequence, by PyTorch."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+
+def logits(model: GPT, tokens, positions=None, attend=attend):
+    positions = torch.arange(tokens.shape[1]) if positions is None else positions
+    return model(tokens, positions, attend, lambda hidden, head: hidden @ head.T)
+
+
+def random_tokens(length: int, batch: int = 2):
+    return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+SIZES = {"tiny": 0.8285e6, "124m": 123.6e6, "350m": 355.1e6, "1.4b": 1.44e9, "8b": 8.03e9}
+SIZES |= {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9}
+SIZES |= {"qwen2.5-7b": 7.616e9, "qwen3-0.6b": 0.596e9, "qwen3-8b": 8.191e9}
+
+
+@pytest.mark.parametrize(("name", "parameters"), SIZES.items())
+def test_sizes(name, parameters):
+    with torch.device("meta"):
+        model = GPT(composed(f"model={name}").model, vocab_size=257)
+    assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.001)
+
+
+def test_the_future_is_not_seen():
+    model, tokens = build(), random_tokens(17)
+    changed = tokens.clone()
+    changed[:, 11:] = (changed[:, 11:] + 1) % VOCAB
+    torch.testing.assert_close(logits(model, tokens)[:, :11], logits(model, changed)[:, :11])
+    assert not torch.allclose(logits(model, tokens)[:, 11:], logits(model, changed)[:, 11:])
+
+
+def test_only_distances_between_positions_matter():
+    model, tokens = build(), random_tokens(16)
+    shifted = torch.arange(16) + 1000
+    torch.testing.assert_close(logits(model, tokens), logits(model, tokens, shifted), rtol=1e-3, atol=1e-4)
+    stretched = 3 * torch.arange(16)
+    assert not torch.allclose(logits(model, tokens), logits(model, tokens, stretched), rtol=1e-3, atol=1e-4)
+
+
+def test_ring_attention_of_one_rank_is_the_same_attention():
+    model, tokens = build(), random_tokens(33)
+    ring = partial(ring_attention, layout=Layout.zigzag(seq_len=33, ranks=1), mask=Mask.causal())
+    torch.testing.assert_close(logits(model, tokens, attend=ring), logits(model, tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_embeddings(tied):
+    model = build(tie_embeddings=tied)
+    names = dict(model.named_parameters())
+    assert ("head" in names) is not tied
+    assert model.embedding.shape == (64, 32)
+
+
+def test_init_keeps_the_residual_stream_small():
+    config = ModelConfig(layers=8, dim=256, heads=4, kv_heads=4)
+    block = Block(config)
+    block.init_weights(torch.Generator().manual_seed(0))
+    assert block.query.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    for weight in (block.output.weight, block.down.weight):
+        assert weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.attention_norm.eq(1).all()
+
+
+def test_ffn_dim_is_8_3_of_dim_rounded_up():
+    assert Block(ModelConfig(dim=128)).gate.weight.shape == (384, 128)
+    assert Block(ModelConfig(dim=4096, heads=32, kv_heads=8, ffn_dim=14336)).gate.weight.shape == (14336, 4096)

@@ -1,0 +1,99 @@
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ringattn.train.model import loss as loss_module
+from ringattn.train.model.loss import IGNORE, cross_entropy, token_losses
+
+
+def problem(tokens: int, vocab_size: int, dtype=torch.float32):
+    """hidden (2, tokens, 16), head (64, 16), labels with a third ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, tokens, 16, generator=generator).to(dtype).requires_grad_()
+    head = torch.randn(64, 16, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocab_size, (2, tokens), generator=generator)
+    labels[torch.rand(2, tokens, generator=generator) < 1 / 3] = IGNORE
+    return hidden, head, labels
+
+
+def expected(hidden, head, labels, vocab_size, num_valid):
+    logits = hidden.double() @ head.double()[:vocab_size].T
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum") / num_valid
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
+@pytest.mark.parametrize("vocab_size", [57, 64])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
+def test_loss_and_gradients(chunk, vocab_size, dtype, tolerance):
+    hidden, head, labels = problem(63, vocab_size, dtype)
+    loss = cross_entropy(hidden, head, labels, vocab_size, num_valid=50, chunk=chunk)
+    reference = expected(hidden, head, labels, vocab_size, 50)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), reference, rtol=tolerance, atol=tolerance)
+    grads, expected_grads = (torch.autograd.grad(3 * x, (hidden, head)) for x in (loss, reference))
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        assert grad.dtype == dtype
+        torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_the_loss_of_every_token(chunk):
+    hidden, head, labels = problem(63, 57)
+    losses = token_losses(hidden.detach(), head.detach(), labels, 57, chunk)
+    reference = F.cross_entropy((hidden @ head[:57].T).mT, labels, ignore_index=IGNORE, reduction="none")
+    torch.testing.assert_close(losses, reference.detach())
+
+
+def test_compiled_it_is_the_same(monkeypatch):
+    """Traced whole, for chunks of two sizes; what a compiler makes of the trace is its own affair."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
+    loss_module._compiled.cache_clear()
+    results = []
+    for compiled in (False, True):
+        hidden, head, labels = problem(40, 57)
+        loss = cross_entropy(hidden, head, labels, 57, num_valid=10, chunk=32, compiled=compiled)
+        results.append((loss, *torch.autograd.grad(loss, (hidden, head))))
+    loss_module._compiled.cache_clear()
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_ignored_tokens_get_no_gradient_and_padding_rows_neither():
+    hidden, head, labels = problem(40, 50)
+    cross_entropy(hidden, head, labels, 50, num_valid=10).backward()
+    assert hidden.grad[labels == IGNORE].eq(0).all() and hidden.grad[labels != IGNORE].ne(0).any(-1).all()
+    assert head.grad[50:].eq(0).all()
+
+
+def test_shares_of_ranks_sum_to_the_mean_however_unevenly_valid_tokens_are_spread():
+    hidden, head, labels = problem(40, 64)
+    labels[:, :30] = IGNORE
+    num_valid = int((labels != IGNORE).sum())
+    rows = torch.arange(40).split([5, 25, 10])
+    shares = [cross_entropy(hidden[:, r], head, labels[:, r], 64, num_valid) for r in rows]
+    mean = F.cross_entropy((hidden @ head.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    torch.testing.assert_close(sum(shares), mean)
+
+
+def test_no_valid_token():
+    hidden, head, labels = problem(5, 64)
+    loss = cross_entropy(hidden, head, torch.full_like(labels, IGNORE), 64, num_valid=1)
+    loss.backward()
+    assert loss == 0 and hidden.grad.eq(0).all() and head.grad.eq(0).all()
+
+
+def test_whole_logits_are_never_held():
+    """The largest tensor made is a chunk of logits."""
+    hidden, head, labels = problem(512, 64)
+    sizes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))
+            return out
+
+    with Sizes():
+        cross_entropy(hidden, head, labels, 64, num_valid=1, chunk=32).backward()
+    assert max(sizes) <= max(hidden.numel(), 32 * 64)

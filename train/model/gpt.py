@@ -1,0 +1,120 @@
+"""A GPT: RMSNorm, rotary positions, grouped heads, SwiGLU. Architecture only.
+
+How tokens attend to each other is handed in, so the model runs on any shard of a sequence and knows no process group:
+
+    attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
+
+One serves all layers, or each has its own, which may remember keys. What becomes of the last hidden states is handed in, too:
+`finish` runs inside `forward`, where sharded parameters are whole, and no logits need ever exist for all tokens at once.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ringattn.train.config import ModelConfig, round_up
+from ringattn.train.model.rope import rope, rotate
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Finish = Callable[[Tensor, Tensor], Tensor]
+
+
+def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
+    """Rows of the embedding for a tokenizer of `vocab_size` tokens: at least the model's own, a multiple of 64."""
+    return round_up(max(vocab_size, config.vocab_size or 0), 64)
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.head_dim, ffn_dim = config.head_features, config.ffn_features
+        self.attention_norm = nn.Parameter(torch.empty(config.dim))
+        self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
+        self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.value = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)
+        self.query_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
+        self.key_norm = nn.Parameter(torch.empty(self.head_dim)) if config.qk_norm else None
+        self.output = nn.Linear(config.heads * self.head_dim, config.dim, bias=False)
+        self.ffn_norm = nn.Parameter(torch.empty(config.dim))
+        self.gate = nn.Linear(config.dim, ffn_dim, bias=False)
+        self.up = nn.Linear(config.dim, ffn_dim, bias=False)
+        self.down = nn.Linear(ffn_dim, config.dim, bias=False)
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Normal of std 0.02, as GPT-2; what writes to the residual stream is scaled by 1 / sqrt(2 * layers). No biases."""
+        residual = 0.02 / math.sqrt(2 * self.config.layers)
+        for linear in (self.query, self.key, self.value, self.gate, self.up):
+            nn.init.normal_(linear.weight, std=0.02, generator=generator)
+        for linear in (self.output, self.down):
+            nn.init.normal_(linear.weight, std=residual, generator=generator)
+        for name, parameter in self.named_parameters():
+            if name.endswith("norm"):
+                nn.init.ones_(parameter)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        return self.after(x, attend(*self.before(x, cos, sin)))
+
+    # what lies before and after attention touches each token by itself, and can be compiled apart from how ranks meet
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.norm(x, self.attention_norm)
+        q, k, v = (project(h).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
+        if self.config.qk_norm:
+            q, k = self.norm(q, self.query_norm), self.norm(k, self.key_norm)
+        return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+    def after(self, x: Tensor, attention: Tensor) -> Tensor:
+        x = x + self.output(attention.flatten(-2))
+        h = self.norm(x, self.ffn_norm)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
+
+
+class GPT(nn.Module):
+    """Token embedding, blocks, norm, and an output matrix over a vocabulary padded to a multiple of 64."""
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        padded = padded_vocabulary(config, vocab_size)
+        self.embedding = nn.Parameter(torch.empty(padded, config.dim))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.Parameter(torch.empty(config.dim))
+        self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Fill the parameters outside the blocks, which fill their own."""
+        nn.init.normal_(self.embedding, std=0.02, generator=generator)
+        if self.head is not None:
+            nn.init.normal_(self.head, std=0.02, generator=generator)
+        nn.init.ones_(self.norm)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
+        """Run this rank's rows through the model.
+
+        Args:
+            tokens: int64 (B, N), this rank's rows of the sequence.
+            positions: int64 (N,) or (B, N), where in the whole sequence they stand.
+            attend: attention over the whole sequence, see above; a sequence has one for every layer.
+            finish: of the normalised hidden states (B, N, dim) and the output matrix (padded vocabulary, dim).
+
+        Returns:
+            What `finish` returns.
+        """
+        x = F.embedding(tokens, self.embedding)
+        cos, sin = rope(positions, self.config)
+        attends = attend if isinstance(attend, Sequence) else [attend] * len(self.blocks)
+        for block, attend in zip(self.blocks, attends, strict=True):
+            x = block(x, cos, sin, attend)
+        x = F.rms_norm(x, x.shape[-1:], self.norm, self.config.norm_eps)
+        return finish(x, self.embedding if self.head is None else self.head)
