@@ -30,7 +30,7 @@ class Choice:
 
 
 @remembered(maxsize=256)
-def choose(
+def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
     backend: str = "auto",
@@ -86,7 +86,7 @@ def _no_hopper(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], 
 
 def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
     plain = dropout is None and blocks is None and v.shape[1] > 0
-    return choose(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
+    return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
 
 
 def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
@@ -99,6 +99,8 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 
 _MODULES = {
+    "reference": dict.fromkeys(("forward", "backward"), "ringattn.kernels.reference"),
+    "tiled": dict.fromkeys(("forward", "backward"), "ringattn.kernels.blockwise"),
     "hopper": {"forward": "ringattn.kernels.hopper.forward", "backward": "ringattn.kernels.hopper.backward"},
     "triton": {
         "forward": "ringattn.kernels.triton.forward",
@@ -111,7 +113,7 @@ _MODULES = {
 @cache
 def _module(backend: str, direction: str):
     # imported on first use: a CPU rank never loads Triton
-    return importlib.import_module(_MODULES.get(backend, {}).get(direction, f"kernels.{backend}"))
+    return importlib.import_module(_MODULES[backend][direction])
 
 
 def forward(
@@ -127,23 +129,23 @@ def forward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-    crowded: bool = False,
+    shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
     """`ringattn.kernels.reference.forward` by the chosen kernel.
 
-    `crowded` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernels, which
+    `shares_sms` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernels, which
     otherwise get shares of the work before they start, then each do one item as they find room.
     """
     chosen = _choose(q, v, backend, dropout, blocks)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
-        options["crowded"] = crowded
+        options["shares_sms"] = shares_sms
     return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
     """`ringattn.kernels.reference.row_delta`, fused where the Triton kernels run."""
-    chosen = choose(out.device, out.dtype, backend).backend
+    chosen = choose_backend(out.device, out.dtype, backend).backend
     return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
 
@@ -165,15 +167,15 @@ def backward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-    crowded: bool = False,
+    shares_sms: bool = False,
 ) -> Gradients:
     """`ringattn.kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
 
     The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
-    always, and are used under `torch.use_deterministic_algorithms(True)`. `crowded` as in `forward`.
+    always, and are used under `torch.use_deterministic_algorithms(True)`. `shares_sms` as in `forward`.
 
     Raises:
-        ValueError: what `choose` refuses; backend "hopper" under deterministic algorithms.
+        ValueError: what `choose_backend` refuses; backend "hopper" under deterministic algorithms.
     """
     chosen = _choose_backward(q, v, backend, dropout, blocks)
     if chosen != "hopper" and isinstance(delta, tuple):
@@ -181,7 +183,7 @@ def backward(
         delta = row_delta(out, dout, dlse, chosen)
     options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
-        options["crowded"] = crowded
+        options["shares_sms"] = shares_sms
     return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
@@ -241,11 +243,11 @@ def blockwise_backward(
     *,
     plain: bool = True,
     precision: str = "ieee",
-    crowded: bool = False,
+    shares_sms: bool = False,
 ) -> BlockwiseBackward:
     """The `BlockwiseBackward` of the chosen kernels, for values like `v`. `delta` may be (out, dlse); `plain`: no dropout."""
     if plain and _choose_backward(q, v, backend, None, None) == "hopper":
-        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision, crowded)
+        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision, shares_sms)
     if isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], backend)
     return BlockwiseBackward(q, dout, lse, delta, scale, backend, precision)

@@ -188,7 +188,7 @@ def check_inputs(
     if not 0 <= dropout_p < 1 or isinstance(seed, float | None) or not 0 <= seed < 2**63:
         raise ValueError(f"dropout_p = {dropout_p}, seed = {seed}: give 0 <= dropout_p < 1 and an integer 0 <= seed < 2**63")
     mask.check(seq_len, q.shape[0])
-    dispatch.choose(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
+    dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
     if precision not in PRECISIONS:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 

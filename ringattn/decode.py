@@ -255,7 +255,7 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
         )
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("decoding passes no gradient: detach q, or call it under torch.no_grad()")
-    dispatch.choose(q.device, q.dtype, backend)
+    dispatch.choose_backend(q.device, q.dtype, backend)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:

@@ -148,7 +148,7 @@ class Ring:
     beside_kernels: bool = False  # whether other kernels move messages meanwhile, on processors that attention would use
 
     @property
-    def crowded(self) -> bool:
+    def shares_sms(self) -> bool:
         """Whether processors are shared, see `ringattn.kernels.dispatch.forward`."""
         return self.beside_kernels or self.transport.fabric.on_processors
 
@@ -186,7 +186,7 @@ class Ring:
 
     def _options(self, block: planning.Block) -> dict[str, Any]:
         dropout = Dropout(self.dropout_p, self.seed, *block.positions, self.first_head) if self.dropout_p else None
-        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "crowded": self.crowded}
+        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         schedule, visits = self._visits("state", results=True)
@@ -253,7 +253,7 @@ class Ring:
     ) -> tuple[Tensor, Tensor, Tensor]:
         schedule, visits = self._visits("kv", results=True)
         home = _zeros(k, v)
-        options = {"backend": self.backend, "precision": self.precision, "crowded": self.crowded}
+        options = {"backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
         gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
 
         def visit(here: Visit, traveller: Block, into: Block | None) -> Block:

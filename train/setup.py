@@ -107,7 +107,7 @@ def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch
     if device.type == "cpu" and kernel in ("hopper", "triton"):
         raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
     try:
-        return dispatch.choose(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
+        return dispatch.choose_backend(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
     except ValueError as error:
         raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
 

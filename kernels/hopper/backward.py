@@ -555,12 +555,12 @@ def backward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-    crowded: bool = False,
+    shares_sms: bool = False,
 ) -> Gradients:
     """As `ringattn.kernels.triton.backward.backward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
 
     dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32. `delta`
-    may also be (out, dlse), of which `row_delta` would make it: that saves a launch. `crowded` as in `ringattn.kernels.hopper.forward`.
+    may also be (out, dlse), of which `row_delta` would make it: that saves a launch. `shares_sms` as in `ringattn.kernels.hopper.forward`.
 
     Raises:
         ValueError: what `ringattn.kernels.triton.backward.backward` refuses, and what `ringattn.kernels.hopper.common.refusal` says; dropout, blocks.
@@ -575,7 +575,7 @@ def backward(
         config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], tuple(x is not None for x in given))
         with torch.cuda.device_of(q):
             sums = _prepare(q, dout, lse, delta, config)
-            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config, crowded)
+            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config, shares_sms)
             _finish(sums[1], grads[0], float(scale), config)
     return grads
 
@@ -591,9 +591,9 @@ class BlockwiseBackward:
         delta: Delta,
         scale: float,
         precision: str = "ieee",
-        crowded: bool = False,
+        shares_sms: bool = False,
     ) -> None:
-        self.rows, self.scale, self.precision, self.crowded = (q, dout, lse, delta), float(scale), precision, crowded
+        self.rows, self.scale, self.precision, self.shares_sms = (q, dout, lse, delta), float(scale), precision, shares_sms
         self._sums: tuple[Tensor, Tensor] | None = None
         self._config: Config | None = None
 
@@ -617,7 +617,7 @@ class BlockwiseBackward:
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
-            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config, self.crowded)
+            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config, self.shares_sms)
         return dk, dv
 
     def finish(self) -> Tensor:
@@ -673,7 +673,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
 
 def _add_block(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: tuple[Tensor, Tensor], intervals: Intervals, scale: float,
-    grads: tuple[Tensor, Tensor], config: Config, crowded: bool,
+    grads: tuple[Tensor, Tensor], config: Config, shares_sms: bool,
 ) -> None:  # fmt: skip
     """Write or add dk and dv of a block of keys, `grads`, and add to the sums of dq."""
     (batch, num_queries, _, _), (_, num_keys, num_key_heads, _) = q.shape, k.shape
@@ -687,7 +687,7 @@ def _add_block(
     )  # fmt: skip
     by_key = intervals.transposed
     sections = -(-batch * num_key_heads // _section(num_queries))
-    programs = hopper_common.num_programs(q.device, crowded)
+    programs = hopper_common.num_programs(q.device, shares_sms)
     items = by_key.items(KEYS.value, queries, batch, num_key_heads, sections, programs, seeing=True, group=config.group)
     if not by_key.all_see:  # no item is theirs
         for grad, add in zip(grads, (config.add_dk, config.add_dv), strict=True):

@@ -54,9 +54,9 @@ def refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
 
 
 @lru_cache(maxsize=64)
-def num_programs(device: torch.device, crowded: bool) -> int:
+def num_programs(device: torch.device, shares_sms: bool) -> int:
     """How many programs may share the work: one a processor, or any number where other kernels may hold processors."""
-    return 2**31 - 1 if crowded else torch.cuda.get_device_properties(device).multi_processor_count
+    return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def check(q: Tensor, v: Tensor, dropout: Dropout | None, blocks: BlockMask | None) -> None:

@@ -552,11 +552,11 @@ def forward(
     dropout: Dropout | None = None,
     blocks: BlockMask | None = None,
     precision: str = "ieee",
-    crowded: bool = False,
+    shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
     """As `ringattn.kernels.triton.forward.forward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
 
-    Work is dealt out evenly to one program a processor, before they start. Where that is `crowded`, as other kernels may hold
+    Work is dealt out evenly to one program a processor, before they start. Where that is `shares_sms`, as other kernels may hold
     processors meanwhile, every item has a program of its own: one that starts late then delays nothing but itself.
 
     Raises:
@@ -569,7 +569,7 @@ def forward(
         validation.check_state(state, q, v)
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:
-        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), state is not None, crowded)
+        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), state is not None, shares_sms)
     return (out, lse) if final else (m, l, o)
 
 
@@ -588,7 +588,7 @@ def configure(
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool, crowded: bool
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool, shares_sms: bool
 ) -> None:  # fmt: skip
     """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
@@ -603,7 +603,7 @@ def _launch(
     cache = L2_BYTES_BESIDE_STATE if has_state else L2_BYTES
     heads_in_cache = max(1, cache // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     sections = -(-num_heads * batch // heads_in_cache)
-    programs = hopper_common.num_programs(q.device, crowded)
+    programs = hopper_common.num_programs(q.device, shares_sms)
     # rows that see nothing leave a state as it is
     seeing = has_state and out is None
     items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs, seeing)

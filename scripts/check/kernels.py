@@ -65,8 +65,8 @@ def attend_and_differentiate(module, q: Tensor, k: Tensor, v: Tensor, dout: Tens
 
 def load_kernels(name: str) -> SimpleNamespace:
     """The forward and backward of a kernel family, "portable" or "hopper"."""
-    prefix = {"portable": "", "hopper": "hopper_"}[name]
-    modules = (importlib.import_module(f"kernels.{prefix}{direction}") for direction in ("forward", "backward"))
+    backend = {"portable": "triton", "hopper": "hopper"}[name]
+    modules = (importlib.import_module(f"ringattn.kernels.{backend}.{direction}") for direction in ("forward", "backward"))
     return SimpleNamespace(forward=next(modules).forward, backward=next(modules).backward)
 
 

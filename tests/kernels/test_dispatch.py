@@ -18,7 +18,7 @@ def fresh_choices():
     from ringattn.kernels.hopper import common as hopper_common
 
     yield
-    for function in (dispatch.choose, hopper_common.refusal):
+    for function in (dispatch.choose_backend, hopper_common.refusal):
         function.cache_clear()
 
 
@@ -28,9 +28,9 @@ def pretend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_hopper_kernels_on_hopper(monkeypatch):
     pretend((9, 0), monkeypatch)
-    assert dispatch.choose(GPU, torch.bfloat16).backend == "hopper"
-    assert dispatch.choose(GPU, torch.float16, dims=(80, 64)).backend == "hopper"
-    assert dispatch.choose(GPU, torch.bfloat16, "triton").backend == "triton"
+    assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
+    assert dispatch.choose_backend(GPU, torch.float16, dims=(80, 64)).backend == "hopper"
+    assert dispatch.choose_backend(GPU, torch.bfloat16, "triton").backend == "triton"
 
 
 @pytest.mark.parametrize(
@@ -47,25 +47,25 @@ def test_hopper_kernels_on_hopper(monkeypatch):
 )
 def test_portable_kernels_where_hopper_cannot(capability, dtype, dims, plain, reason, monkeypatch):
     pretend(capability, monkeypatch)
-    choice = dispatch.choose(GPU, dtype, "auto", dims, plain)
+    choice = dispatch.choose_backend(GPU, dtype, "auto", dims, plain)
     assert choice.backend == "triton" and reason in choice.why
     with pytest.raises(ValueError, match=reason):
-        dispatch.choose(GPU, dtype, "hopper", dims, plain)
+        dispatch.choose_backend(GPU, dtype, "hopper", dims, plain)
 
 
 def test_cpu_ranks_compute_in_pytorch():
-    assert dispatch.choose(CPU, torch.float32).backend == "tiled"
+    assert dispatch.choose_backend(CPU, torch.float32).backend == "tiled"
     with pytest.raises(ValueError, match="do not run on cpu"):
-        dispatch.choose(CPU, torch.bfloat16, "hopper")
+        dispatch.choose_backend(CPU, torch.bfloat16, "hopper")
     with pytest.raises(ValueError, match="unknown kernel backend 'fast'"):
-        dispatch.choose(CPU, torch.float32, "fast")
+        dispatch.choose_backend(CPU, torch.float32, "fast")
 
 
 def test_triton_kernels_are_refused_where_triton_cannot_run(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.choose.cache_clear()
+    dispatch.choose_backend.cache_clear()
     with pytest.raises(ValueError, match="do not run on cpu"):
-        dispatch.choose(torch.device("cpu"), torch.float32, "triton")
+        dispatch.choose_backend(torch.device("cpu"), torch.float32, "triton")
 
 
 def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):

@@ -166,7 +166,7 @@ def test_attention_is_told_of_kernels_beside_it(on_processors: bool, monkeypatch
     honest = ulysses_module.Ring.forward
 
     def forward(ring, *args, **options) -> tuple[torch.Tensor, torch.Tensor]:
-        told.append(ring.crowded)
+        told.append(ring.shares_sms)
         return honest(ring, *args, **options)
 
     monkeypatch.setattr(ulysses_module.Ring, "forward", forward)

@@ -104,7 +104,7 @@ def test_tiles_that_end_where_documents_do(dtype, dim, device):
 def test_one_item_a_program(final, dtype, dim, device):
     problem = make_problem(*intervals_of("window", 1000, 1000), 1000, dtype, 2, (4, 2), (dim, dim), device)
     expected = problem.double().forward(reference, final=final)
-    assert_states_close(problem.forward(hopper_forward, final=final, crowded=True), expected, TOLERANCE[dtype])
+    assert_states_close(problem.forward(hopper_forward, final=final, shares_sms=True), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dim", DIMS, indirect=True)
@@ -128,8 +128,8 @@ def test_many_items_a_program_in_the_backward(dim, group, device):
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     assert 3 * 9 * problem.intervals.transposed.tiles(128, hopper_backward.query_tile(dim)).shape[1] > 3 * processors
     expected = problem.double().backward(reference)
-    for crowded in (False, True):
-        found = problem.gradients(hopper_backward, grad_dtype=torch.float32, crowded=crowded)
+    for shares_sms in (False, True):
+        found = problem.gradients(hopper_backward, grad_dtype=torch.float32, shares_sms=shares_sms)
         for name, x, y in zip(("dq", "dk", "dv"), found, expected, strict=True):
             assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
 

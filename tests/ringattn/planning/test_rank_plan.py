@@ -149,8 +149,8 @@ def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(mo
     for module, name in (
         (planning, "hop_costs"),
         (planning, "circulate"),
-        (interval_mask.tables, "deal"),
-        (interval_mask.tables, "lay"),
+        (interval_mask.tile_scheduler, "deal"),
+        (interval_mask.tile_scheduler, "lay"),
     ):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setattr(planning.Intervals, "of", None)
