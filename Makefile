@@ -1,4 +1,8 @@
-# make train: train the default GPT on a ring, from nothing.   make test: everything the tests hold.
+# make train      trains the default GPT on a ring of ranks, from random weights.
+# make test       runs the quick tests of every module: at most 5 minutes on two cores, no GPU needed.
+# make test-slow  runs only the tests that `make test` leaves out.
+# make test-all   runs every test.
+# make lint       checks the style of the code.
 # ARGS adds Hydra overrides or pytest arguments: make train ARGS="trainer.steps=500", make test ARGS="-k mask".
 
 PYTHON ?= python3
@@ -6,7 +10,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BIN := .venv/bin
 
-.PHONY: setup train test lint
+.PHONY: setup train test test-slow test-all lint
 
 setup: .venv/ready
 
@@ -19,6 +23,12 @@ train: setup
 	$(BIN)/torchrun --nproc_per_node=$(RANKS) train/run.py $(ARGS)
 
 test: setup
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: setup

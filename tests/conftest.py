@@ -1,6 +1,8 @@
 """Where tests run: on the CUDA device, or else on the CPU with Triton's interpreter."""
 
 import os
+from collections import Counter
+from pathlib import PurePath
 
 import pytest
 import torch
@@ -18,6 +20,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+# The number of slow tests that this run leaves out, by folder.
+left_out: Counter[str] = Counter()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count the slow tests that `-m "not slow"` leaves out, by folder."""
+    left_out.update("/".join(PurePath(item.nodeid).parts[:2]) for item in items if "slow" in item.keywords)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Print which tests this run left out, below everything that pytest prints itself."""
+    if left_out:
+        folders = ", ".join(f"{count} in {folder}" for folder, count in sorted(left_out.items()))
+        print(f"left out {left_out.total()} slow tests ({folders}); run them with: make test-all")
 
 
 @pytest.fixture(scope="session")
