@@ -1,0 +1,84 @@
+"""Tests of the helper that runs a function on several ranks."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tests import distributed
+from tests.distributed import run_ranks
+
+
+def sum_of_ranks(expected: int) -> None:
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total)
+    assert total.item() == expected
+
+
+def raise_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise RuntimeError("rank 1 was told to fail")
+    dist.barrier()
+
+
+def die_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def sleep_forever(directory: Path) -> None:
+    (directory / f"{dist.get_rank()}.pid").write_text(str(os.getpid()))
+    time.sleep(1000)
+
+
+def check_environment(value: str) -> None:
+    assert os.environ["RINGATTN_TEST"] == value
+    assert torch.get_num_threads() == 1
+
+
+def test_ranks_work_after_a_rank_failed(tmp_path: Path) -> None:
+    """The error names the rank's own exception, and a later call is not affected."""
+    run_ranks(sum_of_ranks, 3, tmp_path / "before", 3)
+    with pytest.raises(mp.ProcessRaisedException, match="in raise_on_rank_1(.|\n)*RuntimeError: rank 1 was told to fail"):
+        run_ranks(raise_on_rank_1, 2, tmp_path / "raises")
+    with pytest.raises(mp.ProcessExitedException, match="SIGKILL"):
+        run_ranks(die_on_rank_1, 2, tmp_path / "dies")
+    run_ranks(sum_of_ranks, 4, tmp_path / "after", 6)
+
+
+def test_ranks_that_hang_report_their_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that exceeds the timeout fails the caller, and the error tells in which function the rank was."""
+    monkeypatch.setattr(distributed, "TIMEOUT", 0.5)
+    with pytest.raises(mp.ProcessExitedException) as failure:
+        run_ranks(sleep_forever, 2, tmp_path, tmp_path)
+    assert "in sleep_forever" in "".join(failure.value.__notes__)
+
+
+def test_an_interrupted_caller_leaves_no_rank_behind(tmp_path: Path) -> None:
+    """If pytest's timeout interrupts the caller, the ranks are killed."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 1)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_ranks(sleep_forever, 2, tmp_path, tmp_path)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    for path in tmp_path.glob("*.pid"):
+        assert not Path("/proc", path.read_text()).exists()
+
+
+@pytest.mark.parametrize("value", ("first", "second"))
+def test_ranks_get_the_environment_of_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """The environment of each call reaches the ranks, although the server is started only once."""
+    monkeypatch.setenv("RINGATTN_TEST", value)
+    run_ranks(check_environment, 1, tmp_path, value)
