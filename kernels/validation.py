@@ -12,6 +12,70 @@ from ringattn.kernels.interval_mask import Intervals
 MAX_HEAD_DIM = 256
 PRECISIONS = ("ieee", "tf32")
 
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv), as the public calls receive them.
+
+    Raises:
+        ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
+            differ, or the dtype is not fp16, bf16, fp32 or fp64.
+    """
+    if any(hasattr(x, "to_local") for x in (q, k, v)):
+        raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
+    check_shapes(q, k, v)
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
+        )
+    if q.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
+
+
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the shapes of q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv).
+
+    Raises:
+        ValueError: a tensor does not have four dimensions, the shapes contradict each other, or Hkv does not divide Hq.
+    """
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give four, (batch, tokens, heads, head dim)")
+    num_heads, num_key_heads = q.shape[2], k.shape[2]
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
+            "v (B, N, Hkv, Dv)"
+        )
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(
+            f"{num_heads} query heads and {num_key_heads} key heads: the number of query heads must be a multiple of the "
+            "number of key heads"
+        )
+
+
+def check_scale(scale: float) -> None:
+    """Raise ValueError unless the softmax scale is positive and finite."""
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
+
+
+def check_dropout(dropout_p: float, seed: int) -> None:
+    """Raise ValueError unless 0 <= dropout_p < 1 and `seed` is an integer with 0 <= seed < 2**63.
+
+    The custom operators take the seed as a signed 64-bit integer.
+    """
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
+    if isinstance(seed, float | None) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed={seed}: must be an integer of at least 0 and less than 2**63")
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError unless `precision` is one of PRECISIONS."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+
 
 def _require(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if x.shape != shape:

@@ -71,7 +71,7 @@ def test_refusals() -> None:
         explain(*q, layout="zigzag", mask=Mask.causal())
     with pytest.raises(ValueError, match="transport 'pigeon'"):
         explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")
-    wrong = {"4 query heads do not divide into 3 key heads": shapes(4, 4, 3), "have 3, 3, 3 dimensions": [x[0] for x in q]}
+    wrong = {"4 query heads .* 3 key heads": shapes(4, 4, 3), "have 3, 3, 3 dimensions": [x[0] for x in q]}
     wrong |= {"give fp16, bf16, fp32 or fp64": [x.int() for x in q], "give one dtype and device": [q[0].half(), *q[1:]]}
     for message, tensors in wrong.items():
         with pytest.raises(ValueError, match=message):
