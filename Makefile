@@ -3,12 +3,15 @@
 # make test-slow  runs only the tests that `make test` leaves out.
 # make test-all   runs every test.
 # make lint       checks the style of the code.
+# WORKERS is the number of pytest processes. The tests of one file run in the same process.
 # ARGS adds Hydra overrides or pytest arguments: make train ARGS="trainer.steps=500", make test ARGS="-k mask".
 
 PYTHON ?= python3
 GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+WORKERS ?= 2
 RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
 
 .PHONY: setup train test test-slow test-all lint
 
@@ -23,13 +26,13 @@ train: setup
 	$(BIN)/torchrun --nproc_per_node=$(RANKS) train/run.py $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(PYTEST) -m slow $(ARGS)
 
 test-all: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

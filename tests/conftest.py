@@ -11,6 +11,10 @@ from hypothesis import settings
 settings.register_profile("shared-machine", deadline=None)
 settings.load_profile("shared-machine")
 
+# Each test process uses one core, and so does every process that it starts.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 
@@ -22,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-# The number of slow tests that this run leaves out, by folder.
+# The number of slow tests that this run leaves out, by folder. With xdist, every worker process counts the same tests.
 left_out: Counter[str] = Counter()
 
 
@@ -31,9 +35,21 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
     left_out.update("/".join(PurePath(item.nodeid).parts[:2]) for item in items if "slow" in item.keywords)
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """In a worker process of xdist: send the counts to the process that prints the summary."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = dict(left_out)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """With xdist, in the process that prints the summary: receive the counts of a worker process that has finished."""
+    left_out.update(Counter(getattr(node, "workeroutput", {}).get("left_out", {})) - left_out)
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Print which tests this run left out, below everything that pytest prints itself."""
-    if left_out:
+    if left_out and not hasattr(config, "workeroutput"):
         folders = ", ".join(f"{count} in {folder}" for folder, count in sorted(left_out.items()))
         print(f"left out {left_out.total()} slow tests ({folders}); run them with: make test-all")
 
