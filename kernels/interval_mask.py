@@ -92,7 +92,7 @@ class Intervals:
 
         Bounds never decrease, so the rows [first, end) of a tile together see the keys [lo of the first, hi of the last),
         and all of them see [lo of the last, hi of the first). The tile walks over steps of `step` keys, step i from key
-        begin + i * step on: num_head steps to mask, then num_full that all rows see, then the rest to mask.
+        begin + i * step on: num_masked_prefix steps to mask, then num_unmasked that all rows see, then the rest to mask.
 
         Tiles end where a document does: one that reached over its end would walk over the whole history of a long document
         for few of its rows. Between these cuts tiles are laid such that the one with fewer rows is where walks are short under
@@ -105,7 +105,7 @@ class Intervals:
             aligned: whether begin is a multiple of `step`, at or before the first key that is seen.
 
         Returns:
-            int32 (batch, T, 6) on the device: first, end, begin, num_head, num_full, num_edge, the latter the number of all
+            int32 (batch, T, 6) on the device: first, end, begin, num_masked_prefix, num_unmasked, num_masked, the latter the number of all
             steps to mask. The longest walks come first; empty tiles, all 0, fill up entries that have fewer.
         """
         key = "tiles", rows, step, cut, aligned

@@ -35,20 +35,20 @@ def lay(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor,
 
 
 def walks(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignment: int) -> tuple[Tensor, ...]:
-    """begin, num_head, num_full, num_edge of tiles, see `Intervals.tiles`."""
+    """begin, num_masked_prefix, num_unmasked, num_masked of tiles, see `Intervals.tiles`."""
     lo, hi = lo.flatten(), hi.flatten()
     begin = lo[first] // alignment * alignment
     total = _ceil_div((hi[end - 1] - begin).clamp(min=0), step) * (lo[first] < hi[end - 1])
-    num_head = torch.minimum(_ceil_div(lo[end - 1] - begin, step), total)
-    num_full = ((hi[first] - begin).clamp(min=0) // step - num_head).clamp(min=0)
-    return begin, num_head, num_full, total - num_full
+    num_masked_prefix = torch.minimum(_ceil_div(lo[end - 1] - begin, step), total)
+    num_unmasked = ((hi[first] - begin).clamp(min=0) // step - num_masked_prefix).clamp(min=0)
+    return begin, num_masked_prefix, num_unmasked, total - num_unmasked
 
 
 def by_length(first: Tensor, end: Tensor, walks: tuple[Tensor, ...], batch: int, num_rows: int) -> Tensor:
     """The table (batch, T, 6) of these tiles: those of each entry, the longest walk first."""
     entry = first // max(num_rows, 1)
-    _, _, num_full, num_edge = walks
-    order = (num_full + num_edge).argsort(descending=True, stable=True)
+    _, _, num_unmasked, num_masked = walks
+    order = (num_unmasked + num_masked).argsort(descending=True, stable=True)
     order = order[entry[order].argsort(stable=True)]
     tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *walks)], 1)[order]
     entry, place = _unroll(torch.bincount(entry, minlength=batch))
@@ -103,7 +103,7 @@ def deal(items: Tensor, times: Tensor, programs: int) -> Tensor:
     they begin before their turn.
 
     Returns:
-        int32 (n, programs, 8), item by item of each program: first, end, begin, num_head, num_full, num_edge as in
+        int32 (n, programs, 8), item by item of each program: first, end, begin, num_masked_prefix, num_unmasked, num_masked as in
         `Intervals.tiles`; head, batch entry. What follows a program's last item, one at least, is all 0. Fewer programs if
         there are fewer items, but one at least.
     """

@@ -181,9 +181,9 @@ def _load_item(items, turn, CONFIG: gl.constexpr):
     arrives through shared memory.
     """
     row = items + (turn * gl.num_programs(0) + gl.program_id(0)) * 8
-    first, end, begin, num_head, num_full, num_edge = load_tile(row)
+    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(row)
     head, batch = gl.load(row + 6), gl.load(row + 7)
-    num_steps = gl.maximum(num_full + num_edge, 1)  # it is never 0: the loops need no test
+    num_steps = gl.maximum(num_unmasked + num_masked, 1)  # it is never 0: the loops need no test
     return batch, head, first, end, begin // CONFIG.queries, num_steps
 
 

@@ -136,9 +136,11 @@ def tile_view(buffer, desc):
 
 
 @gluon.jit
-def step_start(begin, num_head, num_full, num_edge, step, STEP: gl.constexpr):
+def step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, STEP: gl.constexpr):
     """First column of a step of the walk: the tiles to mask first, head then tail, then those that all rows see."""
-    tile = gl.where(step < num_edge, step + gl.where(step < num_head, 0, num_full), num_head + step - num_edge)
+    tile = gl.where(
+        step < num_masked, step + gl.where(step < num_masked_prefix, 0, num_unmasked), num_masked_prefix + step - num_masked
+    )
     return begin + tile * STEP
 
 

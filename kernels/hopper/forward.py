@@ -140,14 +140,14 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _load_item(items, number):
-    """(batch, head, first, end, begin, num_head, num_full, num_edge) of an item of `Intervals.items`; end is 0 after the last.
+    """(batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked) of an item of `Intervals.items`; end is 0 after the last.
 
     Every partition asks for itself: what it is handed arrives through shared memory. The producer is the first to ask.
     """
     row = items + number * 8
-    first, end, begin, num_head, num_full, num_edge = load_tile(row)
+    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(row)
     head, batch = gl.load(row + 6), gl.load(row + 7)
-    return batch, head, first, end, begin, num_head, num_full, num_edge
+    return batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     item = gl.program_id(0)
-    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
+    batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, item)
     while end > 0:
         mbarrier.wait(q_empty, slot ^ 1)
         mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
@@ -187,8 +187,8 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             query = queries.index(slot % CONFIG.slots * CONSUMERS + c)
             tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
         key_head = head // CONFIG.group
-        for step in range(gl.maximum(num_edge + num_full, 1)):
-            start = step_start(begin, num_head, num_full, num_edge, step, KEYS)
+        for step in range(gl.maximum(num_masked + num_unmasked, 1)):
+            start = step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, KEYS)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
             tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
@@ -204,7 +204,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             stage, phase = _next(stage, phase, CONFIG)
         slot ^= 1
         item += gl.num_programs(0)
-        batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, item)
+        batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, item)
     return slot, stage, phase
 
 
@@ -269,12 +269,12 @@ def _step(
     _pass_turn(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     _leave_keys(k_empty, stage, CONFIG)
-    begin, num_head, num_full, num_edge = plan
-    if step < num_edge:
-        scores = mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, step, KEYS), CONFIG)
+    begin, num_masked_prefix, num_unmasked, num_masked = plan
+    if step < num_masked:
+        scores = mask(scores, lo, hi, step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, KEYS), CONFIG)
     if not FOLLOW:
         # the first of the tiles that all rows see settles the last
-        if (step <= num_edge) & ~settled:
+        if (step <= num_masked) & ~settled:
             origin = settle(scores, origin, log2_scale, CONFIG)
     if FOLLOW:
         origin, alpha = follow(scores, origin, log2_scale, CONFIG)
@@ -315,9 +315,9 @@ def _first_step(
     _leave_keys(k_empty, stage, CONFIG)
     if CONFIG.slots == 2:
         mbarrier.arrive(q_empty, count=1)
-    begin, num_head, num_full, num_edge = plan
-    if (num_edge > 0) | (num_full == 0):
-        scores = mask(scores, lo, hi, step_start(begin, num_head, num_full, num_edge, 0, KEYS), CONFIG)
+    begin, num_masked_prefix, num_unmasked, num_masked = plan
+    if (num_masked > 0) | (num_unmasked == 0):
+        scores = mask(scores, lo, hi, step_start(begin, num_masked_prefix, num_unmasked, num_masked, 0, KEYS), CONFIG)
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(zeros, KEYS).type.layout))
     nothing = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     origin = gl.convert_layout(origin, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + nothing
@@ -384,19 +384,19 @@ def _consumer_item(items, number, lo, hi, results, num_masks, num_queries, CONSU
 
     And whether all of them that see a key see one of the first tile, and the origins that they start with.
     """
-    batch, head, first, end, begin, num_head, num_full, num_edge = _load_item(items, number)
+    batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, number)
     own = first + CONSUMER * ROWS
     rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
     offset = gl.minimum(batch, num_masks - 1) * num_queries  # one mask may serve all
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
-    start = step_start(begin, num_head, num_full, num_edge, 0, CONFIG.keys)
+    start = step_start(begin, num_masked_prefix, num_unmasked, num_masked, 0, CONFIG.keys)
     # then the first row sees up to it or further, and the last from it on or from before
     first_hi = gl.load(hi + offset + own, mask=own < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(own + ROWS, end) - 1, mask=own < end, other=0)
     settled = (first_hi > start) & (last_lo < start + CONFIG.keys)
     origin = load_origins(results, (batch, head, own, end), num_queries, CONFIG)
-    return batch, head, own, end, begin, num_head, num_full, num_edge, (row_lo, row_hi, settled, origin)
+    return batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, (row_lo, row_hi, settled, origin)
 
 
 @gluon.jit
@@ -426,7 +426,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
     tiles = keys, values
     flow = k_full, k_empty, v_full, v_empty
     item = gl.program_id(0)
-    batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
+    batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
         items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
     )
     failed = gl.zeros([ROWS], gl.int1, BY_ROW)
@@ -436,7 +436,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
         if own < end:
             place = batch, head, own, end
             query = queries.index(slot % CONFIG.slots * CONFIG.consumers + CONSUMER)
-            plan = begin, num_head, num_full, num_edge
+            plan = begin, num_masked_prefix, num_unmasked, num_masked
             first = k_full, k_empty, v_empty, q_empty
             p, origin, l, o = _first_step(
                 query, keys, first, bounds, plan, held, stage, phase, log2_scale, CONSUMER, FOLLOW, CONFIG
@@ -444,7 +444,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
             last_stage = stage
             last_phase = phase
             stage, phase = _next(stage, phase, CONFIG)
-            for step in range(1, num_edge + num_full):
+            for step in range(1, num_masked + num_unmasked):
                 carry = p, origin, l, o, stage, phase, last_stage, last_phase
                 p, origin, l, o, stage, phase, last_stage, last_phase = _step(
                     query, tiles, flow, carry, bounds, plan, step, log2_scale, CONSUMER, FOLLOW, CONFIG
@@ -456,7 +456,7 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
             # the state that came in and the next item are looked up meanwhile
             incoming = load_scalars(results, place, num_queries, CONFIG)
             item += gl.num_programs(0)
-            batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
+            batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
                 items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
             )
             o = warpgroup_mma_wait(0, deps=(o,))
@@ -467,9 +467,9 @@ def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.
             own_tiles = keys.index(held), values.index(held)
             failed |= finish(origin, l, o, query, own_tiles, incoming, results, place, num_queries, CONSUMER, FOLLOW, CONFIG)
         else:
-            stage, phase = _stand_by(flow, q_empty, num_edge + num_full, held, stage, phase, CONSUMER, CONFIG)
+            stage, phase = _stand_by(flow, q_empty, num_masked + num_unmasked, held, stage, phase, CONSUMER, CONFIG)
             item += gl.num_programs(0)
-            batch, head, own, end, begin, num_head, num_full, num_edge, bounds = _consumer_item(
+            batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
                 items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
             )
             held = gl.to_tensor(-1)

@@ -84,7 +84,7 @@ def _key_step(
 
 @triton.jit
 def _group_tile(
-    begin, num_head, num_full, step, per_head, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    begin, num_masked_prefix, num_unmasked, step, per_head, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     EDGE: tl.constexpr,
 ):  # fmt: skip
     """First query row of a step, and its head of the group: head by head, or in the order of the list of blocks."""
@@ -95,7 +95,7 @@ def _group_tile(
         index, head = step % per_head, step // per_head
     elif GROUP > 1:
         head = column % GROUP
-    tile = walk_tile(num_head, num_full, index, EDGE)
+    tile = walk_tile(num_masked_prefix, num_unmasked, index, EDGE)
     return tile_start(begin, tile, column, STEP, BLOCK, GROUP), head
 
 
@@ -120,14 +120,16 @@ def _key_gradient_kernel(
     query_lo += entry * num_keys
     query_hi += entry * num_keys
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
+    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(table + (entry * num_tiles + turn) * 6)
     key = load_rows(k, first, k_strides[1], end, KEYS, DIM, PADDED, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, VALUE_DIM, VALUE_PADDED, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, key_head, first // BLOCK, num_queries, BLOCK, GROUP)
-        begin, num_head, num_full, num_edge = walk_blocks(query_lo, query_hi, first, end, blocks, QUERIES, BLOCK, GROUP)
+        begin, num_masked_prefix, num_unmasked, num_masked = walk_blocks(
+            query_lo, query_hi, first, end, blocks, QUERIES, BLOCK, GROUP
+        )
     if query_positions is not None:
         row_positions = load_scalars(key_positions, first, end, KEYS, True)
         dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
@@ -137,11 +139,15 @@ def _key_gradient_kernel(
     # each loop runs over all heads of the group: nested loops would drain the load pipeline and spill registers
     HEADS: tl.constexpr = GROUP if blocks is None else 1
     for MASKED in tl.static_range(2):
-        num_steps = num_edge if MASKED else num_full
-        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), QUERIES, BLOCK)
+        num_steps = num_masked if MASKED else num_unmasked
+        column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, 0, MASKED), QUERIES, BLOCK)
         for step in range(0, HEADS * num_steps):
-            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, step + 1, MASKED), QUERIES, BLOCK)
-            start, head = _group_tile(begin, num_head, num_full, step, num_steps, column, QUERIES, BLOCK, GROUP, MASKED)
+            next_column = block_column(
+                blocks, begin, walk_tile(num_masked_prefix, num_unmasked, step + 1, MASKED), QUERIES, BLOCK
+            )
+            start, head = _group_tile(
+                begin, num_masked_prefix, num_unmasked, step, num_steps, column, QUERIES, BLOCK, GROUP, MASKED
+            )
             head = (key_head * GROUP + head).to(tl.int64)
             key_grad, value_grad = _key_step(
                 q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
@@ -211,7 +217,7 @@ def _query_gradient_kernel(
     hi += entry * num_queries
     stats += (batch * NUM_HEADS + head) * num_queries * 2
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
+    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(table + (entry * num_tiles + turn) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     grad = load_rows(dout, first, dout_strides[1], end, QUERIES, VALUE_DIM, VALUE_PADDED, True)
     log2_lse, delta = _load_stats(stats, first, end, QUERIES, True)
@@ -219,17 +225,17 @@ def _query_gradient_kernel(
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
-        begin, num_head, num_full, num_edge = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
+        begin, num_masked_prefix, num_unmasked, num_masked = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
     for MASKED in tl.static_range(2):
-        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), KEYS, BLOCK)
-        for i in range(0, num_edge if MASKED else num_full):
-            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, i + 1, MASKED), KEYS, BLOCK)
-            start = tile_start(begin, walk_tile(num_head, num_full, i, MASKED), column, KEYS, BLOCK, 1)
+        column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, 0, MASKED), KEYS, BLOCK)
+        for i in range(0, num_masked if MASKED else num_unmasked):
+            next_column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, i + 1, MASKED), KEYS, BLOCK)
+            start = tile_start(begin, walk_tile(num_masked_prefix, num_unmasked, i, MASKED), column, KEYS, BLOCK, 1)
             query_grad = _query_step(
                 query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
                 row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,

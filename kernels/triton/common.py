@@ -139,11 +139,11 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def load_tile(row):
-    """(first, end, begin, num_head, num_full, num_edge) at a row of a table of `ringattn.kernels.interval_mask.Intervals`."""
+    """(first, end, begin, num_masked_prefix, num_unmasked, num_masked) at a row of a table of `ringattn.kernels.interval_mask.Intervals`."""
     first, end = tl.load(row), tl.load(row + 1)
-    begin, num_head = tl.load(row + 2), tl.load(row + 3)
-    num_full, num_edge = tl.load(row + 4), tl.load(row + 5)
-    return first, end, begin, num_head, num_full, num_edge
+    begin, num_masked_prefix = tl.load(row + 2), tl.load(row + 3)
+    num_unmasked, num_masked = tl.load(row + 4), tl.load(row + 5)
+    return first, end, begin, num_masked_prefix, num_unmasked, num_masked
 
 
 @triton.jit
@@ -167,16 +167,16 @@ def walk_blocks(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.conste
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
     begin = tl.load(blocks + start * (2 * GROUP))
-    num_head = tl.load(blocks + full * (2 * GROUP)) - begin
-    num_full = tl.load(blocks + tail * (2 * GROUP)) - begin - num_head
+    num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
+    num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
     total = tl.load(blocks + stop * (2 * GROUP)) - begin
-    return begin, num_head * TILES, num_full * TILES, (total - num_full) * TILES
+    return begin, num_masked_prefix * TILES, num_unmasked * TILES, (total - num_unmasked) * TILES
 
 
 @triton.jit
-def walk_tile(num_head, num_full, i, MASKED: tl.constexpr):
+def walk_tile(num_masked_prefix, num_unmasked, i, MASKED: tl.constexpr):
     """The i-th tile of the walk that all rows see, or of those to mask: the former lie between head and tail."""
-    return i + tl.where(i < num_head, 0, num_full) if MASKED else num_head + i
+    return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
 
 @triton.jit

@@ -87,13 +87,13 @@ def _forward_kernel(
     lo += entry * num_queries
     hi += entry * num_queries
 
-    first, end, begin, num_head, num_full, num_edge = load_tile(table + (entry * num_tiles + turn) * 6)
+    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(table + (entry * num_tiles + turn) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
-        begin, num_head, num_full, num_edge = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
+        begin, num_masked_prefix, num_unmasked, num_masked = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
@@ -102,10 +102,10 @@ def _forward_kernel(
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
     for MASKED in tl.static_range(2):  # the tiles that all rows see, then those to mask
-        column = block_column(blocks, begin, walk_tile(num_head, num_full, 0, MASKED), KEYS, BLOCK)
-        for i in range(0, num_edge if MASKED else num_full):
-            next_column = block_column(blocks, begin, walk_tile(num_head, num_full, i + 1, MASKED), KEYS, BLOCK)
-            start = tile_start(begin, walk_tile(num_head, num_full, i, MASKED), column, KEYS, BLOCK, 1)
+        column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, 0, MASKED), KEYS, BLOCK)
+        for i in range(0, num_masked if MASKED else num_unmasked):
+            next_column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, i + 1, MASKED), KEYS, BLOCK)
+            start = tile_start(begin, walk_tile(num_masked_prefix, num_unmasked, i, MASKED), column, KEYS, BLOCK, 1)
             m, l, o = _step(
                 query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
                 KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,

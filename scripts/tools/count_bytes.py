@@ -37,8 +37,8 @@ class Bytes(NamedTuple):
 
 def rows_walked(intervals: Intervals, rows: int, step: int) -> int:
     """Rows that all tiles of `rows` rows load together, in steps of `step`."""
-    _, _, begin, _, num_full, num_edge = intervals.tiles(rows, step).long().flatten(0, 1).unbind(1)
-    end = (begin + (num_full + num_edge) * step).clamp(max=intervals.num_keys)
+    _, _, begin, _, num_unmasked, num_masked = intervals.tiles(rows, step).long().flatten(0, 1).unbind(1)
+    end = (begin + (num_unmasked + num_masked) * step).clamp(max=intervals.num_keys)
     return int((end - begin).sum())
 
 

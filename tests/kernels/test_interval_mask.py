@@ -93,7 +93,7 @@ def test_bad_bounds_are_refused(case):
 
 
 def plain_walk(lo: list[int], hi: list[int], first: int, end: int, step: int, aligned: bool) -> list[int]:
-    """begin, num_head, num_full and num_edge, a step at a time."""
+    """begin, num_masked_prefix, num_unmasked and num_masked, a step at a time."""
     rows, begin = range(first, end), lo[first]
     while aligned and begin % step:
         begin -= 1
