@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringattn import Layout, Mask, ring_attention
 from tests.distributed import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "integrate.md"
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "your-own-loop.md"
 DOCUMENTS = [40, 35, 1, 25]
 
 
