@@ -1,0 +1,258 @@
+"""Check that the quick tests notice faults: apply one deliberate fault (a mutant) at a time and run tests on it.
+
+    python -m scripts.check.mutants                                 the mutants of mutants.json, with the tests listed there
+    python -m scripts.check.mutants --all --only ringattn/mask.py   the mutants of one file, with the whole quick suite
+    python -m scripts.check.mutants --generate 10 --seed 1 --only train/metrics.py
+
+A mutant is killed if a test fails or runs out of time, and it survives if all tests pass. A surviving mutant means that a test
+is missing. The exit status is 1 if any mutant survives. With `--generate` the script makes mutants from the source code of each
+file given by `--only`: it changes an operator, a constant, a condition, or a call of min or max. The mutants are applied to
+copies of the repository in a temporary directory.
+"""
+
+import argparse
+import ast
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import Queue
+
+ROOT = Path(__file__).resolve().parents[2]
+LISTED = Path(__file__).with_suffix(".json")
+
+# A mutant that causes an endless loop counts as killed after this many seconds.
+TIMEOUT = 400
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A deliberate fault: in `file`, the text `old`, which occurs exactly once, is replaced by `new`.
+
+    `tests` lists the pytest arguments of tests that should fail: files, or files with the names of tests.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.file}: {shorten(self.old)} -> {shorten(self.new)}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome for one mutant: the name of the first test that failed, or an empty string if the mutant survived."""
+
+    mutant: Mutant
+    killed_by: str
+
+
+def shorten(text: str) -> str:
+    """The text on one line."""
+    return "`" + " ".join(text.split()) + "`"
+
+
+def listed_mutants() -> list[Mutant]:
+    """The mutants of mutants.json."""
+    return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in json.loads(LISTED.read_text())]
+
+
+SWAPPED_OPERATORS = {
+    ast.Lt: ("<", "<="),
+    ast.LtE: ("<=", "<"),
+    ast.Gt: (">", ">="),
+    ast.GtE: (">=", ">"),
+    ast.Eq: ("==", "!="),
+    ast.NotEq: ("!=", "=="),
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "//"),
+    ast.FloorDiv: ("//", "*"),
+    ast.Mod: ("%", "//"),
+    ast.And: ("and", "or"),
+    ast.Or: ("or", "and"),
+}
+SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+def is_ignored(node: ast.AST) -> bool:
+    """A change inside an error message, an annotation or zip(strict=...) cannot alter a result."""
+    return isinstance(node, ast.Raise | ast.JoinedStr | ast.arg) or isinstance(node, ast.keyword) and node.arg == "strict"
+
+
+class Source:
+    """The text of a module, with the positions of its syntax tree as offsets in the text."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._lines = text.splitlines(keepends=True)
+        self._starts = [0, *itertools.accumulate(map(len, self._lines))]
+
+    def _offset(self, line: int, column: int) -> int:
+        # The columns of a syntax tree count bytes of UTF-8.
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
+
+    def span(self, node: ast.expr) -> tuple[int, int]:
+        """The offsets at which an expression begins and ends."""
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def operator(self, left: ast.expr, right: ast.expr, symbol: str) -> tuple[int, int]:
+        """The offsets of the operator between two operands."""
+        begin = self.text.index(symbol, self.span(left)[1], self.span(right)[0])
+        return begin, begin + len(symbol)
+
+    def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
+        """Extend a range to whole lines, and backwards until its text occurs only once."""
+        first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
+        while self.text.count(self.text[first:last]) > 1:
+            first = self.text.rfind("\n", 0, first - 1) + 1
+        return first, last
+
+
+def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
+    """The faults that a syntax tree offers: the offsets of the text to replace, and the faulty replacement."""
+    for child in ast.iter_child_nodes(node):
+        if not is_ignored(child):
+            yield from changes(child, source)
+    match node:
+        case ast.Compare(left=left, ops=[operator], comparators=[right]) | ast.BinOp(left=left, op=operator, right=right):
+            if type(operator) in SWAPPED_OPERATORS:
+                symbol, other = SWAPPED_OPERATORS[type(operator)]
+                yield *source.operator(left, right, symbol), other
+        case ast.BoolOp(op=operator, values=[left, right, *_]):
+            symbol, other = SWAPPED_OPERATORS[type(operator)]
+            yield *source.operator(left, right, symbol), other
+        case ast.UnaryOp(op=ast.Not()):
+            begin, end = source.span(node)
+            yield begin, begin + len("not"), "not not"
+        case ast.Constant(value=bool(value)):
+            yield *source.span(node), str(not value)
+        case ast.Constant(value=int(value)):
+            yield *source.span(node), str(value + 1)
+        case ast.Call(func=ast.Name(id=name) as function) if name in SWAPPED_FUNCTIONS:
+            yield *source.span(function), SWAPPED_FUNCTIONS[name]
+
+
+def generate(path: Path, count: int, seed: int) -> list[Mutant]:
+    """Make `count` mutants of one file, or fewer if the file offers fewer; the same ones for the same seed and source."""
+    source = Source(path.read_text())
+    mutants = []
+    for begin, end, replacement in changes(ast.parse(source.text), source):
+        first, last = source.whole_lines(begin, end)
+        old, new = source.text[first:last], source.text[first:begin] + replacement + source.text[end:last]
+        mutants.append(Mutant(str(path.relative_to(ROOT)), old, new, likely_tests(path)))
+    chosen = random.Random(f"{path.name}{seed}").sample(mutants, min(count, len(mutants)))
+    return sorted(chosen, key=lambda mutant: source.text.index(mutant.old))
+
+
+def likely_tests(path: Path) -> tuple[str, ...]:
+    """The test file of a module, or else the folder of tests for its package."""
+    relative = path.relative_to(ROOT)
+    test = Path("tests") / relative.with_name(f"test_{path.name}")
+    return (str(test if (ROOT / test).exists() else test.parent),)
+
+
+def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
+    """Run quick tests in a copy of the repository; returns the first test that fails, or an empty string."""
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", "--exitfirst", "-p", "no:cacheprovider", *tests]
+    # Two versions of a file that are written within one second would share compiled bytecode.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    try:
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return f"timeout after {TIMEOUT} s"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    if not failed:
+        raise RuntimeError(f"pytest {' '.join(tests)} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return failed[1]
+
+
+@contextmanager
+def applied(mutant: Mutant, tree: Path) -> Iterator[None]:
+    """Apply a mutant to a copy of the repository while the context lasts."""
+    path = tree / mutant.file
+    source = path.read_text()
+    count = source.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant}: the old text must occur once in {mutant.file} but occurs {count} times")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    try:
+        yield
+    finally:
+        path.write_text(source)
+
+
+def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Result]:
+    """Run tests on every mutant, `jobs` mutants at a time."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as threads:
+        trees: Queue[Path] = Queue()
+        for job in range(jobs):
+            trees.put(copy_repository(Path(folder) / str(job)))
+
+        def check_one(mutant: Mutant) -> Result:
+            tree = trees.get()
+            try:
+                with applied(mutant, tree):
+                    killed_by = run_tests(tree, mutant.tests)
+                    if not killed_by and whole_suite:
+                        killed_by = run_tests(tree, ("tests",))
+                return Result(mutant, killed_by)
+            finally:
+                trees.put(tree)
+
+        yield from threads.map(check_one, mutants)
+
+
+def copy_repository(directory: Path) -> Path:
+    """Copy the files that git knows, as they are in the working tree."""
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_file():
+            (directory / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, directory / name)
+    return directory
+
+
+def main() -> int:
+    """Print one line per mutant and return 1 if any survives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="files or folders to which mutants are applied")
+    parser.add_argument("--generate", type=int, metavar="N", help="make N mutants of each file given by --only")
+    parser.add_argument("--seed", type=int, default=0, help="selects which mutants are made")
+    parser.add_argument("--all", action="store_true", help="run the whole quick suite if the listed tests pass")
+    parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tested at the same time")
+    parser.add_argument("--save", type=Path, help="write the results to this JSON file")
+    options = parser.parse_args()
+
+    if options.generate:
+        paths = [path for name in options.only for path in sorted((ROOT / name).rglob("*.py")) or [ROOT / name]]
+        mutants = [mutant for path in paths for mutant in generate(path, options.generate, options.seed)]
+    else:
+        mutants = [mutant for mutant in listed_mutants() if mutant.file.startswith(tuple(options.only or [""]))]
+
+    results = []
+    for result in check(mutants, options.all, options.jobs):
+        results.append(result)
+        print(f"{'killed  ' if result.killed_by else 'SURVIVED'} {result.mutant}  [{result.killed_by}]", flush=True)
+    if options.save:
+        options.save.write_text(json.dumps([asdict(x.mutant) | {"killed_by": x.killed_by} for x in results], indent=1) + "\n")
+    survivors = sum(not result.killed_by for result in results)
+    print(f"{len(results)} mutants: {len(results) - survivors} killed, {survivors} survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
