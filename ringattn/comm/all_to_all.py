@@ -1,15 +1,16 @@
-"""The exchange of heads: rows of all heads on each rank become all rows of some heads, and back (Jacobs et al. 2023).
+"""The all-to-all of Ulysses (heads <-> sequence): between a rank's tokens of all heads and all tokens of a rank's heads.
 
-Every rank of a group gives each other one a part of its tensors, and what comes finds its place in tensors of the receiver:
-what rank a takes for rank b, rank b puts where it belongs for rank a. A `Place` says which part that is.
+Every rank of a group sends a slice of its tensors to each other rank, and writes what it receives into a slice of its own
+tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` says which part of a tensor is meant:
 
-                 takes for rank b             puts from rank a
-    to heads     all its rows of b's heads    where a's rows stand among those of all ranks
-    to rows      b's rows of its own heads    where a's heads stand among all heads
+                      rank a takes for rank b           rank b writes what comes from rank a
+    to heads          a's tokens of b's heads           to the rows of a's tokens
+    to tokens         b's tokens of a's heads           to the columns of a's heads
 
-A `Swap` is all that a call exchanges. A `Landing` is where one block of tensors comes together, from one message of every rank
-or from several, so that attention can work on some heads while others are under way. `Messages` below does it point to point;
-`ringattn.comm.nvlink_all_to_all` writes into the memory of peers.
+An `AllToAll` is everything that one call of attention exchanges. An `Exchange` fills one set of tensors, from one message of
+every rank or from several. With several, attention can work on some heads while others are in flight.
+
+`PointToPointAllToAll` below uses sends and receives. `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
 """
 
 from collections.abc import Callable
@@ -19,119 +20,122 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.comm.transport import Addressed, Block, Messenger, Pending, Transport, completed, watched
+from ringattn.comm.transport import Addressed, MessageTransport, Pending, Tensors, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
-Finish = Callable[[], Block]
+LABEL = "all-to-all"  # what the watchdog calls these hops in its messages
 
 
-class Heads(NamedTuple):
-    """Part `part` of `parts` of a rank's share of the heads of x (B, N, H, ...), which `ranks` ranks share."""
+class HeadSlice(NamedTuple):
+    """The heads of one rank, or a chunk of them: x (B, N, H, ...) has `ranks` shares of heads, each in `chunks` chunks."""
 
     ranks: int
-    parts: int
-    part: int
+    chunks: int
+    chunk: int
 
     def __call__(self, x: Tensor, rank: int) -> Tensor:
-        return x.unflatten(2, (self.ranks, self.parts, -1))[:, :, rank, self.part]
+        return x.unflatten(2, (self.ranks, self.chunks, -1))[:, :, rank, self.chunk]
 
 
-class Rows(NamedTuple):
-    """A rank's rows of x (B, sum of rows, ...), where those of all ranks stand in order of rank."""
+class TokenSlice(NamedTuple):
+    """The tokens of one rank in x (B, sum of tokens, ...), where the tokens of all ranks lie in the order of the ranks."""
 
-    counts: tuple[int, ...]  # of every rank
+    counts: tuple[int, ...]  # tokens of every rank
 
     def __call__(self, x: Tensor, rank: int) -> Tensor:
         return x.narrow(1, sum(self.counts[:rank]), self.counts[rank])
 
 
-Place = Heads | Rows
+Slice = HeadSlice | TokenSlice
 
 
-class Landing(Protocol):
-    """Tensors that come together from all ranks."""
+class Exchange(Protocol):
+    """A set of tensors that is filled by messages of all ranks."""
 
-    def send(self, block: Block, take: Place, put: Place) -> None:
-        """Every rank gives `take` of `block` to each, which lands as `put` says. Not to be changed until the swap has ended."""
+    def send(self, block: Tensors, take: Slice, put: Slice) -> None:
+        """Send slice `take(x, r)` of each tensor x of `block` to each rank r, which writes it to slice `put(y, sender)`.
 
-    def wait(self) -> Block:
-        """The tensors, once all blocks have been sent and arrived."""
-
-
-class Swap(Protocol):
-    """What one call exchanges, the same on every rank."""
-
-    def land(self, into: Block, lengths: tuple[int, ...], sends: int = 1) -> Landing:
-        """A landing of `sends` blocks in the contiguous tensors `into`, (B, n, ...) with n = lengths[rank].
-
-        A call makes all of its landings before it sends.
+        The tensors of `block` must not be modified before `AllToAll.finish`.
         """
 
-    def end(self) -> None:
-        """All that was sent may be changed."""
+    def wait(self) -> Tensors:
+        """Return the tensors when all sends of this rank were started and all messages have arrived."""
 
 
-def begin(line: Transport) -> Swap:
-    """A swap in the transport's own way, or point to point."""
-    return Messages(line) if isinstance(line, Messenger) else line.swap()
+class AllToAll(Protocol):
+    """Everything that one call exchanges; every rank creates the same exchanges in the same order."""
+
+    def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
+        """Create the exchange that fills the contiguous tensors `into`, each (B, n, ...) with n = lengths[rank], by `sends`
+        sends.
+
+        A call must create all its exchanges before its first send.
+        """
+
+    def finish(self) -> None:
+        """Wait, on the host or on the current CUDA stream, until everything that was sent may be modified."""
 
 
-@lru_cache(maxsize=64)  # asked for at every landing
-def incoming(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
-    """What a rank waits for, as messages to people tell it."""
+@lru_cache(maxsize=64)  # requested once per exchange
+def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
+    """Describe the messages that `rank` waits for, for reports of the watchdog."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)
 
 
-class Messages:
-    """A swap by point-to-point messages, one exchange for each block that is sent."""
+class PointToPointAllToAll:
+    """An all-to-all by point-to-point messages: one exchange of messages for each send."""
 
-    def __init__(self, line: Messenger) -> None:
-        self.line = line
+    def __init__(self, transport: MessageTransport) -> None:
+        self.transport = transport
 
-    def land(self, into: Block, lengths: tuple[int, ...], sends: int = 1) -> "_Exchanges":
-        return _Exchanges(self.line, into, lengths)
+    def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_PointToPointExchange":
+        """See `AllToAll.start`."""
+        return _PointToPointExchange(self.transport, into, lengths)
 
-    def end(self) -> None: ...
+    def finish(self) -> None:
+        """Return at once: `Exchange.wait` has already waited for the sends."""
 
 
-class _Exchanges:
-    def __init__(self, line: Messenger, into: Block, lengths: tuple[int, ...]) -> None:
-        self.line, self.into, self.lengths = line, into, lengths
-        self.finishes: list[Finish] = []
+class _PointToPointExchange:
+    def __init__(self, transport: MessageTransport, into: Tensors, lengths: tuple[int, ...]) -> None:
+        self.transport, self.into, self.lengths = transport, into, lengths
+        self.completions: list[Callable[[], Tensors]] = []  # one per send: waits for its messages and unpacks them
 
-    def send(self, block: Block, take: Place, put: Place) -> None:
-        rank, peers = self.line.rank, [peer for peer in range(self.line.size) if peer != self.line.rank]
+    def send(self, block: Tensors, take: Slice, put: Slice) -> None:
+        rank = self.transport.rank
+        peers = [peer for peer in range(self.transport.size) if peer != rank]
         for x, y in zip(block, self.into, strict=True):
             put(y, rank).copy_(take(x, rank))
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
-        places = [(put(y, peer), peer) for peer in peers for y in self.into]
-        received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in places]
-        pending = self._begin(_not_empty(sent), _not_empty(received))
+        targets = [(put(y, peer), peer) for peer in peers for y in self.into]
+        # Slices are strided, but messages must be contiguous: receive into buffers and copy afterwards.
+        received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
+        pending = self._start(_without_empty(sent), _without_empty(received))
 
-        def finish(sent: Addressed = sent) -> Block:  # which keeps what is being sent
+        def complete(sent: Addressed = sent) -> Tensors:  # the default argument keeps the sent tensors alive
             pending.wait()
-            for (y, _), (x, _) in zip(places, received, strict=True):
+            for (y, _), (x, _) in zip(targets, received, strict=True):
                 y.copy_(x)
             return self.into
 
-        self.finishes.append(finish)
+        self.completions.append(complete)
 
-    def _begin(self, sent: Addressed, received: Addressed) -> Pending:
-        """An exchange; one that cannot begin, for a peer is gone, is told as a hop that failed."""
-        t, messages = len(self.finishes), incoming(self.line.rank, self.lengths)
-        hop = self.line.watchdog.start("exchange of heads", t, t + 1, messages)
+    def _start(self, sent: Addressed, received: Addressed) -> Pending:
+        """Start an exchange of messages. If it cannot start because a rank is gone, the error names that rank."""
+        number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
+        hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:
-            return watched(partial(self.line.exchange, sent, received), self.line, hop)
+            return report_faults(partial(self.transport.exchange, sent, received), self.transport, hop)
         finally:
-            self.line.watchdog.withdraw(hop)
+            self.transport.watchdog.cancel(hop)
 
-    def wait(self) -> Block:
-        for t, finish in enumerate(self.finishes):
-            messages = incoming(self.line.rank, self.lengths)
-            hop = self.line.watchdog.start("exchange of heads", t, len(self.finishes), messages)
-            completed(finish, self.line, hop)
+    def wait(self) -> Tensors:
+        messages = expected_messages(self.transport.rank, self.lengths)
+        for number, complete in enumerate(self.completions):
+            hop = self.transport.watchdog.start(LABEL, number, len(self.completions), messages)
+            complete_hop(complete, self.transport, hop)
         return self.into
 
 
-def _not_empty(messages: Addressed) -> Addressed:
+def _without_empty(messages: Addressed) -> Addressed:
     return [(x, peer) for x, peer in messages if x.numel()]

@@ -1,7 +1,7 @@
-"""The few calls of the CUDA driver that a ring needs beyond torch: copies and flags in the order of a stream, without any SM.
+"""Calls of the CUDA driver that torch does not offer: copies by copy engines, and flags that a stream sets or waits for.
 
-Addresses are those of device memory, a peer's mapped here included; streams are raw handles, `torch.cuda.Stream.cuda_stream`.
-Flags are words of 32 bits.
+None of them occupies an SM, and all of them run in the order of a stream. Addresses are addresses of device memory, including
+memory of other GPUs that is mapped here. Streams are raw handles, `torch.cuda.Stream.cuda_stream`. A flag is a 32-bit word.
 """
 
 import ctypes
@@ -9,26 +9,28 @@ from collections.abc import Sequence
 from functools import cache, lru_cache
 
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
-_WORD = 0xFFFFFFFF
+_WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-_MOST_STEPS = 254  # of one call: fewer than 256, and an even number, for a wait and a write belong together
-_HOW = {_WAIT: 1, _WRITE: 0}  # CU_STREAM_WAIT_VALUE_EQ; a write that all devices see
+_OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}  # CU_STREAM_WAIT_VALUE_EQ; a write that is visible to all devices
+# The driver accepts fewer than 256 operations per call. An even number keeps a wait together with the write that clears its
+# flag.
+_MAX_OPERATIONS = 254
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, 48 bytes, of a wait or a write of 32 bits."""
+    """CUstreamBatchMemOpParams, 48 bytes: a wait for or a write of 32 bits."""
 
     _fields_ = [
         ("kind", ctypes.c_uint32),
         ("address", ctypes.c_uint64),
         ("value", ctypes.c_uint64),
         ("flags", ctypes.c_uint32),
-        ("_rest", ctypes.c_uint64 * 2),
+        ("_padding", ctypes.c_uint64 * 2),
     ]
 
 
-class _Rows(ctypes.Structure):
-    """CUDA_MEMCPY2D, of device memory on both sides."""
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D with device memory on both sides."""
 
     _fields_ = [
         (f"{side}{name}", kind)
@@ -42,7 +44,7 @@ class _Rows(ctypes.Structure):
             ("_array", ctypes.c_void_p),
             ("_pitch", ctypes.c_size_t),
         )
-    ] + [("width", ctypes.c_size_t), ("rows", ctypes.c_size_t)]
+    ] + [("width", ctypes.c_size_t), ("count", ctypes.c_size_t)]
 
 
 @cache
@@ -53,7 +55,7 @@ def _functions() -> tuple:
         "cuMemcpyAsync": (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p),
         "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
         "cuStreamBatchMemOp_v2": (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint),
-        "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Rows), ctypes.c_void_p),
+        "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Copy2D), ctypes.c_void_p),
     }
     functions = []
     for name, arguments in signatures.items():
@@ -65,48 +67,51 @@ def _functions() -> tuple:
 
 def _check(what: str, code: int) -> None:
     if code:
-        raise RuntimeError(f"the CUDA driver refused {what}: error {code}")
+        raise RuntimeError(f"the CUDA driver failed {what}: error {code}")
 
 
 def copy(target: int, source: int, count: int, stream: int) -> None:
-    """Copy `count` bytes, by a copy engine."""
-    _check("a copy", _functions()[0](target, source, count, stream))
+    """Copy `count` bytes with a copy engine."""
+    _check("to copy", _functions()[0](target, source, count, stream))
 
 
-def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
-    """Copy `rows` pieces of `width` bytes that stand `pitch` bytes apart, by a copy engine."""
-    if target_pitch == source_pitch == width or rows == 1:
-        return copy(target, source, rows * width, stream)
-    move = _Rows.from_buffer_copy(_rows(target_pitch, source_pitch, width, rows))
-    move.target, move.source = target, source
-    _check("a copy of rows", _functions()[3](move, stream))
+def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
+    """Copy `count` pieces of `width` bytes with a copy engine. Consecutive pieces are one pitch apart on each side."""
+    if target_pitch == source_pitch == width or count == 1:
+        return copy(target, source, count * width, stream)
+    description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
+    description.target, description.source = target, source
+    _check("to copy rows", _functions()[3](description, stream))
 
 
 @lru_cache(maxsize=1024)
-def _rows(target_pitch: int, source_pitch: int, width: int, rows: int) -> _Rows:
-    """The description of a copy from nowhere to nowhere; to fill one in anew takes as long as the call itself."""
+def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
+    """A description of a copy without addresses.
+
+    It is cached because filling in all fields takes as long as the call itself.
+    """
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
-    return _Rows(source_kind=_DEVICE, target_kind=_DEVICE, width=width, rows=rows, **pitches)
+    return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
-    """Set a flag once all earlier work of the stream is done and seen by every device."""
-    _check("to write a flag", _functions()[1](stream, address, value & _WORD, 0))
+    """Write a flag once all earlier work of the stream has finished and is visible to every device."""
+    _check("to write a flag", _functions()[1](stream, address, value & _WORD_MASK, 0))
 
 
-def raise_flags(addresses: Sequence[int], stream: int) -> None:
-    """Set flags to 1, one after the other, once all earlier work of the stream is done and seen by every device."""
-    _in_order([(_WRITE, address, 1) for address in addresses], stream)
+def set_flags(addresses: Sequence[int], stream: int) -> None:
+    """Set flags to 1, one after the other, once all earlier work of the stream has finished and is visible to every device."""
+    _run_in_order([(_WRITE, address, 1) for address in addresses], stream)
 
 
-def take_flags(addresses: Sequence[int], stream: int) -> None:
-    """Let later work of the stream wait until each flag is 1, and put each back to 0."""
-    _in_order([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))], stream)
+def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
+    """Let later work of the stream wait until each flag is 1, and reset each flag to 0."""
+    _run_in_order([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))], stream)
 
 
-def _in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """(_WAIT or _WRITE, address, value), in as few calls, and nodes of a graph, as the driver takes."""
-    for first in range(0, len(steps), _MOST_STEPS):
-        some = steps[first : first + _MOST_STEPS]
-        array = (_Operation * len(some))(*[(kind, address, value, _HOW[kind]) for kind, address, value in some])
-        _check("flags", _functions()[2](stream, len(some), array, 0))
+def _run_in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
+    """Enqueue steps (_WAIT or _WRITE, address, value) with as few driver calls, and graph nodes, as possible."""
+    for first in range(0, len(steps), _MAX_OPERATIONS):
+        some = steps[first : first + _MAX_OPERATIONS]
+        operations = [(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in some]
+        _check("to set or await flags", _functions()[2](stream, len(some), (_Operation * len(some))(*operations), 0))

@@ -1,191 +1,231 @@
-"""The exchange of heads over NVLink: copy engines write parts of tensors straight to their places in the memory of peers.
+"""The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one inbox for it, which all layers and calls share. A landing is the image of its tensors there: a sender copies
-rows of some heads from where they stand in its own tensors to where they belong in the image, without packing them, and raises
-a flag. Once all flags are up the image is copied out whole, and the kernels read and autograd saves ordinary memory.
+Every rank has one receive buffer for this purpose, which all layers and calls use. An exchange owns a region of the buffer,
+laid out like the tensors that it fills. A sender copies tokens of some heads from its own tensors, without packing them, to
+their final position in that region, and then sets a flag. When all flags of an exchange are set, the region is copied out as a
+whole. Kernels read, and autograd saves, ordinary memory.
 
-Flags are 0 or 1, and who waits for one puts it back, so they say the same whether a call is issued or replayed from a CUDA
-graph. A rank begins to write into an inbox when its owner has raised *open*, at the end of the call before.
+Flags are 0 or 1, and whoever waits for a flag clears it. They mean the same when a call is issued and when it is replayed from
+a CUDA graph. A rank starts to write into a receive buffer after its owner has set the *ready* flag, at the end of its last
+call.
 
-Nothing can wait in a circle: whatever waits for a peer waits for work that the peer has issued at or before the same send.
+No deadlock is possible: everything that waits for another rank waits for work that this rank issued at or before the same send.
 """
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn.comm import cuda_driver
-from ringattn.comm.all_to_all import Place, incoming
-from ringattn.comm.inbox import Inbox, padded_bytes
-from ringattn.comm.transport import Block
+from ringattn.comm.all_to_all import LABEL, Slice, expected_messages
+from ringattn.comm.nvlink import NvlinkTransport, ReceiveBuffer, padded_bytes
+from ringattn.comm.transport import Tensors
+from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 
-if TYPE_CHECKING:
-    from ringattn.comm.nvlink import PeerCopies
-
-MOST_SENDS = 64  # of a call
-OPEN = MOST_SENDS  # the flag after those of the sends
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # sends of one call: every chunk of heads is sent there and back
+READY = MAX_SENDS  # index of the ready flag, which follows the flags of the sends
 
 
-class Move(NamedTuple):
-    """`rows` pieces of `width` bytes: where the first stands in the receiver's image and the sender's tensor, how far apart."""
+class StridedCopy(NamedTuple):
+    """A copy of `count` pieces of `width` bytes.
+
+    Offsets count from the start of a tensor or of a region, pitches between pieces.
+    """
 
     target: int
     target_pitch: int
     source: int
     source_pitch: int
     width: int
-    rows: int
+    count: int
 
 
 @lru_cache(maxsize=1024)
-def _moves(
-    take: Place,
-    put: Place,
+def _strided_copies(
+    take: Slice,
+    put: Slice,
     shape: torch.Size,
     strides: tuple[int, ...],
     heads: torch.Size,
     lengths: tuple[int, ...],
-    size: int,
+    element_size: int,
     rank: int,
-) -> tuple[tuple[Move, ...], ...]:
-    """For each peer what it gets of `rank`'s tensor, a move a batch row.
+) -> tuple[tuple[StridedCopy, ...], ...]:
+    """Return for each receiving rank the copies that send it its slice of a tensor of `rank`, one per batch entry.
 
     Args:
-        shape, strides: of the tensor, (B, N, H, D); a row's heads stand side by side.
-        heads: of the image, (H, D); it is contiguous, (B, n, H, D) with n = lengths[peer].
-        size: bytes of an element.
+        take, put: as for `Exchange.send`.
+        shape, strides: of the tensor to send, (B, N, H, D); the heads of a token are contiguous.
+        heads: (H, D) of the tensor to fill, which is contiguous, (B, n, H, D) with n = lengths[receiver].
+        lengths: tokens of the tensor to fill, by rank.
+        element_size: bytes.
+        rank: the sender.
     """
-    whole = torch.empty_strided(shape, strides, device="meta")
-    moves = []
+    # Slicing tensors on the meta device computes offsets and strides without memory.
+    source_tensor = torch.empty_strided(shape, strides, device="meta")
+    copies = []
     for peer, length in enumerate(lengths):
-        ends = put(torch.empty(shape[0], length, *heads, device="meta"), rank), take(whole, peer)
-        rows, width = ends[1].shape[1], ends[1].shape[2:].numel() * size
-        batch = range(shape[0]) if rows and width else ()
-        sides = [[((x.storage_offset() + i * x.stride(0)) * size, x.stride(1) * size) for x in ends] for i in batch]
-        moves.append(tuple(Move(*target, *source, width, rows) for target, source in sides))
-    return tuple(moves)
+        target = put(torch.empty(shape[0], length, *heads, device="meta"), rank)
+        source = take(source_tensor, peer)
+        count, width = source.shape[1], source.shape[2:].numel() * element_size
+        batch = range(shape[0]) if count and width else ()
+        of_peer = []
+        for i in batch:
+            (target_offset, target_pitch), (source_offset, source_pitch) = (
+                ((x.storage_offset() + i * x.stride(0)) * element_size, x.stride(1) * element_size) for x in (target, source)
+            )
+            of_peer.append(StridedCopy(target_offset, target_pitch, source_offset, source_pitch, width, count))
+        copies.append(tuple(of_peer))
+    return tuple(copies)
 
 
-class PeerMailbox:
-    """What the swaps of one group share on one rank: inbox and flags."""
+class AllToAllBuffers:
+    """The receive buffer and the flags of one group on one rank, for all calls. Creating one waits for all ranks."""
 
-    def __init__(self, line: "PeerCopies") -> None:
-        self.line = line
-        self.inbox = Inbox(line, "the exchange of heads", "heads have not been exchanged")
-        self.flags, self.addresses = line.share(torch.int32, (MOST_SENDS + 1) * line.size)
-        self.flags[OPEN * line.size :] = 1
-        line.synchronise()
+    def __init__(self, transport: NvlinkTransport) -> None:
+        self.transport = transport
+        self.receive_buffer = ReceiveBuffer(transport, "the all-to-all", "the all-to-all has not run")
+        self.flags, self.addresses = transport.share(torch.int32, (MAX_SENDS + 1) * transport.size)
+        self.flags[READY * transport.size :] = 1
+        transport.synchronise()
 
     def flag(self, rank: int, purpose: int, writer: int) -> int:
-        """Address of a flag of `rank`."""
-        return self.addresses[rank] + 4 * (purpose * self.line.size + writer)
+        """Return the address of a flag of `rank`, set by `writer`: the number of a send, or READY."""
+        return self.addresses[rank] + 4 * (purpose * self.transport.size + writer)
 
 
-class PeerSwap:
-    """See `ringattn.comm.all_to_all.Swap`."""
+def receive_buffer_bytes(transport: NvlinkTransport) -> int:
+    """Return the bytes of a transport's receive buffers for rings and all-to-alls. Torch's allocator does not count them."""
+    buffers = transport.all_to_all_buffers
+    return transport.receive_buffer.nbytes + (buffers.receive_buffer.nbytes if buffers else 0)
 
-    def __init__(self, box: PeerMailbox) -> None:
-        self.box, self.line = box, box.line
-        self.main = torch.cuda.current_stream(self.line.device)
-        self.outward, self.inward = (self.line.streams[kind] for kind in ("traveller", "result"))
-        self.ready = torch.cuda.Event()  # after it, what is sent next is computed
-        self.sends = self.total = 0
-        self.sent: list[Block] = []
 
-    def land(self, into: Block, lengths: tuple[int, ...], sends: int = 1) -> "_Image":
-        starts = []
+class NvlinkAllToAll:
+    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`. The first one of a group waits for all ranks."""
+
+    def __init__(self, transport: NvlinkTransport) -> None:
+        if transport.all_to_all_buffers is None:
+            transport.all_to_all_buffers = AllToAllBuffers(transport)
+        self.buffers, self.transport = transport.all_to_all_buffers, transport
+        self.main = torch.cuda.current_stream(transport.device)
+        # One stream sends to other ranks. The other one copies this rank's own slices, and copies finished exchanges out.
+        self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
+        self.computed = torch.cuda.Event()  # recorded when the tensors of the next send have been computed
+        self.num_sends = self.total_bytes = 0
+        self.sent: list[Tensors] = []  # keeps the sent tensors alive
+
+    def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_NvlinkExchange":
+        """See `AllToAll.start`."""
+        offsets = []
         for x in into:
-            starts.append(self.total)
-            self.total += padded_bytes(x, max(lengths))
-        return _Image(self, into, lengths, starts, sends)
+            offsets.append(self.total_bytes)
+            # All ranks use the same offsets, so regions have the size that the rank with the most tokens needs.
+            self.total_bytes += padded_bytes(x, max(lengths))
+        return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """The number of a new send; the side streams wait for what is computed so far."""
-        number, self.sends = self.sends, self.sends + 1
+        """Return the number of a new send, and let the side streams wait for everything computed so far."""
+        number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             capturing = torch.cuda.is_current_stream_capturing()
-            self.box.inbox.reserve(self.total, capturing)
+            self.buffers.receive_buffer.reserve(self.total_bytes, capturing)
             if capturing:
-                self.box.inbox.keep()
-        assert number < MOST_SENDS, "one call sends few blocks"
-        self.ready.record(self.main)
-        self.outward.wait_event(self.ready)
-        self.inward.wait_event(self.ready)
+                self.buffers.receive_buffer.keep()
+        assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
+        self.computed.record(self.main)
+        self.send_stream.wait_event(self.computed)
+        self.local_stream.wait_event(self.computed)
         return number
 
-    def end(self) -> None:
-        for stream in (self.outward, self.inward):
+    def finish(self) -> None:
+        """See `AllToAll.finish`. It also allows the other ranks to write into this rank's receive buffer again."""
+        for stream in (self.send_stream, self.local_stream):
             done = torch.cuda.Event()
             done.record(stream)
             self.main.wait_event(done)
         self.sent.clear()
-        flags = [self.box.flag(peer, OPEN, self.line.rank) for peer in self.line.others]
-        cuda_driver.raise_flags(flags, self.main.cuda_stream)
+        flags = [self.buffers.flag(peer, READY, self.transport.rank) for peer in self.transport.others]
+        cuda_driver.set_flags(flags, self.main.cuda_stream)
 
 
-class _Image:
-    """A landing: tensors, and their image in the inbox."""
+class _NvlinkExchange:
+    """See `ringattn.comm.all_to_all.Exchange`: tensors, and their region in the receive buffer."""
 
-    def __init__(self, swap: PeerSwap, into: Block, lengths: tuple[int, ...], starts: list[int], sends: int) -> None:
-        self.swap, self.into, self.lengths, self.starts, self.left = swap, into, lengths, starts, sends
-        self.awaited: list[int] = []
+    def __init__(
+        self, all_to_all: NvlinkAllToAll, into: Tensors, lengths: tuple[int, ...], offsets: list[int], sends: int
+    ) -> None:
+        self.all_to_all, self.into, self.lengths, self.offsets = all_to_all, into, lengths, offsets
+        self.remaining_sends = sends
+        self.awaited: list[int] = []  # numbers of the sends that fill these tensors
         self.complete = torch.cuda.Event()
         self.hop = None
 
-    def send(self, block: Block, take: Place, put: Place) -> None:
-        swap, box, line = self.swap, self.swap.box, self.swap.line
-        others = line.others
-        block = tuple(x if _in_rows(x) else x.contiguous() for x in block)
-        number, out = swap.begin_send(), swap.outward.cuda_stream
+    def send(self, block: Tensors, take: Slice, put: Slice) -> None:
+        all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
+        others = transport.others
+        block = tuple(x if _heads_are_contiguous(x) else x.contiguous() for x in block)
+        number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
-            cuda_driver.take_flags([box.flag(line.rank, OPEN, peer) for peer in others], out)
-        places = [
-            (
-                _moves(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), line.rank),
-                x.data_ptr(),
-                start,
+            cuda_driver.wait_and_clear_flags([buffers.flag(transport.rank, READY, peer) for peer in others], stream)
+        addresses = buffers.receive_buffer.addresses  # only now: the first send may have allocated a larger buffer
+        sources = []
+        for x, y, offset in zip(block, self.into, self.offsets, strict=True):
+            copies = _strided_copies(
+                take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), transport.rank
             )
-            for x, y, start in zip(block, self.into, self.starts, strict=True)
-        ]
-        # every rank begins with the one after it, so that no two write to the same at the same time
-        for peer in (*others[line.rank :], *others[: line.rank]):
-            _start(places, peer, box.inbox.addresses[peer], out)
-        cuda_driver.raise_flags([box.flag(peer, number, line.rank) for peer in others], out)
-        _start(places, line.rank, box.inbox.addresses[line.rank], swap.inward.cuda_stream)
+            sources.append((copies, x.data_ptr(), offset))
+        # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
+        for peer in (*others[transport.rank :], *others[: transport.rank]):
+            _start_copies(sources, peer, addresses[peer], stream)
+        cuda_driver.set_flags([buffers.flag(peer, number, transport.rank) for peer in others], stream)
+        _start_copies(sources, transport.rank, addresses[transport.rank], all_to_all.local_stream.cuda_stream)
         self.awaited.append(number)
-        swap.sent.append(block)
-        self.left -= 1
-        if not self.left:
-            self._settle()
+        all_to_all.sent.append(block)
+        self.remaining_sends -= 1
+        if not self.remaining_sends:
+            self._copy_out()
 
-    def _settle(self) -> None:
-        """Copy the image out when all of it is there."""
-        box, rank, stream, last = self.swap.box, self.swap.line.rank, self.swap.inward, self.awaited[-1]
-        # hops end in the order in which they start: that of their last sends, and of `wait`
-        self.hop = self.swap.line.watchdog.start("exchange of heads", last, last + 1, incoming(rank, self.lengths))
-        flags = [box.flag(rank, number, peer) for number in self.awaited for peer in self.swap.line.others]
-        cuda_driver.take_flags(flags, stream.cuda_stream)
-        for y, start in zip(self.into, self.starts, strict=True):
+    def _copy_out(self) -> None:
+        """Copy the region into the tensors when all messages have arrived."""
+        all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
+        rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
+        # The watchdog requires hops to finish in the order in which they start. Exchanges are waited for in the order of their
+        # last sends, so the hop starts here.
+        self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
+        flags = [buffers.flag(rank, number, peer) for number in self.awaited for peer in transport.others]
+        cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)
+        for y, offset in zip(self.into, self.offsets, strict=True):
             if y.numel():
-                cuda_driver.copy(y.data_ptr(), box.inbox.addresses[rank] + start, y.nbytes, stream.cuda_stream)
+                cuda_driver.copy(y.data_ptr(), buffers.receive_buffer.addresses[rank] + offset, y.nbytes, stream.cuda_stream)
         self.complete.record(stream)
 
-    def wait(self) -> Block:
-        assert not self.left, "a block is still to be sent"
-        self.swap.main.wait_event(self.complete)
-        self.swap.line.watchdog.passed(self.hop)
+    def wait(self) -> Tensors:
+        assert not self.remaining_sends, "all blocks must be sent before they are waited for"
+        self.all_to_all.main.wait_event(self.complete)
+        self.all_to_all.transport.watchdog.finished(self.hop)
         return self.into
 
 
-def _start(places: list[tuple[tuple[tuple[Move, ...], ...], int, int]], peer: int, inbox: int, stream: int) -> None:
-    """Copy what `peer` gets of each tensor, (moves by peer, address, start of the image), into its inbox."""
-    for moves, address, start in places:
-        for target, target_pitch, source, source_pitch, width, rows in moves[peer]:
-            cuda_driver.copy_rows(inbox + start + target, target_pitch, address + source, source_pitch, width, rows, stream)
+def _start_copies(
+    sources: list[tuple[tuple[tuple[StridedCopy, ...], ...], int, int]], peer: int, receive_buffer: int, stream: int
+) -> None:
+    """Copy the slices of rank `peer` into its receive buffer.
+
+    Args:
+        sources: for each tensor (copies by receiving rank, address of the tensor, offset of its region).
+        peer: the receiving rank.
+        receive_buffer: the address of that rank's buffer.
+        stream: a raw CUDA stream.
+    """
+    for copies, address, offset in sources:
+        for target, target_pitch, source, source_pitch, width, count in copies[peer]:
+            cuda_driver.copy_rows(
+                receive_buffer + offset + target, target_pitch, address + source, source_pitch, width, count, stream
+            )
 
 
-def _in_rows(x: Tensor) -> bool:
-    """Whether all heads of a row of x (B, N, H, D) stand side by side."""
+def _heads_are_contiguous(x: Tensor) -> bool:
+    """Whether all heads of one token of x (B, N, H, D) are contiguous."""
     return x.stride(3) == 1 and x.stride(2) == x.shape[3]

@@ -1,4 +1,4 @@
-"""A ring of any size in one process, whose ranks are threads: for tests, and to study schedules without a cluster."""
+"""A ring of any size in one process, whose ranks are threads. It serves tests, and studies of schedules without a cluster."""
 
 import itertools
 import queue
@@ -8,98 +8,109 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from ringattn.comm.transport import Addressed, Messenger, Pending, simulated
-from ringattn.planning.cost_model import fabric
+from ringattn.comm.transport import Addressed, MessageTransport, Pending
+from ringattn.planning.cost_model import interconnect
 
 T = TypeVar("T")
 
 
 class SimulatedRing:
-    """What P ranks share: who computes, and the mail between them."""
+    """What the ranks of a simulated ring have in common: the right to compute, and the messages between them."""
 
     _ids = itertools.count()
 
     def __init__(self, size: int, all_pairs: bool = False, in_turns: bool = True) -> None:
         self.size, self.all_pairs = size, all_pairs
-        self.turn = threading.Semaphore(1 if in_turns else size)  # held by the ranks that compute
+        # Ranks hold this semaphore while they compute and release it while they wait for a message.
+        self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
-        self.mail: dict[tuple[int, int], queue.SimpleQueue] = {
+        self.messages: dict[tuple[int, int], queue.SimpleQueue] = {
             (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
         }
 
     def receive(self, src: int, dst: int) -> Tensor:
-        """The next message from `src` to `dst`; while it is awaited, others compute."""
-        box = self.mail[src, dst]
+        """Return the next message from `src` to `dst`. While this rank waits for it, other ranks compute."""
+        pending = self.messages[src, dst]
         try:
-            message = box.get_nowait()
+            message = pending.get_nowait()
         except queue.Empty:
-            self.turn.release()
+            self.compute_slots.release()
             try:
-                message = box.get()
+                message = pending.get()
             finally:
-                self.turn.acquire()
+                self.compute_slots.acquire()
         if message is None:
-            raise RuntimeError(f"rank {src} of the simulated ring failed, or ended without what rank {dst} waits for")
+            raise RuntimeError(
+                f"rank {src} of the simulated ring failed, or ended without sending a message that rank {dst} waits for"
+            )
         return message
 
-    def leave(self, rank: int) -> None:
-        """Wake who waits for a message of a rank that has ended."""
+    def close(self, rank: int) -> None:
+        """Wake the ranks that wait for a message of a rank that has ended."""
         for dst in range(self.size):
-            self.mail[rank, dst].put(None)
+            self.messages[rank, dst].put(None)
 
     def abort(self) -> None:
         """Wake every rank that waits for a message."""
-        for box in self.mail.values():
-            box.put(None)
+        for pending in self.messages.values():
+            pending.put(None)
 
 
-class SimulatedRank(Messenger):
-    """One rank of a simulated ring: its transport, and what stands for a process group in `ring_attention`."""
+class SimulatedRank(MessageTransport):
+    """One rank of a simulated ring. It is the rank's transport, and takes the place of a process group in public calls."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
-        self.fabric = fabric("simulated")._replace(all_pairs=ring.all_pairs)
-        self.expected = [itertools.count() for _ in range(ring.size)]  # numbers of the messages from each rank
+        self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
+        # Messages of one sender are numbered, so that several exchanges may be in flight and complete in any order.
+        self.expected = [itertools.count() for _ in range(ring.size)]
         self.arrived = [itertools.count() for _ in range(ring.size)]
-        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number
+        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number: messages that arrived before they were asked for
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
+        """Send copies of the tensors at once, and receive when the result is waited for."""
         for tensor, dst in sends:
-            self.ring.mail[self.rank, dst].put(tensor.clone())
-        return _Mail(self, receives)
+            self.ring.messages[self.rank, dst].put(tensor.clone())
+        return _PendingMessages(self, receives)
 
     def receive(self, src: int, number: int) -> Tensor:
-        """A message from `src`, by its number; those before it are kept."""
+        """Return a message of rank `src` by its number, and keep the ones before it for later."""
         while (src, number) not in self.early:
             message = self.ring.receive(src, self.rank)
             self.early[src, next(self.arrived[src])] = message
         return self.early.pop((src, number))
 
 
-class _Mail:
-    def __init__(self, end: SimulatedRank, expected: Addressed) -> None:
-        self.end, self.expected = end, [(tensor, src, next(end.expected[src])) for tensor, src in expected]
+# The ranks of all simulated rings that are running, by the name that stands for their process group.
+SIMULATED_RANKS: dict[str, SimulatedRank] = {}
+
+
+class _PendingMessages:
+    def __init__(self, rank: SimulatedRank, receives: Addressed) -> None:
+        self.rank, self.expected = rank, [(tensor, src, next(rank.expected[src])) for tensor, src in receives]
 
     def wait(self) -> None:
         for tensor, src, number in self.expected:
-            tensor.copy_(self.end.receive(src, number))
+            tensor.copy_(self.rank.receive(src, number))
 
 
 def simulate(
     ranks: int, function: Callable[[int, SimulatedRank], T], all_pairs: bool = False, in_turns: bool = True
 ) -> list[T]:
-    """Run `function(rank, group)` on every rank of a simulated ring; the results, by rank.
+    """Run `function(rank, group)` on every rank of a simulated ring and return the results by rank.
 
     Args:
-        function: runs in threads, in which contexts of the caller, as torch.no_grad or torch.autocast, do not hold: enter
-            them in there.
-        all_pairs: whether every rank can reach every other directly, or only its neighbours.
-        in_turns: whether one rank computes while the others wait for messages, or for their turn. Many threads at once take
-            several times as long, and not all kernels can bear them; but only then may ranks wait for each other otherwise.
+        ranks: the number of ranks.
+        function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad or torch.autocast, do not apply
+            inside these threads: enter them in `function`.
+        all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
+        in_turns: whether only one rank computes while the others wait for messages or for their turn. Without it, many
+            threads compute at once, which is several times slower, and some kernels do not support it. It is required only if
+            ranks wait for each other in other ways than by messages of the ring.
 
     Raises:
-        BaseException: the first one that a rank raised, once all have ended.
+        BaseException: the first exception that a rank raised, after all ranks have ended.
     """
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
@@ -107,16 +118,16 @@ def simulate(
 
     def run(rank: int) -> None:
         group = SimulatedRank(ring, rank)
-        simulated[group.group_name] = group
+        SIMULATED_RANKS[group.group_name] = group
         try:
-            with ring.turn:
+            with ring.compute_slots:
                 results[rank] = function(rank, group)
-            ring.leave(rank)
-        except BaseException as failure:  # SystemExit too: else the others would wait for ever
+            ring.close(rank)
+        except BaseException as failure:  # SystemExit as well: otherwise the other ranks would wait forever
             failures.append(failure)
             ring.abort()
         finally:
-            del simulated[group.group_name]
+            del SIMULATED_RANKS[group.group_name]
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:

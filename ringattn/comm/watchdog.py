@@ -1,8 +1,9 @@
-"""A rank that dies or sticks ends the whole run, with one message that names the rank, the hop and the operation.
+"""End the whole run with one message if a rank dies or hangs. The message names the rank, the hop and the operation.
 
-Every hop is noted when it is issued and when it is over; on a GPU the device itself writes the number of the last hop that is
-over into host memory, so that looking costs no call. A thread on each rank tells the others, through the job's store, that it
-is alive and how far it is. If a hop is not over in time, the thread asks who is behind, prints it and ends the process.
+Every hop is recorded when it is issued and when it has finished. On a GPU, the stream itself writes the number of the last
+finished hop to host memory, so checking it costs no call. A thread on each rank sends heartbeats through the job's store: that
+the rank is alive, and how far it is. If a hop does not finish in time, the thread finds out which rank is behind, prints that,
+and ends the process.
 """
 
 import atexit
@@ -14,6 +15,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,35 +25,36 @@ from ringattn.planning.schedule import Message
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = "RINGATTN_TIMEOUT"  # environment: seconds that a hop may take
-BEAT = 0.5  # seconds between two signs of life
-SILENCE = 4.0  # seconds without one after which a rank counts as dead
-GRACE = 5.0  # seconds that a process has to end by itself once the reason is known
-_WORD = 1 << 32
+TIMEOUT = "RINGATTN_TIMEOUT"  # environment variable: the seconds that a hop may take
+DEFAULT_TIMEOUT = "600"
+HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
+DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
+GRACE = 5.0  # seconds for a process to end by itself once the reason is known
+_COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
 
 def timeout_seconds() -> float:
-    """What the environment says, 600 by default.
+    """Return the timeout of a hop in seconds: RINGATTN_TIMEOUT, or 600.
 
     Raises:
-        ValueError: a value that is no positive number.
+        ValueError: the value is not a positive, finite number.
     """
-    text = os.environ.get(TIMEOUT, "600")
+    text = os.environ.get(TIMEOUT, DEFAULT_TIMEOUT)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{TIMEOUT}={text}: give the seconds that a hop may take, a positive number")
+        raise ValueError(f"{TIMEOUT}={text}: it must be a positive number, the seconds that a hop may take")
     return seconds
 
 
 class RingFault(RuntimeError):
-    """A rank of the ring does not answer."""
+    """A rank of the ring does not respond."""
 
 
 class Hop:
-    """A hop under way: what its rank is doing, told only when somebody asks."""
+    """A hop in progress. Its description is composed only if somebody asks for it."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -60,18 +63,20 @@ class Hop:
         self.since = time.monotonic()
 
     def __str__(self) -> str:
-        waits = " and ".join(f"the {message.kind} of rank {message.owner} from rank {message.src}" for message in self.incoming)
-        return f"{self.label}, hop {self.step + 1} of {self.steps}" + (f", receiving {waits}" if waits else "")
+        sources = " and ".join(
+            f"the {message.kind} of rank {message.owner} from rank {message.src}" for message in self.incoming
+        )
+        return f"{self.label}, hop {self.step + 1} of {self.steps}" + (f", receiving {sources}" if sources else "")
 
 
-class Unwatched:
-    """For rings that cannot lose a rank."""
+class NoWatchdog:
+    """Takes the place of a watchdog in rings that cannot lose a rank, or whose hops nobody watches."""
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None: ...
 
-    def passed(self, hop: None) -> None: ...
+    def finished(self, hop: None) -> None: ...
 
-    def withdraw(self, hop: None) -> None: ...
+    def cancel(self, hop: None) -> None: ...
 
     def fault(self, hop: None, error: Exception) -> Exception:
         return error
@@ -79,132 +84,156 @@ class Unwatched:
     def stop(self) -> None: ...
 
 
+class _Heartbeat(NamedTuple):
+    """What a rank last published about itself."""
+
+    clock: str  # changes with every heartbeat
+    issued: int  # hops
+    finished: int  # hops
+    latest: str  # the hop issued last
+
+    @classmethod
+    def parse(cls, text: str) -> "_Heartbeat":
+        clock, issued, finished, latest = text.split("|", 3)
+        return cls(clock, int(issued), int(finished), latest)
+
+
 class Watchdog:
-    """One rank's thread, and what it watches. Ends with the process."""
+    """The thread of one rank and the hops that it watches. It runs until the process ends or `stop` is called."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.store, self.rank, self.size = store, rank, size
-        timeout_seconds()  # a senseless one is refused before there is a ring
-        self.under_way: deque[Hop] = deque()
+        timeout_seconds()  # raises an error for an invalid timeout before the ring is used
+        self.in_flight: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = "its start"
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
-        self._over = ctypes.c_uint32.from_address(self._word.data_ptr())  # number of the last hop that is over
-        self._seen = (0, time.monotonic())
-        self._looking = threading.Lock()  # held where hops are taken out
-        self._ended = threading.Event()
+        self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
+        self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of a hop
+        self._progress = (0, time.monotonic())  # the last value of this counter, and when it changed
+        self._lock = threading.Lock()  # held while hops are removed from `in_flight`
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """A hop is issued. None: one in a CUDA graph, whose replays nobody counts."""
+        """Record that a hop is issued. Return None in the capture of a CUDA graph, whose replays are not watched."""
         if self.on_gpu and torch.cuda.is_current_stream_capturing():
             return None
         self.issued += 1
         self.latest = hop = Hop(self.issued, label, step, steps, incoming)
-        self.under_way.append(hop)
+        self.in_flight.append(hop)
         return hop
 
-    def passed(self, hop: Hop | None) -> None:
-        """Everything issued so far, on the current stream of a GPU, ends the hop."""
+    def finished(self, hop: Hop | None) -> None:
+        """Record that the hop has finished once everything issued so far, on the current stream of a GPU, has finished."""
         if hop is None:
             return
         if self.on_gpu:
-            # at every hop, so by the handle alone: torch.cuda.current_stream would make an object of it
+            # This runs at every hop, so it uses the raw handle. torch.cuda.current_stream would create an object.
             stream = torch._C._cuda_getCurrentRawStream(self.device)
-            cuda_driver.write_flag(ctypes.addressof(self._over), hop.number, stream)
+            cuda_driver.write_flag(ctypes.addressof(self._last_finished), hop.number, stream)
         else:
-            self._over.value = hop.number % _WORD
+            self._last_finished.value = hop.number % _COUNTER_RANGE
 
-    def withdraw(self, hop: Hop | None) -> None:
-        """An exception ends the pass: this rank does not wait for the hop any more."""
-        with self._looking, suppress(ValueError):  # it may be over
-            self.under_way.remove(hop)
+    def cancel(self, hop: Hop | None) -> None:
+        """Forget a hop, because an exception ended the pass and this rank no longer waits for it."""
+        with self._lock, suppress(ValueError):  # the hop may have finished already
+            self.in_flight.remove(hop)
 
     def fault(self, hop: Hop | None, error: Exception) -> Exception:
-        """What to raise for an error that a hop ended with: once it is known who is missing."""
+        """Return the exception to raise for an error that ended a hop: a `RingFault` that says which rank is missing."""
         if hop is None:
             return error
-        return RingFault(self._verdict(hop, time.monotonic() - hop.since))
+        return RingFault(self._diagnose(hop, time.monotonic() - hop.since))
 
     def stop(self) -> None:
-        """Watch no more. A thread that Python's end finds in a call of the store aborts the process: it is waited for."""
-        self._ended.set()
+        """Stop watching.
+
+        If Python exited while the thread is inside a call of the store, the process would abort: join it first.
+        """
+        self._stopped.set()
         self._thread.join(GRACE)
         atexit.unregister(self.stop)
 
     def _watch(self) -> None:
-        while not self._ended.wait(BEAT):
-            with self._looking:
-                hop = self._late()
+        while not self._stopped.wait(HEARTBEAT_INTERVAL):
+            with self._lock:
+                hop = self._overdue_hop()
             try:
-                self._tell()
+                self._send_heartbeat()
                 if self.store.check(["verdict"]):
                     time.sleep(GRACE)
-                    self._end(self.store.get("verdict").decode())
-            except Exception:  # the store ends with the rank that keeps it: whatever its client raises, there is no news
+                    self._exit(self.store.get("verdict").decode())
+            except Exception:
+                # The store ends together with the rank that hosts it, and its clients then raise various exceptions. That is no
+                # reason to end this process: the hop in progress will become overdue.
                 pass
             if hop is not None:
-                self._end(self._verdict(hop, time.monotonic() - hop.since))
+                self._exit(self._diagnose(hop, time.monotonic() - hop.since))
 
-    def _late(self) -> Hop | None:
-        """The oldest hop under way, if nothing has moved for too long."""
-        over, now = self._over.value, time.monotonic()
-        while self.under_way and (over - self.under_way[0].number) % _WORD < _WORD // 2:
-            self.under_way.popleft()
-        if over != self._seen[0] or not self.under_way:
-            self._seen = over, now
+    def _overdue_hop(self) -> Hop | None:
+        """Return the oldest hop in progress if no hop has finished for longer than the timeout."""
+        last, now = self._last_finished.value, time.monotonic()
+        while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
+            self.in_flight.popleft()
+        if last != self._progress[0] or not self.in_flight:
+            self._progress = last, now
             return None
-        hop = self.under_way[0]
-        return hop if now - max(self._seen[1], hop.since) > timeout_seconds() else None
+        hop = self.in_flight[0]
+        return hop if now - max(self._progress[1], hop.since) > timeout_seconds() else None
 
-    def _tell(self) -> None:
-        self.store.set(f"life/{self.rank}", f"{time.monotonic()}|{self.issued}|{self._over.value}|{self.latest}")
+    def _send_heartbeat(self) -> None:
+        text = f"{time.monotonic()}|{self.issued}|{self._last_finished.value}|{self.latest}"
+        self.store.set(f"life/{self.rank}", text)
 
-    def _verdict(self, hop: Hop, seconds: float) -> str:
-        """Who is behind, in one sentence; the first rank to ask decides for all."""
-        mine = f"rank {self.rank} waited {seconds:.0f} s in {hop}"
+    def _diagnose(self, hop: Hop, seconds: float) -> str:
+        """Return one sentence that says which rank is behind. The first rank that asks decides for all ranks."""
+        waiting = f"rank {self.rank} waited {seconds:.0f} s in {hop}"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
-            text = f"ringattn: {self._behind(hop)}; {mine}; the run ends here"
+            text = f"ringattn: {self._find_culprit(hop)}; {waiting}; the run ends here"
             return self.store.compare_set("verdict", "", text).decode() or text
         except Exception:
-            return f"ringattn: the job's store does not answer, so the rank that keeps it is gone; {mine}; the run ends here"
+            return (
+                f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}; the run ends here"
+            )
 
-    def _behind(self, hop: Hop) -> str:
-        """The rank that is dead, or else the one that has issued or done the least."""
-        lives = self._ask()
-        until = time.monotonic() + SILENCE
-        moved: set[int] = set()
-        while time.monotonic() < until and len(moved) < len(lives):
-            time.sleep(BEAT)
-            self._tell()  # this may be the very thread that does so
-            moved |= {rank for rank, life in self._ask().items() if life[0] != lives[rank][0]}
-        dead = [rank for rank in range(self.size) if rank not in moved and rank != self.rank]
+    def _find_culprit(self, hop: Hop) -> str:
+        """Describe the rank that is dead, or else the rank that has issued or finished the fewest hops."""
+        before = self._read_heartbeats()
+        deadline = time.monotonic() + DEAD_AFTER
+        alive: set[int] = set()
+        while time.monotonic() < deadline and len(alive) < len(before):
+            time.sleep(HEARTBEAT_INTERVAL)
+            self._send_heartbeat()  # this may be the thread that sends them
+            alive |= {rank for rank, heartbeat in self._read_heartbeats().items() if heartbeat.clock != before[rank].clock}
+        dead = [rank for rank in range(self.size) if rank not in alive and rank != self.rank]
         if dead:
-            return "; ".join(f"rank {rank} gives no sign of life, last seen in {lives[rank][3]}" for rank in dead)
-        progress = {rank: (int(life[1]), int(life[2])) for rank, life in self._ask().items()}
+            return "; ".join(f"rank {rank} gives no sign of life, last seen in {before[rank].latest}" for rank in dead)
+        heartbeats = self._read_heartbeats()
+        progress = {rank: (heartbeat.issued, heartbeat.finished) for rank, heartbeat in heartbeats.items()}
         slowest = min(progress, key=progress.get)
         if len(set(progress.values())) == 1:
             sources = sorted({message.src for message in hop.incoming})
-            return f"every rank is at the same hop and none moves, here for want of rank {sources}"
-        if progress[slowest][0] == progress[slowest][1]:
-            return f"rank {slowest} makes no other call after {lives[slowest][3]}"
-        return f"rank {slowest} is stuck in {lives[slowest][3]}"
+            return f"all ranks are stuck at the same hop; this rank is waiting for rank {sources}"
+        issued, finished = progress[slowest]
+        if issued == finished:
+            return f"rank {slowest} makes no other call after {before[slowest].latest}"
+        return f"rank {slowest} is stuck in {before[slowest].latest}"
 
-    def _ask(self) -> dict[int, list[str]]:
-        """(its clock, hops issued, hops over, where) of every rank."""
-        unknown = ["0", "0", "0", "its start"]
-        keys = [f"life/{rank}" for rank in range(self.size)]
-        return {
-            rank: self.store.get(key).decode().split("|", 3) if self.store.check([key]) else unknown
-            for rank, key in enumerate(keys)
-        }
+    def _read_heartbeats(self) -> dict[int, _Heartbeat]:
+        """Return the latest heartbeat of every rank."""
+        heartbeats = {}
+        for rank in range(self.size):
+            key = f"life/{rank}"
+            text = self.store.get(key).decode() if self.store.check([key]) else "0|0|0|its start"
+            heartbeats[rank] = _Heartbeat.parse(text)
+        return heartbeats
 
-    def _end(self, text: str) -> None:
+    def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
         os._exit(1)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.comm import transport
+from ringattn.comm import connect
 from tests.ringattn.comm.test_p2p import check_rings
 from tests.ringattn.test_ulysses import check_mesh
 
@@ -68,8 +68,8 @@ def test_two_nodes_compute_the_same(nodes: list[str]) -> None:
 def main(rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=RANKS)
-    fabric = transport.resolve(dist.group.WORLD.group_name, torch.device("cpu")).fabric
-    assert not fabric.all_pairs, "ranks of two hosts relay"
+    interconnect = connect.connect(dist.group.WORLD.group_name, torch.device("cpu")).interconnect
+    assert not interconnect.all_pairs, "ranks of two hosts relay"
     check_rings(33, 8, torch.float64, "reference", 1e-10)
     check_mesh(ulysses=2)
     dist.destroy_process_group()

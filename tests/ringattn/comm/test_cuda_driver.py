@@ -14,7 +14,7 @@ def test_a_call_has_fewer_steps_than_the_driver_takes(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cuda_driver, "_functions", lambda: (None, None, batch, None))
     addresses = list(range(4, 4 * 301, 4))
-    cuda_driver.take_flags(addresses, stream=7)
+    cuda_driver.wait_and_clear_flags(addresses, stream=7)
     assert all(len(call) < 256 for call in calls)
     wanted = [(kind, address) for address in addresses for kind in (cuda_driver._WAIT, cuda_driver._WRITE)]
     assert [step for call in calls for step in call] == wanted

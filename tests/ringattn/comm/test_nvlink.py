@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from ringattn import Layout, Mask, ring_attention, simulate, ulysses
-from ringattn.comm import nvlink as peers_module
-from ringattn.comm import nvlink_all_to_all, transport
-from ringattn.comm.nvlink import PeerCopies, Slots
-from ringattn.comm.watchdog import Unwatched
-from ringattn.planning.cost_model import fabric
+from ringattn.comm import connect, nvlink, nvlink_all_to_all
+from ringattn.comm.nvlink import NvlinkTransport, Slots
+from ringattn.comm.watchdog import NoWatchdog
+from ringattn.planning.cost_model import interconnect
 from ringattn.planning.schedule import direct
 from tests.ringattn.rings import Case, assert_close, masks
 
@@ -80,7 +79,7 @@ class Driver:
         Stream.streams[stream].do(copy)
 
     @staticmethod
-    def raise_flags(addresses: list[int], stream: int) -> None:
+    def set_flags(addresses: list[int], stream: int) -> None:
         def write(flag: ctypes.c_uint32) -> None:
             if flag.value:
                 Stream.faults.append("a flag was raised twice before it was put back")
@@ -90,7 +89,7 @@ class Driver:
             Stream.streams[stream].do(partial(write, ctypes.c_uint32.from_address(address)))
 
     @staticmethod
-    def take_flags(addresses: list[int], stream: int) -> None:
+    def wait_and_clear_flags(addresses: list[int], stream: int) -> None:
         def take(flag: ctypes.c_uint32) -> None:
             while flag.value != 1:
                 time.sleep(1e-5)
@@ -117,15 +116,15 @@ class Node:
         return self.shared[key, rank], [self.shared[key, peer].data_ptr() for peer in range(self.ranks)]
 
 
-class Linked(PeerCopies):
+class Linked(NvlinkTransport):
     """The transport with `Node` in the place of symmetric memory."""
 
     def __init__(self, node: Node, rank: int) -> None:
         self.node, self.rank, self.size, self.device = node, rank, node.ranks, CPU
-        self.fabric, self.watchdog = fabric("nvlink"), Unwatched()
-        self.streams = {kind: Stream() for kind in peers_module.KINDS}
+        self.interconnect, self.watchdog = interconnect("nvlink"), NoWatchdog()
+        self.streams = {kind: Stream() for kind in nvlink.KINDS}
         self._ready, self._sent = Event(), Event()
-        self._prepare()
+        self._allocate()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
         return self.node.share(self.rank, dtype, count)
@@ -138,7 +137,7 @@ class Linked(PeerCopies):
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PeerCopies talks to `Stream`, `Event` and `Driver`."""
+    """NvlinkTransport talks to `Stream`, `Event` and `Driver`."""
     mains = threading.local()
 
     def current_stream(device: object = None) -> Stream:
@@ -149,21 +148,20 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, stand_in in (("current_stream", current_stream), ("Event", Event), ("Stream", Stream)):
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    for module in (peers_module, nvlink_all_to_all):
-        monkeypatch.setattr(module, "driver", Driver)
+    for module in (nvlink, nvlink_all_to_all):
+        monkeypatch.setattr(module, "cuda_driver", Driver)
 
 
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch) -> dict[str, Linked]:
     """By the name of a simulated rank, the transport that it gets."""
     linked: dict[str, Linked] = {}
-    honest = transport.resolve
+    honest = connect.connect
 
     def resolved(name: str, device: torch.device | None = None, *options: str) -> object:
         return linked[name] if device is not None and name in linked else honest(name, device, *options)
 
-    for module in (transport, ulysses):
-        monkeypatch.setattr(module, "resolve", resolved)
+    monkeypatch.setattr(connect, "connect", resolved)
     return linked
 
 
@@ -187,7 +185,7 @@ def test_rings_one_after_the_other(
     held: bool, ranks: int, schedule: str, no_gpu: None, resolve: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers back to back with other data, masks, layouts and sizes, larger and smaller, of one and of two batch rows."""
-    monkeypatch.setattr(peers_module, "HELD_BYTES", 1 << 30 if held else 0)
+    monkeypatch.setattr(nvlink, "MAX_KEPT_RESULT_BYTES", 1 << 30 if held else 0)
     plans = []
     for i, (name, seq_len, kind) in enumerate(
         [("causal", 33, "zigzag"), ("full", 33, "zigzag"), ("causal", 70, "zigzag"), ("window", 41, "contiguous")] * 2
@@ -213,9 +211,9 @@ def test_few_slots_serve_a_long_ring() -> None:
     """Memory for messages does not grow with the number of ranks: two slots of a large kind, three of a small one."""
     everyone = ((range(1024),) * 8,) * 8
     small, large = (torch.empty(1, 1024, heads, 1, device="meta", dtype=torch.bfloat16) for heads in (8, 2**17))
-    slots = Slots(direct(everyone, True), {"traveller": (small,), "result": (large,)})
-    assert slots.counts == {"traveller": 3, "result": 2}
-    assert slots.total == 3 * small.nbytes + 2 * large.nbytes
+    slots = Slots(direct(everyone, True), {"block": (small,), "result": (large,)})
+    assert slots.counts == {"block": 3, "result": 2}
+    assert slots.total_bytes == 3 * small.nbytes + 2 * large.nbytes
 
 
 @pytest.mark.parametrize("schedule", ("state", "kv"))
@@ -264,7 +262,7 @@ def test_exchanges_of_heads_in_graphs_and_outside(
     ranks: int, parts: int, again: bool, no_gpu: None, resolve: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers back to back with other data, masks and sizes, larger and smaller, uneven rows, and rings between them."""
-    monkeypatch.setattr(ulysses, "parts_of", lambda *_: parts)
+    monkeypatch.setattr(ulysses, "head_chunks_for_overlap", lambda *_: parts)
     capturing = threading.local()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing.now)
     calls = []
@@ -282,7 +280,7 @@ def test_exchanges_of_heads_in_graphs_and_outside(
                 k, v = torch.cat([k.flatten(2), v.flatten(2)], 2).split([k[0, 0].numel(), v[0, 0].numel()], 2)
                 k, v = k.unflatten(2, (2 * ranks, -1)), v.unflatten(2, (2 * ranks, -1))
             q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-            options = dict(layout=layout, mask=mask, ulysses_group=group, return_lse=True, exchange_again=again)
+            options = dict(layout=layout, mask=mask, ulysses_group=group, return_lse=True, recompute_all_to_all=again)
             out, lse = ulysses.ulysses_attention(q, k, v, **options)
             upstream = layout.shard(case.dout, rank), layout.shard(case.dlse, rank).to(lse.dtype)
             shards.append([out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)])

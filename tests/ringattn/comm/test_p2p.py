@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ringattn import Layout, Mask, flash_attention, ring_attention, ulysses
-from ringattn.comm import transport
+from ringattn.comm import connect
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
 from tests.ringattn.rings import Case, assert_close, masks
@@ -115,19 +115,19 @@ def test_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
 def check_heads(transport: str) -> None:
     """On every rank: heads exchanged among all ranks, or among half of them, in one and in several parts."""
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), f"cuda:{dist.get_rank()}"
-    honest = ulysses.parts_of
+    honest = ulysses.head_chunks_for_overlap
     for size, most in product({ranks, 2}, (1, 2)):
-        ulysses.parts_of = lambda rows, heads, key_heads, most=most: min(most, key_heads)
+        ulysses.head_chunks_for_overlap = lambda rows, heads, key_heads, most=most: min(most, key_heads)
         mesh = dist.init_device_mesh("cuda", (ranks // size, size), mesh_dim_names=("ring", "ulysses"))
         groups = dict(ulysses_group=mesh.get_group("ulysses"), ring_group=mesh.get_group("ring"))
         layout = Layout.zigzag(1031, ranks // size).split(size)
         case = Case.random(1031, batch=2, heads=16, key_heads=8, dim=64, value_dim=64, dtype=torch.bfloat16)
         for again, mask in product((False, True), masks(1031).values()):
-            options = groups | dict(transport=transport, exchange_again=again)
+            options = groups | dict(transport=transport, recompute_all_to_all=again)
             got = on_rank(case.to(device), layout, mask, rank, **options)
             exact = case.to(torch.float64).to(device).unsharded(mask)
             assert_close([layout.unshard(x) for x in got], exact, 2e-2)
-    ulysses.parts_of = honest
+    ulysses.head_chunks_for_overlap = honest
 
 
 @pytest.mark.parametrize("transport", ("nvlink", "p2p"))
@@ -248,8 +248,8 @@ def test_a_group_of_the_same_name_is_another() -> None:
     for _ in range(2):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         name, cpu = dist.group.WORLD.group_name, torch.device("cpu")
-        transport.resolve(name, cpu)
-        same = transport._resolved[name, cpu, "auto"][0] is dist.group.WORLD
+        connect.connect(name, cpu)
+        same = connect._connections[name, cpu, "auto"][0] is dist.group.WORLD
         dist.destroy_process_group()
         assert same
 

@@ -171,16 +171,16 @@ def test_a_hop_may_be_withdrawn_while_the_watchdog_looks_at_it(monkeypatch: pyte
             return super().__getitem__(index)
 
     looked_at = threading.Event()
-    monkeypatch.setattr(watchdog, "BEAT", 0.01)
+    monkeypatch.setattr(watchdog, "HEARTBEAT_INTERVAL", 0.01)
     watch = watchdog.Watchdog(dist.HashStore(), 0, 1, torch.device("cpu"))
     hop = watch.start("forward", 0, 1, ())
-    withdrawal = threading.Thread(target=watch.withdraw, args=(hop,))
-    with watch._looking:
-        watch.under_way = Hops(watch.under_way)
+    withdrawal = threading.Thread(target=watch.cancel, args=(hop,))
+    with watch._lock:
+        watch.in_flight = Hops(watch.in_flight)
     assert looked_at.wait(10)
     withdrawal.join(10)
-    beats, watch._tell = threading.Event(), lambda: beats.set()
-    assert beats.wait(10) and not watch.under_way
+    beats, watch._send_heartbeat = threading.Event(), lambda: beats.set()
+    assert beats.wait(10) and not watch.in_flight
     watch.stop()
 
 
@@ -201,10 +201,10 @@ def test_hops_that_wait_in_line_are_not_late(monkeypatch: pytest.MonkeyPatch) ->
     hops = [watch.start("forward", t, 2, ()) for t in range(2)]
     for hop in hops:
         hop.since -= 100
-    watch.passed(hops[0])
-    assert watch._late() is None and watch._late() is None
-    watch._seen = (hops[0].number, time.monotonic() - 60)
-    assert watch._late() is hops[1]
+    watch.finished(hops[0])
+    assert watch._overdue_hop() is None and watch._overdue_hop() is None
+    watch._progress = (hops[0].number, time.monotonic() - 60)
+    assert watch._overdue_hop() is hops[1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,251 @@
+"""Choose the transport for a process group, and compare the first calls of its ranks.
+
+The first call for a group is a handshake over the job's key-value store. Every rank publishes what it is (host, GPU, speed) and
+what it calls. Then all ranks read the same information, so all of them choose the same transport, and a call that differs
+between ranks raises an error on every rank instead of hanging or returning wrong numbers.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
+from ringattn.comm.p2p import P2PTransport, SingleRankTransport
+from ringattn.comm.simulated import SIMULATED_RANKS, SimulatedRank
+from ringattn.comm.transport import MessageTransport, Transport
+from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
+from ringattn.planning.cost_model import attention_flops, interconnect
+
+Group = dist.ProcessGroup | SimulatedRank
+Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by the names that callers know
+
+TRANSPORTS = ("auto", "nvlink", "p2p")
+TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # environment variable that replaces "auto"
+log = logging.getLogger(__name__)
+
+
+def rank_and_size(group: Group | None) -> tuple[int, int]:
+    """Return this rank's index in `group` and the number of ranks; (0, 1) for None.
+
+    Raises:
+        ValueError: `group` is neither a process group nor a simulated rank.
+    """
+    if group is None:
+        return 0, 1
+    if isinstance(group, SimulatedRank):
+        return group.rank, group.size
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group is a {type(group).__name__}: it must be a torch.distributed.ProcessGroup that contains this rank (for a "
+            "DeviceMesh use mesh.get_group(dim)), or None for this process alone"
+        )
+    return group.rank(), group.size()
+
+
+def connect(
+    group_name: str,
+    device: torch.device | None = None,
+    transport: str = "auto",
+    call: Callable[[], Call] | None = None,
+) -> Transport:
+    """Return the transport of a process group, given by its name; "" stands for a ring of one rank.
+
+    The first call for a group, device and transport is a handshake, and all ranks of the group must make it. Later calls return
+    the same transport. Without a device there is no handshake, and the result exchanges plain messages over the group.
+
+    Args:
+        group_name: `ProcessGroup.group_name`. Operators carry groups by name, so that a compiler can trace them.
+        device: the device of the tensors, or None.
+        transport: "nvlink": copy engines write into the memory of the other GPUs. "p2p": sends and receives of the process
+            group. "auto": NVLink if all ranks are GPUs of one host that can access each other's memory, unless the environment
+            variable RINGATTN_TRANSPORT names another transport.
+        call: returns the settings of this call, which must be the same on all ranks. They are compared once, in the handshake.
+
+    Raises:
+        ValueError: the transport is unknown or unavailable, or the first calls differ between ranks.
+        RingFault: a rank of the group made no first call within the timeout.
+    """
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown transport {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
+    if not group_name:
+        return SingleRankTransport()
+    if group_name in SIMULATED_RANKS:
+        if transport != "auto":
+            raise ValueError(f"transport={transport!r}: a simulated ring has a transport of its own and requires 'auto'")
+        return SIMULATED_RANKS[group_name]
+    group = _resolve_process_group(group_name)
+    if device is None:
+        return P2PTransport(group)
+    key = group_name, device, transport
+    with _registry_lock:
+        # One lock per key: a thread that waits for the ranks of one group must not block threads with other groups.
+        lock = _locks.setdefault(key, threading.Lock())
+    with lock:
+        if key not in _connections or _connections[key][0] is not group:
+            if key in _connections:  # a destroyed group had the same name
+                _connections[key][1].watchdog.stop()
+            _connections[key] = group, _handshake(group, device, transport, call() if call else {})
+        return _connections[key][1]
+
+
+_registry_lock = threading.Lock()
+_locks: dict[tuple, threading.Lock] = {}
+_connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
+
+
+def open_all_to_all(transport: Transport) -> AllToAll:
+    """Return the all-to-all of one call over `transport`: copies over NVLink, or point-to-point messages."""
+    if isinstance(transport, MessageTransport):
+        return PointToPointAllToAll(transport)
+    from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
+
+    return NvlinkAllToAll(transport)
+
+
+def compare_first_calls(group_name: str, kind: str, call: Callable[[], Call]) -> None:
+    """Compare the first calls of this kind between the ranks of a process group. All of its ranks must make one.
+
+    Raises:
+        ValueError: the calls differ.
+        RingFault: a rank made no call within the timeout.
+    """
+    if not group_name or group_name in SIMULATED_RANKS:
+        return
+    group = _resolve_process_group(group_name)
+    if _compared.get((group_name, kind)) is not group:
+        _compare_calls(_group_store(group, kind), group, call())
+        _compared[group_name, kind] = group
+
+
+_compared: dict[tuple[str, str], dist.ProcessGroup] = {}
+
+
+class _Identity(NamedTuple):
+    """What the other ranks need to know about a rank."""
+
+    host: str
+    gpu: str  # the UUID of its GPU, or "none"
+    flops: float  # speed of attention, FLOP/s
+
+
+def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, call: Call) -> Transport:
+    """Compare the ranks' calls and create the transport that suits all of them."""
+    if group.size() == 1:
+        return SingleRankTransport()
+    wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
+    store = _group_store(group, f"{device.type}/{transport}")
+    ranks = _all_gather_identities(store, group, device)
+    _compare_calls(store, group, call)
+    # Only some ranks may notice that NVLink is unavailable, but all of them must choose the same transport.
+    reasons = _all_gather_text(store, group, "obstacle", _why_not_nvlink(ranks, device) or " ")
+    reason = next((text for text in reasons if text.strip()), "")
+    if wanted == "nvlink" and reason:
+        raise ValueError(f"transport='nvlink' is unavailable: {reason}; use transport='p2p' or 'auto'")
+    name = "nvlink" if wanted != "p2p" and not reason else "nccl" if device.type == "cuda" else "gloo"
+    why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
+    one_host = len({rank.host for rank in ranks}) == 1
+    joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
+    route = "direct" if joined.all_pairs else "relayed"
+    log.info("ring of %d ranks over %s (%s), hops are %s", group.size(), name, why, route)
+    watchdog = Watchdog(store, group.rank(), group.size(), device)
+    if name == "nvlink":
+        from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
+
+        return NvlinkTransport(group, device, joined, watchdog)
+    connection = P2PTransport(group, joined, watchdog)
+    if device.type == "cuda":
+        connection.warm_up(device)
+    return connection
+
+
+def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
+    """The store of a group, with keys of our own."""
+    store = _get_process_group_store(group)
+    # A clone has its own connection, so that a watchdog which waits for a key never delays other users of the store.
+    store = store.clone() if hasattr(store, "clone") else store
+    return dist.PrefixStore(f"ringattn/{prefix}", store)
+
+
+def _all_gather_identities(store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> list[_Identity]:
+    gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
+    texts = _all_gather_text(store, group, "rank", "|".join((_host_name(), gpu, str(attention_flops(device)))))
+    fields = [text.split("|") for text in texts]
+    return [_Identity(host, gpu, float(flops)) for host, gpu, flops in fields]
+
+
+def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
+    """Raise ValueError if the calls of the ranks differ. A rank with an empty `call` takes part without being compared."""
+    calls = [json.loads(text) for text in _all_gather_text(store, group, "call", json.dumps(call))]
+    known = [(rank, call) for rank, call in enumerate(calls) if call]
+    for rank, call in known[1:]:
+        for name, value in call.items():
+            if value != (expected := known[0][1][name]):
+                raise ValueError(
+                    f"rank {known[0][0]} of the group calls attention with {name} = {_shorten(expected)} and rank {rank} with "
+                    f"{_shorten(value)}: all ranks must make the same call"
+                )
+
+
+def _shorten(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _all_gather_text(store: dist.Store, group: dist.ProcessGroup, key: str, text: str) -> list[str]:
+    """Return the texts of all ranks, by rank. They go through the store, because no transport exists yet.
+
+    Raises:
+        RingFault: a rank published no text within the timeout.
+    """
+    keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
+    store.set(keys[group.rank()], text)
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:  # the class of the error depends on the kind of store
+        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        if not missing:
+            raise
+        raise RingFault(
+            f"ringattn: rank {missing} made no call within {timeout:.0f} s after the first call of rank {group.rank()}: all "
+            "ranks of a ring must make the same calls"
+        ) from error
+    return [store.get(key).decode() for key in keys]
+
+
+def _host_name() -> str:
+    """A name that no two machines have in common. Containers of one image may have the same host name."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()}-{file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
+    """Why the ranks cannot write into each other's memory, as far as this rank can tell; "" if they can."""
+    hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
+    if device.type != "cuda":
+        return f"the tensors are on {device.type}"
+    if torch.version.cuda is None:
+        return "this torch is not built for CUDA"
+    if len(hosts) > 1:
+        return f"the ranks are on {len(hosts)} hosts"
+    if len(set(gpus)) < len(gpus):
+        return "two ranks use the same GPU"
+    local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    if not set(gpus) <= set(local):
+        return "not every rank can see the GPUs of all others"
+    if not all(a == b or torch.cuda.can_device_access_peer(local[a], local[b]) for a in gpus for b in gpus):
+        return "not every pair of GPUs can access each other's memory"
+    return ""

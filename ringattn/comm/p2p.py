@@ -1,0 +1,62 @@
+"""Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank."""
+
+import torch
+import torch.distributed as dist
+
+from ringattn.comm.transport import Addressed, MessageTransport, Pending
+from ringattn.comm.watchdog import Watchdog
+from ringattn.planning.cost_model import Interconnect, interconnect
+
+
+class P2PTransport(MessageTransport):
+    """isend and irecv of a process group. All messages of a step form one batch, which NCCL launches as one kernel.
+
+    Args:
+        group: the ranks of the ring.
+        joined: what connects the ranks, for the cost model; None if no ring pass will run.
+        watchdog: watches the hops; None for exchanges that nobody watches.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
+        self.group, self.interconnect, self.watchdog = group, joined, watchdog or self.watchdog
+        self.rank, self.size = group.rank(), group.size()
+
+    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
+        """Start all sends and receives at once, see `MessageTransport.exchange`."""
+        operations = [
+            dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
+            for start, messages in ((dist.isend, sends), (dist.irecv, receives))
+            for tensor, peer in messages
+        ]
+        return _PendingWorks(dist.batch_isend_irecv(operations) if operations else [])
+
+    def warm_up(self, device: torch.device) -> None:
+        """Let NCCL open the connections that a ring will use.
+
+        Opening takes seconds and would count as part of the first hop.
+        """
+        for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
+            sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
+            after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))
+            self.exchange([(sent, after)], [(received, before)]).wait()
+        torch.cuda.synchronize(device)
+
+
+class SingleRankTransport(MessageTransport):
+    """The ring of one rank, which has nobody to exchange messages with."""
+
+    rank, size = 0, 1
+    interconnect = interconnect("alone")
+
+    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
+        assert not sends and not receives, "a ring of one rank has nobody to exchange with"
+        return _PendingWorks([])
+
+
+class _PendingWorks:
+    def __init__(self, works: list[dist.Work]) -> None:
+        self.works = works
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
