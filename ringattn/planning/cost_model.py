@@ -1,6 +1,6 @@
-"""What a ring pass is expected to cost: at every step the busiest rank's computation beside the busiest rank's messages.
+"""The predicted cost of a ring pass: in every step, the computation of the busiest rank and the messages of the busiest rank.
 
-Speeds come from a table, not from a stopwatch, so that every rank, and every run, makes the same choice.
+Speeds come from a table and are never measured at run time, so that every rank, and every run, makes the same choice.
 """
 
 from collections.abc import Callable
@@ -9,44 +9,54 @@ from typing import NamedTuple
 
 import torch
 
-from ringattn.planning.schedule import Schedule, Visit
+from ringattn.planning.schedule import LocalStep, Schedule
 
-FLOPS_A_BYTE = 150  # that a GPU computes while its memory moves a byte
-STEP_SECONDS = {"forward": 20e-6, "backward": 80e-6}  # of a GPU, for the beginning and the end of a step; fitted, as below
-# that a GPU computes while it adds a byte of a partial result to a sum: in the forward kernels read and write it as fast as
-# memory goes; in the backward fitted to rings of two and four H200s (benchmarks/2026-11-22-ring)
-SUM_FLOPS_A_BYTE = {"forward": 2 * FLOPS_A_BYTE, "backward": 1200}
-# what bytes of an exchange of heads take inside a host, of their time on the link, with the copies out of inboxes and what they
-# hold up; fitted to what four H200s took longer than without an exchange (benchmarks/2026-11-22-ring)
-EXCHANGE_TIMES = 2.5
+# Arithmetic intensity: FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
+FLOPS_PER_HBM_BYTE = 150
+
+# Fixed time to start and drain one step of a pass on a GPU, in seconds. Fitted to rings of two and four H200s.
+STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
+
+# FLOPs that take as long as merging one byte of a partial result. In the forward, kernels read and write states at the speed of
+# memory. The value for the backward was fitted to rings of two and four H200s.
+MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
+
+# Time of an all-to-all inside a host, relative to the time of its bytes on the link. The difference is due to the copies out of
+# receive buffers and to the kernels that wait for them. Fitted to runs on four H200s with and without an all-to-all.
+ALL_TO_ALL_FACTOR = 2.5
 
 
-class Fabric(NamedTuple):
-    """What joins the ranks of a ring, and how fast they are; the same on every rank."""
+class Interconnect(NamedTuple):
+    """What connects the ranks of a ring, and how fast the ranks are. It is the same on every rank."""
 
     name: str
-    all_pairs: bool  # whether every pair of ranks has its own way, so that nothing need be relayed
-    bytes_per_second: float  # that a rank sends while it receives as much
-    latency: float  # seconds a message takes besides its bytes
-    flops: float = 5e14  # a second, of attention on one rank
-    on_processors: bool = False  # whether kernels move its messages, on processors that attention would use
+    all_pairs: bool  # whether every pair of ranks is connected directly, so that nothing must be relayed
+    bytes_per_second: float  # that a rank can send while it receives as many
+    latency: float  # seconds per message in addition to the time of its bytes
+    flops: float = 5e14  # speed of attention on one rank, FLOP/s
+    uses_sms: bool = False  # whether messages are moved by kernels, on SMs that attention could use
 
 
-def fabric(name: str, one_host: bool = True, flops: float = 5e14) -> Fabric:
-    """The fabric of a transport by its name, within one host or across several.
+def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Interconnect:
+    """Return the interconnect of a transport.
+
+    Args:
+        name: "nvlink", "nccl", "gloo", "simulated" or "alone".
+        one_host: whether all ranks are in one host.
+        flops: speed of attention on the slowest rank, FLOP/s.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: the name is unknown.
     """
     speeds = {"nvlink": (330e9, 12e-6), "nccl": (110e9, 50e-6) if one_host else (40e9, 60e-6), "gloo": (1e9, 3e-4)}
     speeds |= {"simulated": speeds["nvlink"], "alone": speeds["nvlink"]}
     if name not in speeds:
-        raise ValueError(f"unknown fabric {name!r}: choose one of {', '.join(speeds)}")
-    return Fabric(name, one_host, *speeds[name], flops, on_processors=name == "nccl")
+        raise ValueError(f"unknown interconnect {name!r}: it must be one of {', '.join(speeds)}")
+    return Interconnect(name, one_host, *speeds[name], flops, uses_sms=name == "nccl")
 
 
 def attention_flops(device: torch.device) -> float:
-    """Floating point operations a second that 16-bit attention reaches on `device`, roughly."""
+    """Return the approximate speed of 16-bit attention on `device`, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
@@ -54,7 +64,7 @@ def attention_flops(device: torch.device) -> float:
 
 @dataclass(frozen=True)
 class HopCost:
-    """One step of a pass, on its busiest rank."""
+    """The cost of one step of a pass on its busiest rank."""
 
     compute: float  # seconds
     communication: float  # seconds
@@ -62,31 +72,35 @@ class HopCost:
 
     @property
     def seconds(self) -> float:
-        """Both run at the same time."""
+        """The time of the step: computation and communication overlap."""
         return max(self.compute, self.communication)
 
 
 def hop_costs(
     schedule: Schedule,
     row_bytes: tuple[int, int],
-    flops: Callable[[Visit], float],
-    fabric: Fabric,
+    flops: Callable[[LocalStep], float],
+    interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
-    """The cost of every step, where a row of a traveller and of a result has `row_bytes` bytes.
+    """Return the cost of every step of a schedule.
 
     Args:
-        flops: what a visit takes.
-        rank: of this rank alone. None: of the busiest, of computation and of communication each.
+        schedule: what each rank sends and computes.
+        row_bytes: bytes per row of a circulating block and of a result.
+        flops: returns the cost of a local step in FLOPs.
+        interconnect: what connects the ranks.
+        rank: the rank whose cost is returned; None for the busiest rank, separately for computation and communication.
     """
-    size = dict(zip(("traveller", "result"), row_bytes, strict=True))
+    size = dict(zip(("block", "result"), row_bytes, strict=True))
     ranks = range(schedule.ranks) if rank is None else (rank,)
     costs = []
     for t in range(len(schedule.steps)):
-        parts = [schedule.by_rank[r][t] for r in ranks]
-        compute = max(sum(flops(visit) for visit in part.visits) / fabric.flops for part in parts)
-        sent = [[len(message.rows) * size[message.kind] for message in part.outgoing] for part in parts]
-        received = [[len(message.rows) * size[message.kind] for message in part.incoming] for part in parts]
-        communication = max(sum(x) / fabric.bytes_per_second + len(x) * fabric.latency for x in sent + received)
-        costs.append(HopCost(compute, communication, max(map(sum, sent + received))))
+        steps = [schedule.by_rank[r][t] for r in ranks]
+        compute = max(sum(map(flops, step.local_steps)) / interconnect.flops for step in steps)
+        # Links are full duplex, so what a rank sends and what it receives count separately.
+        traffic = [messages for step in steps for messages in (step.outgoing, step.incoming)]
+        sizes = [[len(message.rows) * size[message.kind] for message in messages] for messages in traffic]
+        seconds = [sum(x) / interconnect.bytes_per_second + len(x) * interconnect.latency for x in sizes]
+        costs.append(HopCost(compute, max(seconds), max(map(sum, sizes))))
     return costs

@@ -1,4 +1,4 @@
-"""What a mask and a layout mean for one rank: the intervals of every pair of shards, and the schedules that follow."""
+"""What a mask and a layout mean for one rank: the intervals of every pair of shards, and the schedules that follow from them."""
 
 import logging
 import threading
@@ -12,100 +12,22 @@ from torch import Tensor
 from ringattn.kernels.interval_mask import Intervals, transpose
 from ringattn.layout import Layout
 from ringattn.mask import Mask, shared_intervals
-from ringattn.planning.cost_model import FLOPS_A_BYTE, Fabric, hop_costs
-from ringattn.planning.schedule import Need, Schedule, Visit, circulate
+from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, HopCost, Interconnect, hop_costs
+from ringattn.planning.schedule import LocalStep, Need, Schedule, build_schedule
+from ringattn.planning.workload import Work, head_chunks_for_memory
 
 SCHEDULES = ("auto", "state", "kv")
-PASS_FLOPS = 5e13  # of a forward: a tenth of a second, beside which it does not count that a pass has a beginning and an end
-FIRST_PART = 0.4  # of the own block's work, to hide the first hop where the rest is left to hide the last
+# The share of a rank's own block that is computed in the first step, where it hides the first hop. The rest is computed in the
+# last step, where it hides the last hop.
+FIRST_SHARE = 0.4
+# Predicted times within 1% count as equal, because the table of speeds is not more accurate than that.
+EQUAL_TIMES = 1.01
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RowBytes:
-    """Bytes of one row of a traveller and of its result, for each schedule."""
-
-    state: tuple[float, float]
-    kv: tuple[float, float]
-
-
-def forward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Per row and batch row: q and (m, l, o) travel in the state ring, k and v in the KV ring."""
-    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
-    state_size = max(size, 4)
-    keys = key_heads * (dim + value_dim)
-    return RowBytes(state=(heads * dim * size, heads * (value_dim + 2) * state_size), kv=(keys * size, 0))
-
-
-def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Per row and batch row: q, dout, lse, delta and dq travel in the state ring, k, v, dk and dv in the KV ring."""
-    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
-    state_size = max(size, 4)
-    keys = key_heads * (dim + value_dim)
-    queries = heads * (dim + value_dim) * size + heads * 2 * state_size
-    return RowBytes(state=(queries, heads * dim * state_size), kv=(keys * size, keys * state_size))
-
-
-class Work(NamedTuple):
-    """What one direction of one call is made of, whoever moves."""
-
-    direction: str  # forward | backward
-    batch: int
-    row_bytes: RowBytes  # a batch row
-    pair_flops: float  # of one (query, key) pair of a batch row
-
-    @property
-    def query_bytes(self) -> float:
-        """Of memory, that kernels move for a row of queries that come to visit, besides its pairs.
-
-        A state is written, and read and merged with another; sums of dq are cleared, read, and written or added.
-        """
-        return 4 * self.row_bytes.state[1]
-
-    def scaled(self, scale: float) -> "Work":
-        """With rows that each stand for `scale`."""
-        state, kv = ((scale * traveller, scale * result) for traveller, result in (self.row_bytes.state, self.row_bytes.kv))
-        return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
-
-
-def _forward_flops(q: Tensor, v: Tensor) -> int:
-    """Of one (query, key) pair of a batch row: two products of every head."""
-    return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
-
-
-def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """The work of the forward: two products of every pair and head."""
-    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_flops(q, v))
-
-
-def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """The work of the backward: five products of every pair and head.
-
-    Where keys travel a rank's own queries are prepared, and their dq is finished, once for all of them.
-    """
-    heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
-    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim))
-
-
-def passes(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """In how many passes, of as many heads each, a call is worked off. The memory of a pass is that of its heads.
-
-    Args:
-        pairs: (query, key) pairs of a batch row and head, the mean over ranks.
-    """
-    key_heads, most = k.shape[2], max(1, q.shape[0] * _forward_flops(q, v) * pairs / PASS_FLOPS)
-    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= most)
-
-
-def part_of_heads(x: Tensor, count: int, i: int = 0) -> Tensor:
-    """Part i of `count` of the heads of x (B, N, H, ...), without a copy."""
-    size = x.shape[2] // count
-    return x[:, :, i * size : (i + 1) * size]
-
-
 @dataclass(frozen=True, eq=False)
-class Block:
-    """What the kernels are told about rows of one rank's queries and of another's keys."""
+class BlockPair:
+    """Rows of one rank's queries and rows of another rank's keys, as the kernels see them."""
 
     intervals: Intervals  # of the query rows, counted in the key rows
     layout: Layout
@@ -113,218 +35,243 @@ class Block:
 
     @cached_property
     def positions(self) -> tuple[Tensor, ...]:
-        """Where the query rows and the key rows stand in the whole sequence, int32."""
-        return tuple(_places(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
+        """The positions of the query rows and of the key rows in the whole sequence, int32."""
+        return tuple(_positions(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
 
 
 class Plan:
-    """The ring of one mask over one layout, as one rank sees it. Get one from `plan`: it is shared by all layers."""
+    """The ring of one mask over one layout, as one rank sees it. `get_plan` returns the plan that all layers use."""
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
-        self.meetings = meetings(mask, layout)
+        self.overlaps = overlaps(mask, layout)
         self._schedules: dict[tuple, Schedule] = {}
-        self._blocks: dict[tuple, dict[Visit, Block]] = {}
+        self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple, str] = {}
 
     def schedule(self, name: str, results: bool, all_pairs: bool = False) -> Schedule:
-        """The "state" schedule, in which queries travel, or the "kv" schedule; with or without results to bring home."""
+        """Return a schedule.
+
+        Args:
+            name: "state", in which queries circulate, or "kv", in which keys and values circulate.
+            results: whether the circulating blocks accumulate results that return to their owners.
+            all_pairs: whether every pair of ranks is connected directly.
+        """
         key = name, results, all_pairs
         if key not in self._schedules:
             settings = self.mask, self.layout, "queries" if name == "state" else "keys"
-            with _planning:
-                self._schedules[key] = circulate(needs(*settings), results, all_pairs, cuts(*settings))
+            with _planning_lock:
+                self._schedules[key] = build_schedule(needs(*settings), results, all_pairs, split_points(*settings))
         return self._schedules[key]
 
-    def blocks(self, name: str, schedule: Schedule) -> dict[Visit, Block]:
-        """What this rank's visits compute with. All of them at once, so that the host does not hold up a pass under way."""
-        if (name, schedule) not in self._blocks:
-            visits = [visit for step in schedule.by_rank[self.rank] for visit in step.visits]
-            self._blocks[name, schedule] = {visit: self._block(name, visit) for visit in visits}
-        return self._blocks[name, schedule]
+    def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
+        """Return what each local step of this rank computes with, for the schedule `name`."""
+        if (name, schedule) not in self._block_pairs:
+            local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
+            pairs = {local_step: self._block_pair(name, local_step) for local_step in local_steps}
+            self._block_pairs[name, schedule] = pairs
+        return self._block_pairs[name, schedule]
 
     def prepare_as(self, other: "Plan") -> None:
-        """Make what was asked of `other`, so that no pass waits for it: choices, schedules, blocks and the kernels' tables."""
+        """Compute everything that `other` was asked for, so that no pass waits for it: choices, schedules and kernel tables."""
         if other is self:
             return
-        for work, fabric in other._choices:
-            self.choose("auto", work, fabric)
+        for work, interconnect in other._choices:
+            self.choose_schedule("auto", work, interconnect)
         for (name, *options), schedule in other._schedules.items():
-            if (name, schedule) in other._blocks:
-                ours, theirs = self.blocks(name, self.schedule(name, *options)), other.blocks(name, schedule)
-                for block, model in zip(ours.values(), theirs.values(), strict=False):
-                    block.intervals.lay_as(model.intervals)
+            if (name, schedule) in other._block_pairs:
+                ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
+                for pair, model in zip(ours.values(), theirs.values(), strict=False):
+                    pair.intervals.prepare_like(model.intervals)
 
-    def _block(self, name: str, visit: Visit) -> Block:
-        here, there = (visit.rank, range(self.layout.rows(visit.rank))), (visit.owner, visit.rows)
-        queries, keys = (there, here) if name == "state" else (here, there)
-        return self._cut(*queries, *keys)
-
-    def _cut(self, query_rank: int, query_rows: range, key_rank: int, key_rows: range) -> Block:
+    def _block_pair(self, name: str, local_step: LocalStep) -> BlockPair:
+        resident = local_step.rank, range(self.layout.rows(local_step.rank))
+        circulating = local_step.owner, local_step.rows
+        (query_rank, query_rows), (key_rank, key_rows) = (circulating, resident) if name == "state" else (resident, circulating)
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
-        bounds = _local(self.mask, self.layout, query_rank, key_rank)
+        bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
         lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
-        return Block(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
+        return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
-    def passes(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """`passes` of this rank's tensors; the same on all ranks."""
-        return passes(q, k, v, self.pairs / self.layout.ranks)
+    def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
+        """Return `workload.head_chunks_for_memory` of this rank's tensors. It is the same on all ranks."""
+        return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     @cached_property
     def pairs(self) -> float:
-        """(query, key) pairs of the whole sequence, the mean over batch rows."""
-        return sum(meeting.pairs for row in self.meetings for meeting in row)
+        """(query, key) pairs of the whole sequence, the mean over batch entries."""
+        return sum(overlap.pairs for row in self.overlaps for overlap in row)
 
-    def flops(self, work: Work, name: str, visit: Visit) -> float:
-        """What a visit takes, of any rank, memory included; the parts of an own block are taken at their share of it."""
-        query_rank, key_rank = (visit.owner, visit.rank) if name == "state" else (visit.rank, visit.owner)
-        meeting = self.meetings[query_rank][key_rank]
-        whole = meeting.queries if name == "state" else meeting.keys
-        part = 1.0
-        if visit.rank == visit.owner and len(visit.rows) < len(whole):
-            part = FIRST_PART if visit.rows.start == whole.start else 1 - FIRST_PART
-        queries = len(visit.rows) if name == "state" else 0
-        return work.batch * (work.pair_flops * meeting.pairs * part + FLOPS_A_BYTE * work.query_bytes * queries)
+    def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
+        """Return the cost of a local step of any rank in FLOPs, with memory traffic converted to FLOPs.
 
-    def sum_bytes(self, work: Work) -> float:
-        """Bytes of partial results, of one rank's queries with another's keys, that the busiest rank adds up in a pass."""
-        of_queries, of_keys = work.row_bytes.state[1], work.row_bytes.kv[1]
-        sums = [
-            sum(of_queries * len(x.queries) + of_keys * len(x.keys) for other, x in enumerate(row) if other != rank)
-            for rank, row in enumerate(self.meetings)
+        The two parts of a rank's own block count as their planned share of it.
+        """
+        query_rank, key_rank = (local_step.owner, local_step.rank) if name == "state" else (local_step.rank, local_step.owner)
+        overlap = self.overlaps[query_rank][key_rank]
+        whole = overlap.queries if name == "state" else overlap.keys
+        share = 1.0
+        if local_step.rank == local_step.owner and len(local_step.rows) < len(whole):
+            share = FIRST_SHARE if local_step.rows.start == whole.start else 1 - FIRST_SHARE
+        queries = len(local_step.rows) if name == "state" else 0
+        return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * work.query_bytes * queries)
+
+    def merge_bytes(self, work: Work) -> float:
+        """Return the bytes of partial results (of one rank's queries and another's keys) that the busiest rank merges in a
+        pass.
+        """
+        query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
+        by_rank = [
+            sum(
+                query_bytes * len(overlap.queries) + key_bytes * len(overlap.keys)
+                for other, overlap in enumerate(row)
+                if other != rank
+            )
+            for rank, row in enumerate(self.overlaps)
         ]
-        return work.batch * max(sums)
+        return work.batch * max(by_rank)
 
-    def costs(self, name: str, work: Work, fabric: Fabric, rank: int | None = None) -> list:
-        """`cost.hop_costs` of a pass of the schedule `name`."""
-        traveller, result = (work.batch * size for size in getattr(work.row_bytes, name))
-        schedule = self.schedule(name, result > 0, fabric.all_pairs)
-        return hop_costs(schedule, (traveller, result), lambda visit: self.flops(work, name, visit), fabric, rank)
+    def costs(self, name: str, work: Work, interconnect: Interconnect, rank: int | None = None) -> list[HopCost]:
+        """Return the cost of every step of a pass of the schedule `name`, see `cost_model.hop_costs`."""
+        block, result = (work.batch * size for size in getattr(work.row_bytes, name))
+        schedule = self.schedule(name, result > 0, interconnect.all_pairs)
+        return hop_costs(schedule, (block, result), lambda local_step: self.flops(work, name, local_step), interconnect, rank)
 
-    def choose(self, name: str, work: Work, fabric: Fabric) -> str:
-        """`name`, or for "auto" the schedule that is expected to take less time, then fewer bytes; the KV ring for equals."""
+    def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
+        """Decide whether queries or keys circulate: return `name`, or for "auto" the schedule with the lower predicted time.
+
+        If the times are equal, the schedule with fewer bytes wins, and then the KV ring.
+        """
         if name != "auto":
             return name
-        key = work, fabric
+        key = work, interconnect
         if key not in self._choices:
-            costs = {candidate: self.costs(candidate, work, fabric) for candidate in ("kv", "state")}
-            sums = {x: (sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)) for x, hops in costs.items()}
-            best = min(seconds for seconds, _ in sums.values())
-            # times within a hundredth are equal: the table of speeds is no better
-            close = [candidate for candidate, (seconds, _) in sums.items() if seconds <= 1.01 * best]
-            self._choices[key] = min(close, key=lambda candidate: sums[candidate][1])
-            _log_choice(work.direction, self._choices[key], sums)
+            costs = {candidate: self.costs(candidate, work, interconnect) for candidate in ("kv", "state")}
+            totals = {
+                candidate: (sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops))
+                for candidate, hops in costs.items()
+            }
+            best = min(seconds for seconds, _ in totals.values())
+            fastest = [candidate for candidate, (seconds, _) in totals.items() if seconds <= EQUAL_TIMES * best]
+            self._choices[key] = min(fastest, key=lambda candidate: totals[candidate][1])
+            _log_choice(work.direction, self._choices[key], totals)
         return self._choices[key]
 
 
 _logged: set[tuple[str, str]] = set()
 
 
-def _log_choice(direction: str, chosen: str, sums: dict[str, tuple[float, int]]) -> None:
-    """Say it once for each outcome: packed documents change the counts at every step."""
+def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]]) -> None:
+    """Log each outcome once. Packed documents change the numbers at every step of training."""
     if (direction, chosen) not in _logged:
         _logged.add((direction, chosen))
-        texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in sums.items()]
-        log.info("%s: %s schedule; expected time, and bytes of the busiest rank: %s", direction, chosen, ", ".join(texts))
+        texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in totals.items()]
+        log.info("%s: %s schedule; predicted time and bytes of the busiest rank: %s", direction, chosen, ", ".join(texts))
 
 
-def _local(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """The intervals of `query_rank`'s positions, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
+def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
+    """Return the intervals of `query_rank`'s positions, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
     rows_before = _rows_before(layout, key_rank)
-    return tuple(rows_before.take(x) for x in _bounds(mask, layout, query_rank))
+    return tuple(rows_before.take(x) for x in _global_intervals(mask, layout, query_rank))
 
 
 @lru_cache(maxsize=16)
-def _bounds(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """The intervals of a rank's positions, counted in positions: int64 (B or 1, rows)."""
+def _global_intervals(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
+    """Return the intervals of a rank's positions, counted in positions: int64 (B or 1, rows)."""
     return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
 
 
 @lru_cache(maxsize=16)
 def _rows_before(layout: Layout, rank: int) -> Tensor:
-    """How many of a rank's rows come before each position, and before the end, of the sequence: int32 (seq_len + 1,)."""
+    """Return how many of a rank's rows come before each position, and before the end, of the sequence: int32 (seq_len + 1,).
+
+    These prefix counts turn an interval of positions into an interval of rows with one lookup per bound.
+    """
     held = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
     held[layout.positions(rank) + 1] = 1
     return held.cumsum(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=128)
-def _places(layout: Layout, rank: int, device: torch.device) -> Tensor:
-    """Where a rank's rows stand in the whole sequence: int32, on `device`."""
+def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
+    """Return the positions of a rank's rows in the whole sequence: int32, on `device`."""
     return layout.positions(rank).to(device, torch.int32)
 
 
-class Meeting(NamedTuple):
-    """What one rank's queries have to do with another's keys."""
+class Overlap(NamedTuple):
+    """Which of one rank's queries attend to which of another rank's keys."""
 
-    queries: range  # rows of the queries from the first to the last that sees a key
-    keys: range  # rows of the keys from the first to the last that is seen
-    pairs: float  # (query, key), the mean over batch rows
+    queries: range  # from the first to the last query row that attends to a key
+    keys: range  # from the first to the last key row that a query attends to
+    pairs: float  # (query, key) pairs, the mean over batch entries
 
 
-def _meeting(lo: Tensor, hi: Tensor, num_keys: int) -> Meeting:
-    """Of queries with the intervals lo, hi (B or 1, query rows) of a rank's `num_keys` rows."""
-    seen = (hi - lo).clamp(min=0)
-    rows = seen.sum(0).nonzero()
+def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
+    """Return the overlap of queries with the intervals lo, hi (B or 1, query rows) and a rank's `num_keys` rows."""
+    counts = (hi - lo).clamp(min=0)
+    rows = counts.sum(0).nonzero()
     if not len(rows):
-        return Meeting(range(0), range(0), 0.0)
+        return Overlap(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
-    blind = seen == 0
-    keys = range(int(lo.masked_fill(blind, num_keys).min()), int(hi.masked_fill(blind, 0).max()))
-    return Meeting(queries, keys, float(seen.sum()) / len(seen))
+    empty = counts == 0
+    keys = range(int(lo.masked_fill(empty, num_keys).min()), int(hi.masked_fill(empty, 0).max()))
+    return Overlap(queries, keys, float(counts.sum()) / len(counts))
 
 
 @lru_cache(maxsize=8)
-def meetings(mask: Mask, layout: Layout) -> tuple[tuple[Meeting, ...], ...]:
-    """meetings[query rank][key rank]."""
+def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
+    """Return overlaps[query rank][key rank]."""
     ranks = range(layout.ranks)
-    bounds = [_bounds(mask, layout, rank) for rank in ranks]
+    bounds = [_global_intervals(mask, layout, rank) for rank in ranks]
     columns = []
     for rank in ranks:
         before = _rows_before(layout, rank)
-        columns.append([_meeting(before.take(lo), before.take(hi), layout.rows(rank)) for lo, hi in bounds])
+        columns.append([_overlap(before.take(lo), before.take(hi), layout.rows(rank)) for lo, hi in bounds])
     return tuple(zip(*columns, strict=True))
 
 
 @lru_cache(maxsize=16)
-def needs(mask: Mask, layout: Layout, travellers: str = "queries") -> Need:
-    """needs[owner][rank]: which of the owner's "queries" or "keys" have anything to do at a rank."""
-    table = meetings(mask, layout)
-    if travellers == "queries":
-        return tuple(tuple(meeting.queries for meeting in row) for row in table)
-    return tuple(tuple(meeting.keys for meeting in column) for column in zip(*table, strict=True))
+def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
+    """Return needs[owner][rank]: which rows of the owner's "queries" or "keys" have any work at a rank."""
+    table = overlaps(mask, layout)
+    if circulating == "queries":
+        return tuple(tuple(overlap.queries for overlap in row) for row in table)
+    return tuple(tuple(overlap.keys for overlap in column) for column in zip(*table, strict=True))
 
 
 @lru_cache(maxsize=16)
-def cuts(mask: Mask, layout: Layout, travellers: str) -> tuple[int, ...]:
-    """Where each rank's own block is cut by rows of its travellers, so that the first part has FIRST_PART of the work."""
-    return tuple(_cut_row(mask, layout, rank, travellers) for rank in range(layout.ranks))
+def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
+    """Return for each rank the row at which its own block is split, so that the first part has FIRST_SHARE of the work."""
+    return tuple(_split_point(mask, layout, rank, circulating) for rank in range(layout.ranks))
 
 
-def _cut_row(mask: Mask, layout: Layout, rank: int, travellers: str) -> int:
-    lo, hi = _local(mask, layout, rank, rank)
-    if travellers == "keys":
+def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int:
+    lo, hi = _local_intervals(mask, layout, rank, rank)
+    if circulating == "keys":
         lo, hi = transpose(lo, hi, layout.rows(rank))
-    done = (hi - lo).clamp(min=0).sum(0).cumsum(0)
-    if not len(done):
+    work = (hi - lo).clamp(min=0).sum(0).cumsum(0)
+    if not len(work):
         return 0
-    row = int(torch.searchsorted(done, FIRST_PART * done[-1])) + 1
-    return row // 128 * 128 if len(done) >= 1024 else row  # whole tiles of the kernels
+    row = int(torch.searchsorted(work, FIRST_SHARE * work[-1])) + 1
+    # In long blocks, split at a multiple of the kernels' tile size.
+    return row // 128 * 128 if len(work) >= 1024 else row
 
 
-_planning = threading.Lock()  # autograd and simulated ranks call from several threads: plan once, not once a thread
+# Autograd and simulated ranks call from several threads. Without the lock, each of them would compute the same plan.
+_planning_lock = threading.Lock()
 
 
-def plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """The plan of `mask` over `layout` for `rank`, made once."""
-    with _planning:
+def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
+    """Return the plan of `mask` over `layout` for `rank`. It is computed once."""
+    with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:
             plans[rank, device] = Plan(mask, layout, rank, device)
         return plans[rank, device]
 
 
-@lru_cache(maxsize=4)  # few: each holds intervals on the device, and packed documents make a new mask every step
+# Few plans are kept, because each one holds intervals on the device, and packed documents bring a new mask with every step.
+@lru_cache(maxsize=4)
 def _plans(mask: Mask, layout: Layout) -> dict[tuple[int, torch.device], Plan]:
     return {}

@@ -1,26 +1,26 @@
-"""What moves on each hop and who computes what, as plain data: no tensors, no communication.
+"""What moves on each hop and which rank computes what, as plain data without tensors or communication.
 
-A ring pass carries one block of every rank, its *traveller*, past the other ranks. Where it meets something to do, the rank
-computes. What the traveller earns there, its *result*, is sent home:
+In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block where the mask leaves work
+to do. What is computed for a block is its *result*, which returns to the owner of the block:
 
-                      traveller              result            stays, and is added to in place
+                      circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
     state backward    q, dout, lse, delta    dq                dk, dv
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-Two schedules do this, and one executor runs both:
+There are two kinds of schedules, and one executor (`ringattn.ring.run_schedule`) for both:
 
-    relay     travellers are handed on from neighbour to neighbour, and their results follow one hop behind them, from the last
-              rank that they visit straight home. For rings that span several hosts.
-    direct    every pair of ranks is linked: a traveller comes from its owner, and its result goes straight home. Each round
-              pairs the ranks so that each serves one and is served by one, and no link carries two blocks at a time.
+    relay     Neighbours hand blocks on. Results follow one hop behind, and return to the owner from the last rank that computes
+              with the block. This suits rings that span several hosts.
+    direct    Every pair of ranks is connected. A block comes from its owner, and its result goes straight back. In each round
+              every rank receives the block of one rank and computes a result for it, so no link carries two blocks at a time.
 
-At step t a rank sends what the next step needs, and the results of the step before: all fly while step t computes. The own
-block needs no hop. Where there are no results it comes first and hides the first hop; where there are, a first part of it
-hides the first hop, and the rest, at the end, the last result's way home.
+In step t a rank sends what the next step needs, and the results of the previous step. All these messages are in flight while
+step t computes. A rank's own block needs no hop. Without results, it is computed first and hides the first hop. With results, a
+first part of it hides the first hop, and the rest hides the return of the last results.
 
-Only what the mask leaves is scheduled: a traveller goes to ranks that need it, and of its rows only those that are needed.
+Only work that the mask leaves is scheduled: a block goes to ranks that need it, with the rows that are needed.
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: which rows of the owner's traveller have anything to do at a rank
+Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: which rows of the owner's block have any work at a rank
 
 
 @dataclass(frozen=True)
 class Message:
-    """One block, or some of its rows, on one hop."""
+    """A block, or some of its rows, on one hop."""
 
-    kind: str  # traveller | result
-    owner: int  # the rank whose block it is
+    kind: str  # "block" or "result"
+    owner: int  # the rank that the block belongs to
     src: int
     dst: int
     rows: range  # of the owner's block
 
 
-class Visit(NamedTuple):
-    """A rank computes with rows of an owner's traveller."""
+class LocalStep(NamedTuple):
+    """A rank computes with rows of an owner's block."""
 
     rank: int
     owner: int
@@ -52,9 +52,9 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What happens at the same time: messages in flight while the visits are computed."""
+    """What happens at the same time on all ranks: messages are in flight while the local steps are computed."""
 
-    visits: tuple[Visit, ...]
+    local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
 
 
@@ -62,7 +62,7 @@ class Step:
 class RankStep:
     """One rank's part of a step."""
 
-    visits: tuple[Visit, ...]
+    local_steps: tuple[LocalStep, ...]
     outgoing: tuple[Message, ...]
     incoming: tuple[Message, ...]
 
@@ -76,17 +76,17 @@ class Schedule:
 
     @cached_property
     def by_rank(self) -> tuple[tuple[RankStep, ...], ...]:
-        """by_rank[rank]: that rank's part of every step."""
-        return tuple(zip(*(_parts(step, self.ranks) for step in self.steps), strict=True)) or ((),) * self.ranks
+        """by_rank[rank] contains that rank's part of every step."""
+        return tuple(zip(*(_by_rank(step, self.ranks) for step in self.steps), strict=True)) or ((),) * self.ranks
 
     def last_owner(self, rank: int) -> int | None:
-        """Whose traveller `rank` computes with last; None if it computes nothing."""
-        visits = [visit for step in self.by_rank[rank] for visit in step.visits]
-        return visits[-1].owner if visits else None
+        """Return the owner of the last block that `rank` computes with; None if it computes nothing."""
+        local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
+        return local_steps[-1].owner if local_steps else None
 
-    def bytes_sent(self, traveller_row: int, result_row: int) -> list[int]:
-        """Bytes each rank sends, where a row of a traveller has `traveller_row` bytes and one of a result `result_row`."""
-        size = {"traveller": traveller_row, "result": result_row}
+    def bytes_sent(self, block_row: int, result_row: int) -> list[int]:
+        """Return the bytes that each rank sends, given the bytes per row of a block and of a result."""
+        size = {"block": block_row, "result": result_row}
         sent = [0] * self.ranks
         for step in self.steps:
             for message in step.messages:
@@ -94,108 +94,123 @@ class Schedule:
         return sent
 
 
-def _parts(step: Step, ranks: int) -> list[RankStep]:
-    visits, outgoing, incoming = ([[] for _ in range(ranks)] for _ in range(3))
-    for visit in step.visits:
-        visits[visit.rank].append(visit)
+def _by_rank(step: Step, ranks: int) -> list[RankStep]:
+    local_steps, outgoing, incoming = ([[] for _ in range(ranks)] for _ in range(3))
+    for local_step in step.local_steps:
+        local_steps[local_step.rank].append(local_step)
     for message in step.messages:
         outgoing[message.src].append(message)
         incoming[message.dst].append(message)
-    return [RankStep(*map(tuple, part)) for part in zip(visits, outgoing, incoming, strict=True)]
+    return [RankStep(*map(tuple, parts)) for parts in zip(local_steps, outgoing, incoming, strict=True)]
 
 
-def hull(spans: Sequence[range]) -> range:
-    """The shortest range that covers all of `spans`."""
-    spans = [span for span in spans if span]
-    return range(min(span.start for span in spans), max(span.stop for span in spans)) if spans else range(0)
+def hull(ranges: Sequence[range]) -> range:
+    """Return the shortest range that covers all of `ranges`."""
+    ranges = [x for x in ranges if x]
+    return range(min(x.start for x in ranges), max(x.stop for x in ranges)) if ranges else range(0)
 
 
 @lru_cache(maxsize=64)
-def direct(need: Need, results: bool, cuts: tuple[int, ...] | None = None) -> Schedule:
-    """A ring pass in which every traveller comes from its owner and every result goes straight home.
+def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
+    """Return a ring pass in which every block comes from its owner and every result goes straight back.
 
     Args:
-        need: who needs whom.
-        results: whether travellers have results to bring home.
-        cuts: with results, the row of each own block from which on it is left to the end. None: all of it.
+        need: which ranks need which rows.
+        results: whether blocks have results that return to their owners.
+        split_points: for each rank, the row of its own block from which on it is computed in the last step, if there are
+            results. None to compute all of it in the last step.
     """
-    rounds = min(_meetings(need), key=len)
-    first, rest = _own_visits(need, bool(rounds), results, cuts)
+    rounds = min(_pairings(need), key=len)
+    first, rest = _own_local_steps(need, bool(rounds), results, split_points)
     steps = []
     for t in range(len(rounds) + 1 + (results and bool(rounds))):
-        visits, messages = list(first) if t == 0 else [], []
+        local_steps, messages = list(first) if t == 0 else [], []
         if t < len(rounds):
-            messages += [Message("traveller", x.owner, x.owner, x.rank, x.rows) for x in rounds[t]]
+            messages += [Message("block", x.owner, x.owner, x.rank, x.rows) for x in rounds[t]]
         if results and t >= 2:
             messages += [Message("result", x.owner, x.rank, x.owner, x.rows) for x in rounds[t - 2]]
-        visits += rounds[t - 1] if 1 <= t <= len(rounds) else rest if t else []
-        steps.append(Step(tuple(visits), tuple(messages)))
+        if 1 <= t <= len(rounds):
+            local_steps += rounds[t - 1]
+        elif t:
+            local_steps += rest
+        steps.append(Step(tuple(local_steps), tuple(messages)))
     return Schedule(len(need), tuple(steps))
 
 
-def _meetings(need: Need) -> list[list[list[Visit]]]:
-    """Two orders of meeting in pairs, as lists of rounds: by rank XOR s where P is a power of two, and by rotation."""
+def _pairings(need: Need) -> list[list[list[LocalStep]]]:
+    """Return two ways to pair all ranks in rounds: by rotation and, if P is a power of two, by rank XOR s.
+
+    Rounds without any work are left out, so one of the two may need fewer rounds under a mask.
+    """
     ranks = range(len(need))
-    orders = [lambda rank, s: (rank - s) % len(need)]
+    owner_of = [lambda rank, s: (rank - s) % len(need)]
     if len(need) & (len(need) - 1) == 0:
-        orders.insert(0, lambda rank, s: rank ^ s)
-    rounds = [
-        [[Visit(rank, order(rank, s), need[order(rank, s)][rank]) for rank in ranks] for s in ranks[1:]] for order in orders
-    ]
-    return [[kept for visits in order if (kept := [visit for visit in visits if visit.rows])] for order in rounds]
+        owner_of.insert(0, lambda rank, s: rank ^ s)
+    pairings = []
+    for owner in owner_of:
+        rounds = [[LocalStep(rank, owner(rank, s), need[owner(rank, s)][rank]) for rank in ranks] for s in ranks[1:]]
+        with_work = [[local_step for local_step in one_round if local_step.rows] for one_round in rounds]
+        pairings.append([one_round for one_round in with_work if one_round])
+    return pairings
 
 
-def _own_visits(need: Need, travels: bool, results: bool, cuts: tuple[int, ...] | None) -> tuple[list[Visit], list[Visit]]:
-    """The visits of every rank to its own block: at the first step, and at the last."""
+def _own_local_steps(
+    need: Need, circulates: bool, results: bool, split_points: tuple[int, ...] | None
+) -> tuple[list[LocalStep], list[LocalStep]]:
+    """Return the local steps of every rank with its own block: those of the first step, and those of the last step."""
     first, rest = [], []
     for rank in range(len(need)):
         rows = need[rank][rank]
-        cut = rows.stop if not (travels and results) else rows.start if cuts is None else cuts[rank]
-        cut = min(max(cut, rows.start), rows.stop)
-        first.append(Visit(rank, rank, range(rows.start, cut)))
-        rest.append(Visit(rank, rank, range(cut, rows.stop)))
-    return [visit for visit in first if visit.rows], [visit for visit in rest if visit.rows]
+        if not (circulates and results):
+            split = rows.stop  # there are no results whose return could be hidden
+        else:
+            split = rows.start if split_points is None else split_points[rank]
+        split = min(max(split, rows.start), rows.stop)
+        first.append(LocalStep(rank, rank, range(rows.start, split)))
+        rest.append(LocalStep(rank, rank, range(split, rows.stop)))
+    return [local_step for local_step in first if local_step.rows], [local_step for local_step in rest if local_step.rows]
 
 
 @lru_cache(maxsize=64)
-def relay(need: Need, results: bool, cuts: tuple[int, ...] | None = None) -> Schedule:
-    """The shortest ring pass, handed on by neighbours, that lets every traveller meet the ranks that need it.
+def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
+    """Return the shortest ring pass in which neighbours hand blocks on.
 
-    A traveller goes as far as the last rank that needs it, with the rows that any of them need, and the ring turns the way
+    A block travels to the last rank that needs it, with the rows that any of these ranks need. Blocks travel in the direction
     that takes fewer hops. Arguments as for `direct`.
     """
-    forward, backward = (_one_way(need, results, cuts, direction) for direction in (1, -1))
+    forward, backward = (_one_way(need, results, split_points, direction) for direction in (1, -1))
     hops = [sum(len(step.messages) for step in schedule.steps) for schedule in (forward, backward)]
     return forward if hops[0] <= hops[1] else backward
 
 
-def _one_way(need: Need, results: bool, cuts: tuple[int, ...] | None, direction: int) -> Schedule:
+def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # how many hops an owner's traveller makes before it first and last finds work; 0 hops: none away from home
+    # By owner: the hops after which its block reaches the first and the last rank with work; 0 if no other rank has any.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
-    own_first, own_rest = _own_visits(need, final > 0, results, cuts)
+    own_first, own_rest = _own_local_steps(need, final > 0, results, split_points)
     last = final + 1 if results and final else final
     steps = []
     for t in range(last + 1):
-        visits, messages = [], []
+        local_steps, messages = [], []
         for owner in range(ranks):
             before, here, after = ((owner + direction * (t + i)) % ranks for i in (-1, 0, 1))
             rows = carried[owner]
             if t < extent[owner]:
-                messages.append(Message("traveller", owner, here, after, rows))
+                messages.append(Message("block", owner, here, after, rows))
             if results and extent[owner] and first[owner] < t <= extent[owner] + 1:
+                # The result follows its block one hop behind. After the last rank with work it returns to the owner directly.
                 messages.append(Message("result", owner, before, here if t <= extent[owner] else owner, rows))
             if 1 <= t <= extent[owner] and need[owner][here]:
-                visits.append(Visit(here, owner, rows))
-        visits = (own_first if t == 0 else []) + visits + (own_rest if t == last else [])
-        if visits or messages:
-            steps.append(Step(tuple(visits), tuple(messages)))
+                local_steps.append(LocalStep(here, owner, rows))
+        local_steps = (own_first if t == 0 else []) + local_steps + (own_rest if t == last else [])
+        if local_steps or messages:
+            steps.append(Step(tuple(local_steps), tuple(messages)))
     return Schedule(ranks, tuple(steps))
 
 
-def circulate(need: Need, results: bool, all_pairs: bool = False, cuts: tuple[int, ...] | None = None) -> Schedule:
-    """The direct schedule where `all_pairs` of ranks are linked, else the relay."""
-    return (direct if all_pairs else relay)(need, results, cuts)
+def build_schedule(need: Need, results: bool, all_pairs: bool = False, split_points: tuple[int, ...] | None = None) -> Schedule:
+    """Return the direct schedule if all pairs of ranks are connected, and otherwise the relay."""
+    return (direct if all_pairs else relay)(need, results, split_points)

@@ -1,7 +1,7 @@
-"""How many ranks should exchange heads: what attention on U x R ranks is expected to take.
+"""How many ranks should take part in an all-to-all: the predicted time of attention on U x R ranks.
 
-As the choice of a schedule in `ringattn.planning.rank_plan`, a forecast from the table of speeds in `ringattn.planning.cost_model`, so that all ranks, and
-all runs, choose alike.
+Like the choice of a schedule in `ringattn.planning.rank_plan`, the prediction uses the table of speeds in
+`ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice.
 """
 
 import math
@@ -14,34 +14,59 @@ from torch import Tensor
 from ringattn.layout import Layout
 from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
-from ringattn.planning.cost_model import EXCHANGE_TIMES, STEP_SECONDS, SUM_FLOPS_A_BYTE, Fabric
-from ringattn.planning.rank_plan import Plan, backward_bytes, backward_work, forward_bytes, forward_work
-from ringattn.ulysses import key_copies, parts_of
+from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
+from ringattn.planning.rank_plan import EQUAL_TIMES, Plan
+from ringattn.planning.workload import backward_bytes, backward_work, forward_bytes, forward_work
 
-MOST_PLANNED, MOST_POSITIONS = 64, 2**15  # ranks and positions that `best_ulysses` plans
+# Tokens x heads of a chunk, at least. The kernels of smaller chunks would leave SMs idle.
+MIN_CHUNK_ROWS = 2**15
+MAX_HEAD_CHUNKS = 32  # of one call
+# `best_ulysses_degree` plans up to this many ranks and positions in full. Beyond that it falls back to an approximation.
+MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
+
+
+def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
+    """Return how many copies of each key head are sent, so that every rank has the key heads of its heads / ulysses query
+    heads.
+    """
+    per_key, per_rank = heads // key_heads, heads // ulysses
+    return per_key // math.gcd(per_key, per_rank)
+
+
+def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
+    """Return the number of chunks in which a rank's heads are sent and computed, to overlap the all-to-all with attention.
+
+    Only the arrival of the first chunk and the return of the last one are then not hidden.
+
+    Args:
+        rows: tokens that a rank attends with, of all batch entries together.
+        heads, key_heads: that a rank attends with.
+    """
+    limit = min(key_heads, MAX_HEAD_CHUNKS)
+    counts = [n for n in range(1, limit + 1) if key_heads % n == 0 and rows * heads >= n * MIN_CHUNK_ROWS]
+    return max(counts, default=1)
 
 
 def bytes_per_row(ulysses: int, ring: int, heads: int, key_heads: int, dim: int, value_dim: int, size: int = 2) -> int:
-    """Bytes that a rank sends for each of its rows of a batch row, forward and backward, where every rank needs all keys.
+    """Return the bytes that a rank sends per token and batch entry, forward and backward, if every rank needs all keys.
 
     Args:
         ulysses, ring: U and R.
         heads, key_heads, dim, value_dim: Hq, Hkv, D, Dv.
-        size: bytes of an element of q, k and v.
+        size: bytes per element of q, k and v.
     """
-    copies = key_copies(heads, key_heads, ulysses)
-    key_heads *= copies
-    exchanged = heads * (dim + value_dim) + key_heads * (dim + value_dim)  # q and out, k and v; and their gradients
-    exchange_bytes = 2 * exchanged * size * (ulysses - 1) // ulysses
+    key_heads *= key_copies(heads, key_heads, ulysses)
+    elements = heads * (dim + value_dim) + key_heads * (dim + value_dim)  # q and out, k and v; the same again for gradients
+    all_to_all_bytes = 2 * elements * size * (ulysses - 1) // ulysses
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
     shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim)
     q, k, v = (torch.empty(1, 1, n // ulysses, d, dtype=dtype, device="meta") for n, d in shapes)
-    passes = forward_bytes(q, k, v), backward_bytes(q, k, v)
-    hop = sum(min(sum(row.state), sum(row.kv)) for row in passes)
-    return exchange_bytes + ulysses * (ring - 1) * hop
+    directions = forward_bytes(q, k, v), backward_bytes(q, k, v)
+    hop_bytes = sum(min(sum(row.state), sum(row.kv)) for row in directions)
+    return all_to_all_bytes + ulysses * (ring - 1) * hop_bytes
 
 
-def best_ulysses(
+def best_ulysses_degree(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -49,82 +74,98 @@ def best_ulysses(
     mask: Mask,
     ranks: int,
     host: int,
-    near: Fabric,
-    far: Fabric,
+    near: Interconnect,
+    far: Interconnect,
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> int:
-    """The U, a divisor of `ranks` and of Hq, with which a forward and a backward are expected to take least time.
+    """Return the U, a divisor of `ranks` and of Hq, with the lowest predicted time of a forward and a backward.
 
-    The time of the ring of R = `ranks` / U, hop by hop (`Plan.costs`), with the ends of its steps and the adding up of what
-    they earn; and what attention does not hide of the exchange (`exposed_seconds`). Times within a hundredth are equal: the
-    smaller U is taken. A forecast from the speeds in `ringattn.planning.cost_model`: the same arguments give the same U on every rank.
+    The time consists of the time of the ring of R = `ranks` / U ranks, hop by hop (`Plan.costs`), with the overhead of its steps
+    and the merging of partial results, and of the part of the all-to-all that attention does not hide (`exposed_seconds`).
+    Times within 1% count as equal, and then the smaller U wins. The same arguments give the same U on every rank.
 
-    It takes about a second for 64 ranks. For more the answer is the U inside a host that moves fewest bytes, by
-    `bytes_per_row`, which knows neither masks nor speeds.
+    The computation takes about a second for 64 ranks. For more ranks the result is the U inside a host that sends the fewest
+    bytes according to `bytes_per_row`, which takes neither masks nor speeds into account.
 
     Args:
-        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv), of all ranks together. Only shapes and dtypes matter: tensors
-            on the "meta" device will do.
+        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv), of all ranks together. Only shapes and dtypes matter, so the
+            tensors may be on the "meta" device.
         mask: a long sequence without documents is planned at a fraction of its length.
-        host: how many ranks a host has. They are neighbours by rank, as are those that exchange heads.
-        near, far: what joins the ranks of one host, and of several.
+        ranks: U x R.
+        host: ranks per host. Ranks of a host are consecutive, and so are the ranks of an all-to-all.
+        near, far: what connects the ranks of one host, and the ranks of several hosts.
         layout: of the ring: one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """
     joined, host = (near, ranks) if ranks <= host else (far, host)
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
-    if ranks > MOST_PLANNED:
+    if ranks > MAX_PLANNED_RANKS:
         shape = q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
         inside = [u for u in candidates if host % u == 0]
         return min(inside, key=lambda u: bytes_per_row(u, ranks // u, *shape))
     seconds = {}
     for u in candidates:
         key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], u)
-        parts = parts_of(q.shape[0] * q.shape[1] * u // ranks, q.shape[2] // u, key_heads // u) if u > 1 else 1
+        rows = q.shape[0] * q.shape[1] * u // ranks
+        chunks = head_chunks_for_overlap(rows, q.shape[2] // u, key_heads // u) if u > 1 else 1
         shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-        *part, out = [q.new_empty(q.shape[0], 1, n // (u * parts), d, device="meta") for n, d in shapes]
-        attention = _ring_seconds(part, mask, (layout, q.shape[1], ranks // u), joined, schedule)
-        to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*part, out))
-        exchange = exchange_seconds(to_each, u, host, near, far)
-        seconds[u] = sum(parts * x + exposed_seconds(parts, x, exchange) for x in attention)
-    return min(u for u in candidates if seconds[u] <= 1.01 * min(seconds.values()))
+        *chunk, out = [q.new_empty(q.shape[0], 1, n // (u * chunks), d, device="meta") for n, d in shapes]
+        attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // u), joined, schedule)
+        bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
+        all_to_all = all_to_all_seconds(bytes_to_each, u, host, near, far)
+        seconds[u] = sum(chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
+    return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 
-def exchange_seconds(to_each: float, ulysses: int, host: int, near: Fabric, far: Fabric) -> float:
-    """Both ways of a part of the heads, in which a rank sends `to_each` bytes to every other of `ulysses`; 0 for one rank."""
-    inside = math.gcd(ulysses, host)  # at least so many of a group are in one host
-    ways = (inside - 1, EXCHANGE_TIMES, near), (ulysses - inside, 1, far)
-    return max(n * (times * to_each / way.bytes_per_second + 2 * way.latency) for n, times, way in ways)
+def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
+    """Return the time of both all-to-alls of one chunk of heads; 0 for one rank.
 
-
-def exposed_seconds(parts: int, attention: float, exchange: float) -> float:
-    """What a direction takes besides the attention of its parts, where each takes `attention` and `exchange` seconds.
-
-    The first part's arrival and the last part's return, together one exchange; and of the others what attention, which takes
-    place at the same time, does not hide.
+    Args:
+        bytes_to_each: what a rank sends to each other rank, in both all-to-alls together.
+        ulysses: U.
+        host: ranks per host.
+        near, far: what connects the ranks of one host, and the ranks of several hosts.
     """
-    return exchange + (parts - 1) * max(0.0, exchange - attention)
+    inside = math.gcd(ulysses, host)  # at least this many ranks of a group are in one host
+    links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
+    return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
+
+
+def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
+    """Return the time that the all-to-alls add to attention, if each chunk takes `attention` and `all_to_all` seconds.
+
+    The arrival of the first chunk and the return of the last chunk take as long as one chunk's all-to-alls and are never
+    hidden. Those of the other chunks run at the same time as attention and are visible only if they take longer.
+    """
+    return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
 
 def _ring_seconds(
-    part: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Fabric, schedule: str
+    chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
 ) -> tuple[float, ...]:
-    """The forward and the backward of a part of the heads, q, k, v, on a `ring` of (kind of layout, positions, ranks).
+    """Return the times of the forward and of the backward of a chunk of heads, q, k and v.
 
-    A long sequence without documents is planned as a shorter one, each of whose positions stands for `scale`.
+    A long sequence without documents is planned as a shorter one, in which each position stands for `scale` positions.
+
+    Args:
+        chunk: q, k and v; only the numbers of heads, the head dims and the dtype matter.
+        mask: of the whole sequence.
+        ring: (kind of layout, number of positions, number of ranks).
+        joined: what connects the ranks.
+        schedule: as for `ring_attention`.
     """
     kind, seq_len, ranks = ring
-    length = seq_len if mask.documents else min(seq_len, max(MOST_POSITIONS, ranks))
+    length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
     mask = replace(mask, window=mask.window and max(1, round(mask.window / scale)))
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
-    own = Plan(mask, layout, 0, torch.device("cpu"))
+    plan = Plan(mask, layout, 0, torch.device("cpu"))
     names = ("kv", "state") if schedule == "auto" else (schedule,)
     seconds = []
-    for work in (forward_work(*part), backward_work(*part)):
-        work, step = work.scaled(scale), STEP_SECONDS[work.direction]
-        costs = [[own.costs(name, work, joined, rank) for rank in range(ranks)] for name in names]
-        hops = min(max(sum(hop.seconds + step for hop in hops) for hops in of_ranks) for of_ranks in costs)
-        seconds.append(hops + own.sum_bytes(work) * SUM_FLOPS_A_BYTE[work.direction] / joined.flops)
+    for work in (forward_work(*chunk), backward_work(*chunk)):
+        work, overhead = work.scaled(scale), STEP_OVERHEAD[work.direction]
+        costs = [[plan.costs(name, work, joined, rank) for rank in range(ranks)] for name in names]
+        hops = min(max(sum(hop.seconds + overhead for hop in hops) for hops in by_rank) for by_rank in costs)
+        seconds.append(hops + plan.merge_bytes(work) * MERGE_FLOPS_PER_BYTE[work.direction] / joined.flops)
     return tuple(seconds)

@@ -9,24 +9,23 @@ from ringattn import Layout, Mask, balanced_layout
 from ringattn.kernels import interval_mask
 from ringattn.layout import KINDS
 from ringattn.planning import rank_plan as planning
-from ringattn.planning.cost_model import fabric
-from ringattn.planning.rank_plan import (
-    FIRST_PART,
-    PASS_FLOPS,
-    Block,
+from ringattn.planning import workload
+from ringattn.planning.cost_model import interconnect
+from ringattn.planning.rank_plan import FIRST_SHARE, BlockPair, get_plan, split_points
+from ringattn.planning.schedule import LocalStep
+from ringattn.planning.workload import (
+    HEAD_CHUNK_FLOPS,
     backward_bytes,
     backward_work,
-    cuts,
     forward_bytes,
     forward_work,
-    passes,
-    plan,
+    head_chunks_for_memory,
 )
 
 CPU = torch.device("cpu")
 
 
-def written_out(block: Block) -> torch.Tensor:
+def written_out(block: BlockPair) -> torch.Tensor:
     """The mask of the first batch entry: bool (query rows, key rows)."""
     return interval_mask.dense(block.intervals.lo, block.intervals.hi, block.intervals.num_keys)[0]
 
@@ -43,16 +42,16 @@ def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: l
     lo, hi = mask.intervals(seq_len)
     allowed = interval_mask.dense(lo, hi, seq_len)[0]
     for rank in range(ranks):
-        planned = plan(mask, layout, rank, CPU)
+        planned = get_plan(mask, layout, rank, CPU)
         for other in range(ranks):
             for query_rank, key_rank in ((rank, other), (other, rank)):
-                sides = range(layout.rows(query_rank)), key_rank, range(layout.rows(key_rank))
-                local = written_out(planned._cut(query_rank, *sides))
+                rows = range(layout.rows(query_rank))
+                local = written_out(planned._block_pair("state", LocalStep(key_rank, query_rank, rows)))
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
-                meeting, (rows, columns) = planned.meetings[query_rank][key_rank], expected.nonzero().T
-                assert meeting.pairs == expected.sum()
-                assert (list(meeting.queries), list(meeting.keys)) == (span(rows), span(columns))
+                overlap, (rows, columns) = planned.overlaps[query_rank][key_rank], expected.nonzero().T
+                assert overlap.pairs == expected.sum()
+                assert (list(overlap.queries), list(overlap.keys)) == (span(rows), span(columns))
 
 
 @pytest.mark.parametrize(
@@ -66,43 +65,47 @@ def test_auto_moves_the_smaller_operand(heads: int, key_heads: int, forward: str
     Where links are slow, that decides.
     """
     q, k = torch.empty(1, 4, heads, 128, dtype=torch.bfloat16), torch.empty(1, 4, key_heads, 128, dtype=torch.bfloat16)
-    planned = plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
+    planned = get_plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
     assert forward_bytes(q, k, k).state == (heads * 2 * 128, heads * (4 * 128 + 8))
     assert sum(forward_bytes(q, k, k).kv) == key_heads * 4 * 128
     assert sum(backward_bytes(q, k, k).state) == heads * (8 * 128 + 8)
     assert sum(backward_bytes(q, k, k).kv) == key_heads * 12 * 128
-    for slow in (fabric("gloo"), fabric("nccl", one_host=False)):
-        assert planned.choose("auto", forward_work(q, k, k), slow) == forward
-        assert planned.choose("auto", backward_work(q, k, k), slow) == backward
-    assert planned.choose("state", backward_work(q, k, k), slow) == "state"
+    for slow in (interconnect("gloo"), interconnect("nccl", one_host=False)):
+        assert planned.choose_schedule("auto", forward_work(q, k, k), slow) == forward
+        assert planned.choose_schedule("auto", backward_work(q, k, k), slow) == backward
+    assert planned.choose_schedule("state", backward_work(q, k, k), slow) == "state"
 
 
 def test_where_links_are_fast_the_forward_moves_keys() -> None:
     """States are written and merged, which no link hides: moving fewer bytes, under this mask, does not make up for that."""
     q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 16))
     mask = Mask.causal(documents=[20000, 12768])
-    planned = plan(mask, Layout.contiguous(32768, 2), 0, CPU)
-    costs = {name: planned.costs(name, forward_work(q, k, k), fabric("nvlink")) for name in ("kv", "state")}
-    assert planned.choose("auto", forward_work(q, k, k), fabric("nvlink")) == "kv"
+    planned = get_plan(mask, Layout.contiguous(32768, 2), 0, CPU)
+    costs = {name: planned.costs(name, forward_work(q, k, k), interconnect("nvlink")) for name in ("kv", "state")}
+    assert planned.choose_schedule("auto", forward_work(q, k, k), interconnect("nvlink")) == "kv"
     assert sum(hop.bytes for hop in costs["state"]) < sum(hop.bytes for hop in costs["kv"])
 
 
 @pytest.mark.parametrize("travellers", ("queries", "keys"))
 def test_the_own_block_is_cut_by_work(travellers: str) -> None:
     """Of a causal block of N rows, the first x N queries see x^2 of the pairs, and the first x N keys 1 - (1 - x)^2."""
-    (row,) = cuts(Mask.causal(), Layout.zigzag(8192, 1), travellers)
+    (row,) = split_points(Mask.causal(), Layout.zigzag(8192, 1), travellers)
     part = row / 8192
     assert row % 128 == 0
-    assert (part**2 if travellers == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_PART, abs=0.03)
+    assert (part**2 if travellers == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_SHARE, abs=0.03)
 
 
 def test_rows_of_a_block_keep_their_intervals() -> None:
-    """What a visit with some rows is told is the mask of those rows."""
+    """What a local_step with some rows is told is the mask of those rows."""
     mask, layout = Mask.causal(window=9), Layout.zigzag(40, 2)
-    planned = plan(mask, layout, 0, CPU)
+    planned = get_plan(mask, layout, 0, CPU)
     for name in ("state", "kv"):
-        for visit, block in planned.blocks(name, planned.schedule(name, True, all_pairs=True)).items():
-            sides = (visit.owner, visit.rows, 0, range(20)) if name == "state" else (0, range(20), visit.owner, visit.rows)
+        for local_step, block in planned.block_pairs(name, planned.schedule(name, True, all_pairs=True)).items():
+            sides = (
+                (local_step.owner, local_step.rows, 0, range(20))
+                if name == "state"
+                else (0, range(20), local_step.owner, local_step.rows)
+            )
             query_rank, queries, key_rank, keys = sides
             lo, hi = mask.intervals(40)
             allowed = interval_mask.dense(lo, hi, 40)[0][layout.positions(query_rank)][:, layout.positions(key_rank)]
@@ -115,17 +118,17 @@ def test_rows_of_a_block_keep_their_intervals() -> None:
 def test_passes_take_a_tenth_of_a_second_at_least() -> None:
     def count(tenths: float, heads: int) -> int:
         q = torch.empty(1, 1, heads, 128, device="meta")
-        return passes(q, q, q, tenths * PASS_FLOPS / (2 * heads * 256))
+        return head_chunks_for_memory(q, q, q, tenths * HEAD_CHUNK_FLOPS / (2 * heads * 256))
 
     assert [count(n, 16) for n in (0.0, 1.9, 2.0, 3.9, 7.0, 1000.0)] == [1, 1, 2, 2, 4, 16]
     assert count(5.0, 6) == 3
     q, k = (torch.empty(2, 32, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
-    planned = plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
+    planned = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
     flops = 2 * 4 * 8 * 128 * 32 * 64  # of two batch rows on one of two ranks
     with pytest.MonkeyPatch.context() as patch:
         for limit, wanted in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
-            patch.setattr(planning, "PASS_FLOPS", limit)
-            assert planned.passes(q, k, k) == wanted
+            patch.setattr(workload, "HEAD_CHUNK_FLOPS", limit)
+            assert planned.head_chunks_for_memory(q, k, k) == wanted
 
 
 def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,21 +139,21 @@ def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(mo
         plans.append(planning.Plan(mask, balanced_layout(mask, 2048, 2), 1, CPU))
 
     def ask(own: planning.Plan) -> list[torch.Tensor]:
-        own.choose("auto", forward_work(q, k, v), fabric("nvlink"))
-        forward = own.blocks("kv", own.schedule("kv", results=False, all_pairs=True)).values()
-        backward = own.blocks("kv", own.schedule("kv", results=True, all_pairs=True)).values()
-        tables = [block.intervals.items(128, 64, 1, 4, 1, 8) for block in forward]
+        own.choose_schedule("auto", forward_work(q, k, v), interconnect("nvlink"))
+        forward = own.block_pairs("kv", own.schedule("kv", results=False, all_pairs=True)).values()
+        backward = own.block_pairs("kv", own.schedule("kv", results=True, all_pairs=True)).values()
+        tables = [block.intervals.work_tiles(128, 64, 1, 4, 1, 8) for block in forward]
         tables += [block.intervals.tiles(128, 64) for block in forward]
-        return tables + [block.intervals.transposed.items(128, 64, 1, 4, 1, 8, True, 1) for block in backward]
+        return tables + [block.intervals.transposed.work_tiles(128, 64, 1, 4, 1, 8, True, 1) for block in backward]
 
     ask(plans[0])
     plans[1].prepare_as(plans[0])
     plans[0].prepare_as(plans[0])
     for module, name in (
         (planning, "hop_costs"),
-        (planning, "circulate"),
-        (interval_mask.tile_scheduler, "deal"),
-        (interval_mask.tile_scheduler, "lay"),
+        (planning, "build_schedule"),
+        (interval_mask.tile_scheduler, "assign_work_tiles"),
+        (interval_mask.tile_scheduler, "split_into_tiles"),
     ):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setattr(planning.Intervals, "of", None)
@@ -167,5 +170,5 @@ def test_work_of_values_with_another_dim() -> None:
 
 def test_what_a_rank_keeps_is_no_sum() -> None:
     q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
-    planned = plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
-    assert planned.sum_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)
+    planned = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
+    assert planned.merge_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)

@@ -5,10 +5,10 @@ import torch
 
 from ringattn import Mask
 from ringattn.planning import ulysses_degree
-from ringattn.planning.cost_model import EXCHANGE_TIMES, fabric
-from ringattn.planning.ulysses_degree import best_ulysses, bytes_per_row, exchange_seconds, exposed_seconds
+from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, interconnect
+from ringattn.planning.ulysses_degree import all_to_all_seconds, best_ulysses_degree, bytes_per_row, exposed_seconds
 
-NEAR, FAR = fabric("nvlink", flops=5.8e14), fabric("nccl", one_host=False, flops=5.8e14)
+NEAR, FAR = interconnect("nvlink", flops=5.8e14), interconnect("nccl", one_host=False, flops=5.8e14)
 
 
 def test_bytes_by_hand() -> None:
@@ -22,10 +22,10 @@ def test_bytes_by_hand() -> None:
 
 
 def best(ranks: int, seq_len: int = 65536, heads: int = 16, key_heads: int = 16, mask: Mask | None = None, **options) -> int:
-    """`best_ulysses` of H200s, eight a host, bf16, D = 128, causal."""
+    """`best_ulysses_degree` of H200s, eight a host, bf16, D = 128, causal."""
     q, k = (torch.empty(1, seq_len, n, 128, dtype=torch.bfloat16, device="meta") for n in (heads, key_heads))
     options = dict(host=8, near=NEAR, far=FAR) | options
-    return best_ulysses(q, k, k, mask=mask or Mask.causal(), ranks=ranks, **options)
+    return best_ulysses_degree(q, k, k, mask=mask or Mask.causal(), ranks=ranks, **options)
 
 
 def test_heads_are_exchanged_where_that_is_faster() -> None:
@@ -57,19 +57,19 @@ def test_a_long_sequence_is_planned_as_a_short_one(monkeypatch: pytest.MonkeyPat
     for mask, kind in ((Mask.causal(), "zigzag"), (Mask.full(), "contiguous"), (Mask.causal(2048), "auto")):
         seconds = []
         for positions in (2**15, 2**17):
-            monkeypatch.setattr(ulysses_degree, "MOST_POSITIONS", positions)
+            monkeypatch.setattr(ulysses_degree, "MAX_PLANNED_POSITIONS", positions)
             seconds.append(ulysses_degree._ring_seconds((q, q, q), mask, (kind, 2**17, 4), NEAR, "auto"))
         assert seconds[0] == pytest.approx(seconds[1], rel=0.01)
 
 
 def test_the_exchange_by_hand() -> None:
     """Of 1 MB to each: three copies in a host, or beside them four over a slower link."""
-    inside = 3 * (EXCHANGE_TIMES * 1e6 / NEAR.bytes_per_second + 2 * NEAR.latency)
+    inside = 3 * (ALL_TO_ALL_FACTOR * 1e6 / NEAR.bytes_per_second + 2 * NEAR.latency)
     across = 4 * (1e6 / FAR.bytes_per_second + 2 * FAR.latency)
-    assert exchange_seconds(1e6, 4, 8, NEAR, FAR) == pytest.approx(inside)
-    assert exchange_seconds(1e6, 8, 4, NEAR, FAR) == pytest.approx(max(inside, across))
-    assert exchange_seconds(1e6, 1, 8, NEAR, FAR) == 0
+    assert all_to_all_seconds(1e6, 4, 8, NEAR, FAR) == pytest.approx(inside)
+    assert all_to_all_seconds(1e6, 8, 4, NEAR, FAR) == pytest.approx(max(inside, across))
+    assert all_to_all_seconds(1e6, 1, 8, NEAR, FAR) == 0
     # one part hides nothing; of four one is exposed, or all but what three times attention hides
-    assert exposed_seconds(1, attention=5.0, exchange=2.0) == 2
-    assert exposed_seconds(4, attention=5.0, exchange=2.0) == 2
-    assert exposed_seconds(4, attention=1.0, exchange=2.0) == 5
+    assert exposed_seconds(1, attention=5.0, all_to_all=2.0) == 2
+    assert exposed_seconds(4, attention=5.0, all_to_all=2.0) == 2
+    assert exposed_seconds(4, attention=1.0, all_to_all=2.0) == 5

@@ -1,0 +1,93 @@
+"""The bytes and FLOPs of one attention call, independent of who computes what."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+# Split a call into chunks of heads once its forward costs more FLOPs than this (about 0.1 s on an H200). Peak memory falls with
+# the number of chunks, and at this size the cost of starting and draining another ring pass is no longer visible.
+HEAD_CHUNK_FLOPS = 5e13
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes per row (token) of a circulating block and of its result, (block, result), for each schedule."""
+
+    state: tuple[float, float]
+    kv: tuple[float, float]
+
+
+def forward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
+    """Return the bytes per row and batch entry: q and (m, l, o) circulate in the state ring, k and v in the KV ring."""
+    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
+    state_size = max(size, 4)
+    keys = key_heads * (dim + value_dim)
+    return RowBytes(state=(heads * dim * size, heads * (value_dim + 2) * state_size), kv=(keys * size, 0))
+
+
+def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
+    """Return the bytes per row and batch entry.
+
+    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv in the KV ring.
+    """
+    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
+    state_size = max(size, 4)
+    keys = key_heads * (dim + value_dim)
+    queries = heads * (dim + value_dim) * size + heads * 2 * state_size
+    return RowBytes(state=(queries, heads * dim * state_size), kv=(keys * size, keys * state_size))
+
+
+class Work(NamedTuple):
+    """The work of one direction of one call, whichever operand circulates."""
+
+    direction: str  # "forward" or "backward"
+    batch: int
+    row_bytes: RowBytes  # per batch entry
+    pair_flops: float  # per (query, key) pair of a batch entry
+
+    @property
+    def query_bytes(self) -> float:
+        """Bytes of HBM traffic per row of circulating queries, in addition to the traffic per (query, key) pair.
+
+        A new state is written, then read and merged with another one. Sums of dq are cleared, read, and written or accumulated.
+        """
+        return 4 * self.row_bytes.state[1]
+
+    def scaled(self, scale: float) -> "Work":
+        """Return the work in which each row stands for `scale` rows."""
+        state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
+        return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
+
+
+def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
+    """Two matrix products per (query, key) pair and head."""
+    return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
+
+
+def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
+    """Return the work of the forward: two matrix products per (query, key) pair and head."""
+    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_pair_flops(q, v))
+
+
+def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
+    """Return the work of the backward: five matrix products per (query, key) pair and head."""
+    heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim))
+
+
+def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
+    """Return the number of chunks of heads that a call is processed in, one ring pass each, to bound its memory.
+
+    Args:
+        q, k, v: of the call; only shapes matter.
+        pairs: (query, key) pairs per batch entry and head, the mean over all ranks.
+    """
+    key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
+    return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
+
+
+def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
+    """Return chunk i of `count` of the heads of x (B, N, H, ...), as a view."""
+    size = x.shape[2] // count
+    return x[:, :, i * size : (i + 1) * size]
