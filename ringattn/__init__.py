@@ -14,7 +14,7 @@ if not (_HERE / "kernels").is_dir():
     __path__.append(str(_HERE.parent))
 
 from ringattn.attention import plan_ahead, ring_attention
-from ringattn.checkpointing import keep_attention
+from ringattn.checkpointing import keep_attention, save_attention
 from ringattn.comm.simulated import simulate
 from ringattn.decode import KVCache, decode_attention
 from ringattn.explain import explain
@@ -25,6 +25,8 @@ from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
 from ringattn.state import PartialState
 from ringattn.ulysses import ulysses_attention
+
+__version__ = "0.2.0"
 
 __all__ = [
     "BlockMask",
@@ -39,6 +41,7 @@ __all__ = [
     "keep_attention",
     "plan_ahead",
     "ring_attention",
+    "save_attention",
     "simulate",
     "ulysses_attention",
 ]

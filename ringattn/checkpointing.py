@@ -1,13 +1,14 @@
-"""Activation checkpointing that never attends twice: what attention returned is kept, all else is computed again.
+"""Activation checkpointing that never computes attention twice: its results are saved, and everything else is recomputed.
 
-checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+    checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-with `torch.utils.checkpoint.checkpoint`. Its selective policies can do the same, but ask Python about every operation of the
-block, which takes the host longer than the short kernels of a block run. `torch.compile` over a whole checkpoint takes such
-policies only, and gets one.
+with `torch.utils.checkpoint.checkpoint`. The selective policies of torch can do the same, but they ask Python about every
+operation of the block. That takes longer on the host than the short kernels of a block take on the GPU. A `torch.compile` of
+the whole checkpoint supports only such policies, and gets one.
 """
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
@@ -23,23 +24,32 @@ Attend = Callable[[], tuple]
 OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
-def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The contexts of a pass and of its repetition: the second's attention calls return what the first's did, in order.
+def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Return the contexts of a forward pass and of its recomputation, in which attention returns the saved results.
 
-    For the `context_fn` of `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. Calls of `ring_attention`,
-    `ulysses_attention` and `flash_attention` count. The backward of a call gets the q, k and v that were computed again, but of
-    `ulysses_attention` those that were exchanged in the pass, unless it is called with `exchange_again`: they stay in memory.
+    Pass it as `context_fn` to `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. It covers `ring_attention`,
+    `ulysses_attention` and `flash_attention`. Calls during the recomputation return what the calls of the forward pass
+    returned, in the same order. The backward of a call uses the recomputed q, k and v. `ulysses_attention` is an exception: its
+    backward uses the saved results of the all-to-all, unless it is called with `recompute_all_to_all`.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
     results: list[tuple] = []
-    return _Keep(results), _Repeat(results)
+    return _Save(results), _Reuse(results)
 
 
-def once(attend: Attend, like: Tensor) -> tuple:
-    """What `attend` returns, tensors and lists of them; or what it returned in the pass that is being repeated.
+def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Deprecated name of `save_attention`."""
+    warnings.warn("keep_attention is deprecated: use save_attention", DeprecationWarning, stacklevel=2)
+    return save_attention()
 
-    Where a compiler traces, with `like` that hold nothing, there is nothing to keep.
+
+def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
+    """Return attend(), or the saved result of this call if the forward pass is being recomputed.
+
+    Args:
+        attend: computes attention; returns a tuple of tensors and lists of tensors.
+        like: any tensor of the call. If it holds no data, because a compiler is tracing, nothing is saved.
     """
     if _thread.innermost is None or isinstance(like, FakeTensor | FunctionalTensor):
         return attend()
@@ -47,7 +57,7 @@ def once(attend: Attend, like: Tensor) -> tuple:
 
 
 class _Context:
-    """A context that may be entered again, as a graph may be run through more than once."""
+    """A context that can be entered several times, because a graph can be run several times."""
 
     def __init__(self, results: list[tuple]) -> None:
         self.results = results
@@ -63,38 +73,43 @@ class _Context:
         raise NotImplementedError
 
 
-class _Keep(_Context):
+class _Save(_Context):
+    """The forward pass: computes attention and saves the results."""
+
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        kept = _detached(results)  # what is returned becomes part of a graph, which would keep itself alive
-        self.results.append((kept, _versions(kept)))
+        # The returned tensors become part of a graph. Saving them undetached would make the graph keep itself alive.
+        saved = _detached(results)
+        self.results.append((saved, _versions(saved)))
         return results
 
 
-class _Repeat(_Context):
-    left: Iterator[tuple]
+class _Reuse(_Context):
+    """The recomputation: returns the saved results in order."""
+
+    remaining: Iterator[tuple]
 
     def __enter__(self) -> None:
         super().__enter__()
-        self.left = iter(self.results)
+        self.remaining = iter(self.results)
 
     def run(self, attend: Attend) -> tuple:
-        results, versions = next(self.left, (None, []))
+        results, versions = next(self.remaining, (None, []))
         if results is None:
             raise RuntimeError(
-                f"a pass called attention {len(self.results)} times and its repetition calls it once more: what is "
-                "checkpointed must do the same whenever it is called"
+                f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
+                "checkpointed function must do the same every time it is called"
             )
         if _versions(results) != versions:
             raise RuntimeError(
-                "what attention returned was changed in place after the pass, and its repetition would begin with that: "
-                "write out = out * x for out *= x in what is checkpointed with keep_attention"
+                "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
+                "replace `out *= x` by `out = out * x` inside the checkpointed function"
             )
         return _detached(results)
 
 
 def _versions(results: tuple) -> list[int]:
-    """How often each tensor has been changed in place; it shares the count with the tensors it was detached from."""
+    """Return how often each tensor was modified in place. A detached tensor has the same counter as its source."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 

@@ -1,12 +1,17 @@
-"""How an attention call becomes one operator: what a compiler sees as a node, with autograd and a fake of its own.
+"""Turn an attention call into one operator: a single node for a compiler, with autograd and a fake implementation.
 
-By the library's own calls rather than by `torch.library.custom_op`, whose layers cost some 0.1 ms a call on the host: as much
-as the kernels of a short sequence take.
+Each public call registers its forward and its backward function here, together with the record that holds its settings (see
+`ringattn.spec`). A call then goes
+
+    public call -> `register`'s call -> autograd -> the forward function -> `ringattn.ring` -> the kernels
+
+This file uses the low-level functions of `torch.library`. `torch.library.custom_op` would cost about 0.1 ms per call on the
+host, which is as long as the kernels of a short sequence take.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -14,134 +19,202 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils.flop_counter import register_flop_formula
 
-from ringattn.checkpointing import once
+from ringattn.checkpointing import reuse_or_compute
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
+_SCHEMA_TYPES = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    bool: "bool",
+    int: "SymInt",
+    list[int]: "SymInt[]",
+    str: "str",
+    float: "float",
+}
+Results = tuple[Tensor, ...]
 
 
-class Keeping(NamedTuple):
-    """An operator that keeps tensors of its own for the backward, in the place of its results."""
+class SavedTensors(NamedTuple):
+    """How an operator saves tensors of its own for the backward pass, instead of q, k, v, out and lse."""
 
-    fake_results: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]  # as forward, in shapes alone
-    fake_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]  # as backward
-    inputs_too: Callable[[tuple], bool]  # whether q, k and v are kept before them, by the settings
+    fake_results: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]  # like the forward function, but computes only shapes
+    fake_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]  # like the backward function
+    save_inputs: Callable[[Any], bool]  # whether q, k and v are saved before them, given the settings
 
 
 def register(
     name: str,
-    settings: str,
-    forward: Callable[..., tuple],
-    backward: Callable[..., tuple],
+    spec_type: type,
+    forward: Callable[..., Results],
+    backward: Callable[..., Results],
     pairs: Callable[..., float],
-    keeping: Keeping | None = None,
-) -> Callable[..., tuple]:
-    """Make `ringattn::name`(q, k, v, *settings) -> (out, lse), differentiable in q, k and v; return the call of it.
+    saved: SavedTensors | None = None,
+) -> Callable[..., Results]:
+    """Register `ringattn::name`(q, k, v, settings) -> (out, lse), differentiable in q, k and v, and return a function that
+    calls it.
 
-    q is (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv); out (B, Nq, Hq, Dv) in q's dtype, lse (B, Nq, Hq) in fp32 (fp64
-    for fp64 inputs).
+    q is (B, Nq, Hq, D), k is (B, Nk, Hkv, D) and v is (B, Nk, Hkv, Dv). out is (B, Nq, Hq, Dv) in q's dtype. lse is (B, Nq, Hq)
+    in fp32, or fp64 for fp64 inputs.
 
     Args:
-        settings: what follows v, in the notation of operator schemas: values, so that a traced graph holds them.
-        forward: forward(q, k, v, *settings).
-        backward: backward(q, k, v, out, lse, dout, dlse, *settings) -> (dq, dk, dv) with the dtypes of q, k, v; dlse is None
-            where lse has no gradient.
-        pairs: pairs(batch, num_queries, num_keys, *settings), how many (query, key) pairs of one head a call computes, for
+        name: of the operator.
+        spec_type: a NamedTuple with the settings. Its fields, flattened, become arguments of the operator.
+        forward: forward(q, k, v, spec) -> (out, lse).
+        backward: backward(q, k, v, out, lse, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse
+            has no gradient.
+        pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes, for
             `torch.utils.flop_counter`.
-        keeping: then forward returns (out, lse, kept), as the operator does, and backward is backward(kept, dout, dlse,
-            *settings).
+        saved: if given, forward returns (out, lse, saved tensors), and the backward is backward(saved tensors, dout, dlse,
+            spec).
     """
-    tags = (torch.Tag.pt2_compliant_tag,)
-    inputs = "Tensor q, Tensor k, Tensor v"
-    returned, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
-    if keeping:
-        returned, saved = "Tensor, Tensor, Tensor[]", "Tensor[] kept"
-    _library.define(f"{name}({inputs}, {settings}) -> ({returned})", tags=tags)
-    saved = f"{saved}, Tensor dout, Tensor? dlse"
-    _library.define(f"{name}_backward({saved}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
+    _define(name, spec_type, own_tensors=saved is not None)
     operator = getattr(torch.ops.ringattn, name).default
-    differential = getattr(torch.ops.ringattn, f"{name}_backward").default
+    backward_operator = getattr(torch.ops.ringattn, f"{name}_backward").default
+    # The operators take flat arguments, the functions take a spec.
+    flat_forward = partial(_with_spec, forward, spec_type, 3)
+    flat_backward = partial(_with_spec, backward, spec_type, 3 if saved else 7)
 
     def gradients(ctx, dout, dlse, *_):
-        kept = ctx.saved_tensors[: ctx.count]
-        dout = kept[0].new_zeros(ctx.shape) if dout is None else dout
-        run = backward if _is_plain(*kept, dout) else differential
-        return *run(*([list(kept)] if keeping else kept), dout, dlse, *ctx.settings), None
+        tensors = ctx.saved_tensors[: ctx.count]
+        dout = tensors[0].new_zeros(ctx.shape) if dout is None else dout
+        arguments = (*([list(tensors)] if saved else tensors), dout, dlse)
+        if _is_plain(*tensors, dout):
+            return *backward(*arguments, ctx.spec), None
+        return *backward_operator(*arguments, *flatten(ctx.spec)), None
 
-    def results(q, k, v, *settings):
-        run = forward if _is_plain(q, k, v) else operator
+    def results(q, k, v, spec):
         with torch._C._AutoDispatchBelowAutograd():
-            return run(q, k, v, *settings)
+            return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *flatten(spec))
 
-    class Differentiable(torch.autograd.Function):
+    class Attention(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, q, k, v, settings):
-            out, lse, *own = once(partial(results, q, k, v, *settings), q)
-            own = own[0] if keeping else []
-            inputs = [q, k, v] if not keeping or keeping.inputs_too(settings) else []
-            kept = [*inputs, *(own if keeping else (out, lse))]
-            # a zero gradient for lse, which seldom has one, would be an allocation, a kernel and a read
+        def forward(ctx, q, k, v, spec):
+            out, lse, *own = reuse_or_compute(partial(results, q, k, v, spec), q)
+            own = own[0] if saved else []
+            inputs = [q, k, v] if not saved or saved.save_inputs(spec) else []
+            tensors = [*inputs, *(own if saved else (out, lse))]
+            # lse rarely has a gradient. A gradient of zeros would cost an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*own)
-            # those of the settings too: autograd refuses what was changed in the meantime
-            ctx.save_for_backward(*kept, *[x for x in settings if isinstance(x, Tensor)])
-            ctx.settings, ctx.count, ctx.shape = settings, len(kept), out.shape
+            # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward.
+            ctx.save_for_backward(*tensors, *[x for x in flatten(spec) if isinstance(x, Tensor)])
+            ctx.spec, ctx.count, ctx.shape = spec, len(tensors), out.shape
             return out, lse, *own
 
         @staticmethod
         def backward(ctx, dout, dlse, *_):
             if not torch.is_grad_enabled():
                 return gradients(ctx, dout, dlse)
-            # someone may ask for second derivatives; where q, k, v are not kept, a backward through everything meets the leaf
+            # With create_graph=True somebody may ask for second derivatives, which must raise an error. Where q, k and v are
+            # not saved, the leaf below connects the gradients to the graph.
             with torch.no_grad():
                 *grads, none = gradients(ctx, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
             return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), none
 
-    def differentiable(q, k, v, *settings):
-        # as one argument the settings cost autograd nothing
-        out, lse, *own = Differentiable.apply(q, k, v, settings)
-        return (out, lse, own) if keeping else (out, lse)
+    def differentiable(q, k, v, spec):
+        out, lse, *own = Attention.apply(q, k, v, spec)  # autograd ignores the spec, because it is one argument and no tensor
+        return (out, lse, own) if saved else (out, lse)
 
-    def call(*arguments):
-        # a compiler needs the node; otherwise the dispatcher would only lead to autograd
+    def call(q, k, v, spec):
+        # A compiler needs the operator. Otherwise the dispatcher would only lead to autograd, and is left out.
         if torch.compiler.is_compiling():
-            return operator(*arguments)
-        arguments = _in_mode(arguments) if torch._C._len_torch_dispatch_stack() else arguments
-        return differentiable(*arguments)
+            return operator(q, k, v, *flatten(spec))
+        if torch._C._len_torch_dispatch_stack():
+            q, k, v, *settings = _to_fake_mode((q, k, v, *flatten(spec)))
+            spec = unflatten(spec_type, settings)
+        return differentiable(q, k, v, spec)
 
-    _library.impl(name, forward, "CompositeExplicitAutograd")
-    _library.impl(name, differentiable, "Autograd")
-    _library.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
-    fakes = (keeping.fake_results, keeping.fake_gradients) if keeping else (_fake_results, _fake_gradients)
-    torch.library.register_fake(f"ringattn::{name}", fakes[0], lib=_library)
-    torch.library.register_fake(f"ringattn::{name}_backward", fakes[1], lib=_library)
-    _register_flops(name, pairs, bool(keeping))
+    _library.impl(name, flat_forward, "CompositeExplicitAutograd")
+    _library.impl(name, partial(_with_spec, differentiable, spec_type, 3), "Autograd")
+    _library.impl(f"{name}_backward", flat_backward, "CompositeExplicitAutograd")
+    fake_results, fake_gradients = (saved.fake_results, saved.fake_gradients) if saved else (_fake_results, _fake_gradients)
+    _register_fake(name, partial(_with_spec, fake_results, spec_type, 3))
+    _register_fake(f"{name}_backward", partial(_with_spec, fake_gradients, spec_type, 3 if saved else 7))
+    _register_flops(name, spec_type, pairs, own_tensors=saved is not None)
     return call
 
 
-def _register_flops(name: str, pairs: Callable[..., float], keeping: bool) -> None:
-    """FLOPs as of torch's own attention: two products a pair forward, and five backward, the scores anew included."""
+@cache
+def schema(spec_type: type) -> str:
+    """Return the arguments of an operator, in the notation of operator schemas, that carry the fields of a spec."""
+    return ", ".join(
+        schema(kind) if _is_spec(kind) else f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(spec_type).items()
+    )
 
-    pairs = unset_fake_temporarily()(pairs)  # of tensors that hold nothing, too: masks are known
+
+def flatten(spec: tuple) -> tuple:
+    """Return the fields of a spec as a flat tuple; a field that is a spec itself is flattened, too."""
+    flat: list = []
+    for value in spec:
+        flat.extend(flatten(value) if _is_spec(type(value)) else (value,))
+    return tuple(flat)
+
+
+def unflatten(spec_type: type, values: list | tuple) -> Any:
+    """Return the spec whose flattened fields are `values`."""
+    remaining = iter(values)
+
+    def build(kind: type) -> Any:
+        return kind(*(build(field) if _is_spec(field) else next(remaining) for field in _field_types(kind)))
+
+    return build(spec_type)
+
+
+@cache
+def _field_types(spec_type: type) -> tuple:
+    return tuple(get_type_hints(spec_type).values())
+
+
+def _is_spec(kind: Any) -> bool:
+    return hasattr(kind, "_fields")
+
+
+def _with_spec(function: Callable[..., Results], spec_type: type, count: int, *arguments: Any) -> Results:
+    """Call function(*tensors, spec) with the flat arguments of an operator, the first `count` of which are tensors."""
+    return function(*arguments[:count], unflatten(spec_type, arguments[count:]))
+
+
+def _define(name: str, spec_type: type, own_tensors: bool) -> None:
+    """Define the schemas of an operator and of its backward operator."""
+    tags, inputs = (torch.Tag.pt2_compliant_tag,), "Tensor q, Tensor k, Tensor v"
+    returned, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
+    if own_tensors:
+        returned, saved = "Tensor, Tensor, Tensor[]", "Tensor[] saved"
+    settings = schema(spec_type)
+    _library.define(f"{name}({inputs}, {settings}) -> ({returned})", tags=tags)
+    gradients = "Tensor dout, Tensor? dlse"
+    _library.define(f"{name}_backward({saved}, {gradients}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
+
+
+def _register_fake(name: str, function: Callable[..., Results]) -> None:
+    torch.library.register_fake(f"ringattn::{name}", function, lib=_library)
+
+
+def _register_flops(name: str, spec_type: type, pairs: Callable[..., float], own_tensors: bool) -> None:
+    """Count FLOPs like torch's own attention: two products per pair in the forward, five in the backward with recomputation."""
+
+    # Masks are real tensors even if q, k and v are fake ones, so the pairs can always be counted.
+    pairs = unset_fake_temporarily()(pairs)
 
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
-    def of_forward(q, k, v, *settings, out_val=None):
-        count = pairs(q.shape[0], q.shape[1], k.shape[1], *settings)
+    def forward_flops(q, k, v, *settings, out_val=None):
+        count = pairs(q.shape[0], q.shape[1], k.shape[1], unflatten(spec_type, settings))
         return round(2 * q.shape[2] * (q.shape[3] + v.shape[3]) * count)
 
     @register_flop_formula(getattr(torch.ops.ringattn, f"{name}_backward"), get_raw=True)
-    def of_backward(*arguments, out_val=None):
-        if keeping:
+    def backward_flops(*arguments, out_val=None):
+        if own_tensors:
             (q, k, *_), dout, _, *settings = arguments
         else:
             q, k, _, _, _, dout, _, *settings = arguments
-        count = pairs(dout.shape[0], dout.shape[1], k.shape[1], *settings)
+        count = pairs(dout.shape[0], dout.shape[1], k.shape[1], unflatten(spec_type, settings))
         return round(2 * dout.shape[2] * (3 * q.shape[3] + 2 * dout.shape[3]) * count)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """(dq, dk, dv) as they are; a derivative of them with respect to what they were made of, which follows, is refused."""
+    """Return (dq, dk, dv) unchanged. A derivative of them with respect to the arguments that follow raises an error."""
 
     @staticmethod
     def forward(ctx, dq, dk, dv, *_):
@@ -149,11 +222,11 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        raise RuntimeError("attention has no second derivatives: take gradients of gradients with torch's own attention")
+        raise RuntimeError("attention has no second derivatives: use torch's own attention to differentiate gradients")
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether nobody is there to see the operator: no compiler, no dispatch mode, no tensor of another kind, or of meta."""
+    """Whether the operator can be skipped, because no compiler, dispatch mode, tensor subclass or meta tensor needs it."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -162,18 +235,31 @@ def _is_plain(*tensors: Tensor) -> bool:
     )
 
 
-def _in_mode(arguments: tuple) -> tuple:
-    """The arguments as a mode of fake tensors, if there is one, lets them be mixed: masks hold real ones."""
+def _to_fake_mode(arguments: tuple) -> tuple:
+    """Convert real tensors, such as the documents of a mask, if a fake-tensor mode is active: it rejects real tensors."""
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)  # FLOPs ask for documents
+    # As constants they keep their values, which the FLOP formulas read.
+    convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
 
 
-def _fake_results(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor]:
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
 
 
-def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, *_) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, spec: Any):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+_kept_for_graphs: dict[int, object] = {}  # by id
+
+
+def keep_for_graph(thing: object, device: torch.device) -> None:
+    """Never release `thing`, which holds tensors on `device`, if a CUDA graph is being captured.
+
+    A graph is replayed with the addresses that a call had when it was captured, so what these addresses hold must stay alive.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _kept_for_graphs[id(thing)] = thing

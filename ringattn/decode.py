@@ -10,16 +10,17 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
-from ringattn.attention import DTYPES, scale_of
-from ringattn.comm import transport
-from ringattn.comm.group import Group, rank_and_size
+from ringattn.comm import connect
+from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Addressed
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.validation import FLOAT_DTYPES
 from ringattn.layout import Layout
+from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
-MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it cuts it evenly
+MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it split_points it evenly
 SPLIT_ROWS = 256  # keys of a split at least: fewer do not repay the merge
 NOWHERE = torch.iinfo(torch.int64).max  # the position of a row that is not in use
 PROGRAMS = 256  # tiles of queries, heads and splits that fill a GPU
@@ -171,7 +172,7 @@ def _check_pair(k: Tensor, v: Tensor) -> None:
     """Refuse keys and values that no attention could take."""
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.shape[2]:
         raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give k (B, N, Hkv, D) and v (B, N, Hkv, Dv)")
-    if (k.dtype, k.device) != (v.dtype, v.device) or k.dtype not in DTYPES:
+    if (k.dtype, k.device) != (v.dtype, v.device) or k.dtype not in FLOAT_DTYPES:
         raise ValueError(
             f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}: give one device, and one dtype of fp16, "
             "bf16, fp32 and fp64"
@@ -208,11 +209,11 @@ def decode_attention(
         ValueError: a group of another size, queries that do not fit the cache, settings that make no sense, or first calls
             that differ among the ranks.
     """
-    scale = scale_of(q, scale)
+    scale = resolve_scale(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
     if group is not None:
-        transport.compare_first(group.group_name, "decode", partial(_call, q, cache, window, scale))
+        connect.compare_first_calls(group.group_name, "decode", partial(_call, q, cache, window, scale))
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
     at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
@@ -328,7 +329,7 @@ def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
 
     Two ranks match their messages in the order in which both list them.
     """
-    transport.resolve(group.group_name).exchange(sends, receives).wait()
+    connect.connect(group.group_name).exchange(sends, receives).wait()
 
 
 def _unpack(packed: Tensor) -> PartialState:

@@ -1,20 +1,21 @@
-"""What a call of `ring_attention` would do, hop by hop, and why: for people."""
+"""Explain in words what a call of `ring_attention` would do hop by hop, and why."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from ringattn.attention import check_choices, check_layout, check_tensors
-from ringattn.comm.group import Group
-from ringattn.comm.transport import resolve
+from ringattn.comm.connect import Group, connect
+from ringattn.kernels.validation import check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
-from ringattn.planning.cost_model import Fabric, HopCost, attention_flops, fabric
-from ringattn.planning.rank_plan import Plan, Work, backward_work, forward_work, part_of_heads, plan
+from ringattn.planning.cost_model import HopCost, Interconnect, attention_flops, interconnect
+from ringattn.planning.rank_plan import Plan, get_plan
 from ringattn.planning.schedule import Message, RankStep
+from ringattn.planning.workload import Work, backward_work, forward_work, head_chunk
+from ringattn.spec import check_choices, check_layout
 
-MOVES = {  # what travels, and what comes back
+CIRCULATING = {  # what circulates, and what returns to its owner
     ("forward", "kv"): ("k, v", ""),
     ("forward", "state"): ("q", "m, l, o"),
     ("backward", "kv"): ("k, v", "dk, dv"),
@@ -34,98 +35,102 @@ def explain(
     schedule: str = "auto",
     transport: str = "auto",
 ) -> str:
-    """A text: for forward and backward the schedule, why it was chosen, and what every hop moves and hides behind.
+    """Return a text: the schedule of forward and backward, the reason, and what every hop moves and whether it is hidden.
 
     Nothing is computed. Times are estimates from a table of link and kernel speeds, see `ringattn.planning.cost_model`.
 
     Args:
-        q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter: tensors on
-            the "meta" device will do, and without a group stand for a GPU.
-        group: the ring. None: one that does not exist, on one host, over NVLink or, with transport "p2p", over NCCL.
-        rank: whose hops are told. None: this rank's, or rank 0's where there is no group.
+        q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so the
+            tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
+        group: the ring; None for a hypothetical ring on one host, over NVLink or, with transport="p2p", over NCCL.
+        rank: the rank whose hops are described; None for this rank, or for rank 0 without a group.
 
     Raises:
-        ValueError: a layout for another number of ranks than the group has, a rank outside it, shapes or dtypes that are none
-            of attention's, documents of another length, or unknown names.
+        ValueError: the layout is for another number of ranks than the group has, the rank is outside of it, the tensors or the
+            documents do not fit, or a name is unknown.
     """
     check_choices(schedule, transport)
     check_layout(layout)
     if group is None:
-        speed = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
-        joined, here = fabric("nccl" if transport == "p2p" else "nvlink", flops=speed), 0
+        flops = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
+        joined, this_rank = interconnect("nccl" if transport == "p2p" else "nvlink", flops=flops), 0
     else:
-        end = resolve(group.group_name, q.device, transport)
-        joined, here = end.fabric, end.rank
-        check_layout(layout, end.size)
-    here = here if rank is None else rank
-    if not 0 <= here < layout.ranks:
-        raise ValueError(f"rank {here} of a ring of {layout.ranks}: give 0 to {layout.ranks - 1}")
+        connection = connect(group.group_name, q.device, transport)
+        joined, this_rank = connection.interconnect, connection.rank
+        check_layout(layout, connection.size)
+    rank = this_rank if rank is None else rank
+    if not 0 <= rank < layout.ranks:
+        raise ValueError(f"rank={rank}: the ring has {layout.ranks} ranks, so it must be 0 to {layout.ranks - 1}")
     check_mask(mask)
     check_tensors(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
-    planned = plan(mask, layout, here, torch.device("cpu"))
-    lines = [_ring(layout, joined), _shapes(q, k, v, layout, here)]
-    if (count := planned.passes(q, k, v)) > 1:
-        q, k, v = (part_of_heads(x, count) for x in (q, k, v))
-        lines.append(f"{count} passes, of {q.shape[2]} query and {k.shape[2]} key heads each; this is one of them")
+    plan = get_plan(mask, layout, rank, torch.device("cpu"))
+    lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
+    if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
+        q, k, v = (head_chunk(x, count) for x in (q, k, v))
+        lines.append(
+            f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass per chunk; this is one of them"
+        )
     for work in (forward_work(q, k, v), backward_work(q, k, v)):
-        lines += ["", *_direction(planned, work, joined, schedule)]
+        lines += ["", *_describe_direction(plan, work, joined, schedule)]
     return "\n".join(lines)
 
 
-def _ring(layout: Layout, joined: Fabric) -> str:
-    way = "every pair linked" if joined.all_pairs else "blocks are relayed by neighbours"
+def _describe_ring(layout: Layout, joined: Interconnect) -> str:
+    route = "every pair connected directly" if joined.all_pairs else "blocks relayed by neighbours"
     return (
-        f"{layout.ranks} ranks over {joined.name}, {way}: {joined.bytes_per_second / 1e9:.0f} GB/s and "
-        f"{1e6 * joined.latency:.0f} us a message, {joined.flops / 1e12:.3g} TFLOP/s a rank"
+        f"{layout.ranks} ranks over {joined.name}, {route}: {joined.bytes_per_second / 1e9:.0f} GB/s and "
+        f"{1e6 * joined.latency:.0f} us per message, {joined.flops / 1e12:.3g} TFLOP/s per rank"
     )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> str:
-    values = f", values of {v.shape[3]}" if v.shape[3] != q.shape[3] else ""
+def _describe_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int) -> str:
+    values = f" (values {v.shape[3]})" if v.shape[3] != q.shape[3] else ""
     return (
         f"rank {rank} holds {layout.rows(rank):,} of {layout.seq_len:,} positions ({layout.name}); batch {q.shape[0]}, "
-        f"{q.shape[2]} query and {k.shape[2]} key heads of {q.shape[3]}{values}, {str(q.dtype).removeprefix('torch.')}"
+        f"{q.shape[2]} query and {k.shape[2]} key heads, head dim {q.shape[3]}{values}, {str(q.dtype).removeprefix('torch.')}"
     )
 
 
-def _direction(planned: Plan, work: Work, joined: Fabric, schedule: str) -> list[str]:
-    chosen = planned.choose(schedule, work, joined)
-    traveller, result = MOVES[work.direction, chosen]
-    homeward = f", {result} come home" if result else ""
-    lines = [f"{work.direction}: {chosen} schedule, {traveller} travel{homeward}", _why(planned, work, joined, schedule)]
+def _describe_direction(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> list[str]:
+    chosen = plan.choose_schedule(schedule, work, joined)
+    block, result = CIRCULATING[work.direction, chosen]
+    returning = f", {result} return to their owner" if result else ""
+    lines = [f"{work.direction}: {chosen} schedule, {block} circulate{returning}", _reason(plan, work, joined, schedule)]
     results = getattr(work.row_bytes, chosen)[1] > 0
-    steps = planned.schedule(chosen, results, joined.all_pairs).by_rank[planned.rank]
-    costs = planned.costs(chosen, work, joined, planned.rank)
-    names = {"traveller": traveller, "result": result}
+    steps = plan.schedule(chosen, results, joined.all_pairs).by_rank[plan.rank]
+    costs = plan.costs(chosen, work, joined, plan.rank)
+    names = {"block": block, "result": result}
     for t, (step, cost) in enumerate(zip(steps, costs, strict=True)):
-        lines.append(f"  hop {t}: {_step(step, names)}; {_time(cost)}")
+        lines.append(f"  hop {t}: {_describe_step(step, names)}; {_describe_time(cost)}")
     return lines
 
 
-def _why(planned: Plan, work: Work, joined: Fabric, schedule: str) -> str:
-    """The two schedules side by side, for the whole ring."""
+def _reason(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> str:
+    """Compare both schedules for the whole ring."""
     texts = []
     for name in ("kv", "state"):
-        hops = planned.costs(name, work, joined)
+        hops = plan.costs(name, work, joined)
         moved = sum(hop.bytes for hop in hops) / 2**20
         texts.append(f"{name} {1e3 * sum(hop.seconds for hop in hops):.3g} ms with {moved:,.1f} MiB")
-    reason = "asked for" if schedule != "auto" else "less time, then fewer bytes, of the busiest rank at each hop"
+    reason = "requested" if schedule != "auto" else "least time, then fewest bytes, summed over the busiest rank of each hop"
     return f"  {reason}: {', '.join(texts)}"
 
 
-def _step(step: RankStep, names: dict[str, str]) -> str:
-    computes = ", ".join(f"rows {_span(visit.rows)} of rank {visit.owner}" for visit in step.visits)
-    parts = [f"computes with {computes}" if computes else "computes nothing"]
-    parts += _moves("sends", "to", step.outgoing, [m.dst for m in step.outgoing], names)
-    parts += _moves("receives", "from", step.incoming, [m.src for m in step.incoming], names)
+def _describe_step(step: RankStep, names: dict[str, str]) -> str:
+    blocks = ", ".join(f"rows {_span(local_step.rows)} of rank {local_step.owner}" for local_step in step.local_steps)
+    parts = [f"computes with {blocks}" if blocks else "computes nothing"]
+    parts += _describe_messages("sends", "to", step.outgoing, [m.dst for m in step.outgoing], names)
+    parts += _describe_messages("receives", "from", step.incoming, [m.src for m in step.incoming], names)
     return ", ".join(parts)
 
 
-def _moves(verb: str, way: str, messages: Sequence[Message], peers: Sequence[int], names: dict[str, str]) -> list[str]:
+def _describe_messages(
+    verb: str, preposition: str, messages: Sequence[Message], peers: Sequence[int], names: dict[str, str]
+) -> list[str]:
     return [
-        f"{verb} {names[m.kind]} rows {_span(m.rows)} of rank {m.owner} {way} rank {peer}"
-        for m, peer in zip(messages, peers, strict=True)
+        f"{verb} {names[message.kind]} rows {_span(message.rows)} of rank {message.owner} {preposition} rank {peer}"
+        for message, peer in zip(messages, peers, strict=True)
     ]
 
 
@@ -133,10 +138,10 @@ def _span(rows: range) -> str:
     return f"{rows.start}:{rows.stop}"
 
 
-def _time(cost: HopCost) -> str:
+def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    late = cost.communication - cost.compute
-    fate = "hidden" if late <= 0 else f"{1e6 * late:.0f} us of it not hidden"
-    return f"{text} beside {cost.bytes / 2**20:,.1f} MiB in {1e6 * cost.communication:.0f} us, {fate}"
+    exposed = cost.communication - cost.compute
+    hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
+    return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

@@ -1,20 +1,20 @@
-"""Attention on one device, with no group: the call that takes the place of `scaled_dot_product_attention` in a model."""
+"""Attention on one device without a process group. It takes the place of `scaled_dot_product_attention` in a model."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn import custom_op
-from ringattn.attention import autocast, check_inputs, pairs_of_batch, scale_of
-from ringattn.graphs import keep_if_captured
 from ringattn.kernels import dispatch
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
+from ringattn.spec import autocast, check_attention, count_pairs, resolve_scale
 
-# once: a mask holds a tensor
+# Created once, because every mask holds a tensor.
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
 
 
@@ -33,49 +33,73 @@ def flash_attention(
     precision: str = "ieee",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v, computed by tiles; memory is linear in the number of rows.
+    """Compute softmax(scale * q k^T + mask) v tile by tile. The memory is linear in the number of tokens.
 
-    Differentiable in q, k and v from gradients of out and lse. On a Hopper GPU the last bits of dq may differ from run to run,
-    unless `torch.use_deterministic_algorithms(True)` asks for the slower kernels; all else is always the same.
+    The call is differentiable in q, k and v, from gradients of out and lse (Dao et al. 2022, FlashAttention,
+    https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run, unless
+    `torch.use_deterministic_algorithms(True)` selects the slower kernels. Everything else is reproducible.
 
     Args:
-        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. One dtype (fp16, bf16, fp32, fp64) and
-            device; under `torch.autocast` they are cast to its dtype. `scaled_dot_product_attention` has rows and heads the
-            other way round: (B, H, N, D). They are finite: a NaN in v may reach rows that do not see it, in the same tile.
-        mask: over the Nk positions of the keys; the last query stands at the last of them, as in FlashAttention:
+        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. They have one dtype (fp16, bf16, fp32 or
+            fp64) and device. Under `torch.autocast` they are cast to its dtype. `scaled_dot_product_attention` expects tokens
+            and heads in the other order, (B, H, N, D). All values must be finite: a NaN in v may reach queries of the same tile
+            that do not attend to it.
+        mask: over the Nk positions of the keys. The last query is at the last position, as in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: short for mask=Mask.causal(). Neither: every query sees every key.
-        scale: positive factor on the scores; None: D ** -0.5.
-        dropout_p: probability of dropping a probability of the softmax, 0 <= p < 1.
-        seed: of the dropout; another one for every layer and step.
-        blocks: pairs of (query block, key block) that are computed at all, on top of `mask`. None: all.
+        is_causal: short for mask=Mask.causal(). Without both, every query attends to every key.
+        scale: positive factor on the scores before the softmax; None for D ** -0.5.
+        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
+        seed: of the dropout. Use a different seed for every layer and step.
+        blocks: which pairs of (query block, key block) are computed at all, in addition to `mask`; None for all.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
-        return_lse: also return the log of the softmax's denominator.
+        precision: of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out (B, Nq, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, Nq, Hq) in fp32 (fp64 for fp64 inputs). A row
-        that may see no key gives 0 and -inf.
+        out (B, Nq, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, Nq, Hq) is fp32 (fp64 for fp64 inputs). A
+        query that may attend to no key yields out = 0 and lse = -inf.
 
     Raises:
-        ValueError: arguments that contradict each other, before any work starts.
+        ValueError: arguments contradict each other. The check happens before any work starts.
     """
     if mask is not None and is_causal:
-        raise ValueError("both mask and is_causal are given: give one, Mask.causal(...) is causal already")
+        raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
     if blocks is not None and not isinstance(blocks, BlockMask):
-        raise ValueError(f"blocks is a {type(blocks).__name__}: give a ringattn.BlockMask")
+        raise ValueError(f"blocks is a {type(blocks).__name__}: it must be a ringattn.BlockMask")
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = autocast(q, k, v)
-    scale = scale_of(q, scale)
-    check_inputs(q, k, v, mask, k.shape[1] if k.ndim == 4 else 0, scale, dropout_p, seed, backend, precision)
-    keep, size = (None, 0) if blocks is None else (blocks.keep, blocks.size)
-    settings = mask.lengths, keep, mask.is_causal, mask.window or 0, size
-    out, lse = _attention(q, k, v, *settings, scale, float(dropout_p), seed, backend, precision)
+    seq_len = k.shape[1] if k.ndim == 4 else 0
+    options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
+    check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
+    spec = FlashSpec(
+        keep=None if blocks is None else blocks.keep,
+        block_size=0 if blocks is None else blocks.size,
+        documents=mask.lengths,
+        is_causal=mask.is_causal,
+        window=mask.window or 0,
+        **options | dict(dropout_p=float(dropout_p)),
+    )
+    out, lse = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
+
+
+class FlashSpec(NamedTuple):
+    """The settings of a call, see `ringattn.spec.AttentionSpec`. Only the ones that matter on a single device are needed."""
+
+    keep: Tensor | None  # of the block mask
+    block_size: int  # of the block mask; 0 without one
+    documents: Tensor
+    is_causal: bool
+    window: int
+    scale: float
+    dropout_p: float
+    seed: int
+    backend: str
+    precision: str
 
 
 @lru_cache(maxsize=8)
@@ -87,73 +111,57 @@ def _intervals(
 
 
 @lru_cache(maxsize=8)
-def _positions(num_rows: int, seq_len: int, device: torch.device) -> Tensor:
-    return torch.arange(seq_len - num_rows, seq_len, dtype=torch.int32, device=device)
+def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
+    """Return the last `num_tokens` positions of a sequence."""
+    return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-_block_masks: dict[tuple[int, int, int], BlockMask] = {}  # the last few; each holds its tensor, whose id is then no other's
+# The most recent block masks. Each one holds its tensor, so that no other tensor can have the same id.
+_block_masks: dict[tuple[int, int, int], BlockMask] = {}
+_MAX_BLOCK_MASKS = 8
 
 
-def _blocks(keep: Tensor, size: int) -> BlockMask:
-    """The block mask of `keep`, whose lists are made once."""
-    if keep.is_inference():  # which does not tell when it is changed
+def _block_mask(keep: Tensor, size: int) -> BlockMask:
+    """Return the block mask of `keep`, with lists that are built only once per tensor and version."""
+    if keep.is_inference():  # inference tensors have no version counter
         return BlockMask(keep, size)
     key = id(keep), keep._version, size
     mask = _block_masks.get(key)
     if mask is None:
         mask = _block_masks[key] = BlockMask(keep, size)
-        if len(_block_masks) > 8:
+        if len(_block_masks) > _MAX_BLOCK_MASKS:
             _block_masks.pop(next(iter(_block_masks)), None)
     return mask
 
 
-# The operators take the masks as values, so that a compiler may trace them.
-_SETTINGS = (
-    "Tensor documents, Tensor? keep, bool is_causal, SymInt window, SymInt block_size, float scale, float dropout_p, "
-    "SymInt seed, str backend, str precision"
-)
-
-
-def _block(
-    q: Tensor,
-    k: Tensor,
-    documents: Tensor,
-    keep: Tensor | None,
-    is_causal: bool,
-    window: int,
-    block_size: int,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    backend: str,
-    precision: str,
-) -> tuple[tuple, dict]:
-    """What the kernels are told about this one block: (intervals, scale), and their options."""
+def _kernel_arguments(q: Tensor, k: Tensor, spec: FlashSpec) -> tuple[tuple, dict]:
+    """Return (intervals, scale) and the options of the kernels."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    intervals = _intervals(tuple(documents.tolist()), is_causal, window, num_queries, num_keys, q.device)
+    documents = tuple(spec.documents.tolist())
+    intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
     dropout = None
-    if dropout_p:
-        positions = (_positions(rows, num_keys, q.device) for rows in (num_queries, num_keys))
-        dropout = Dropout(dropout_p, seed, *positions)
-    blocks = None if keep is None else _blocks(keep, block_size)
-    keep_if_captured((intervals, dropout, blocks), q.device)
-    options = {"dropout": dropout, "blocks": blocks, "backend": backend, "precision": precision}
-    return (intervals, scale), options
+    if spec.dropout_p:
+        positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
+        dropout = Dropout(spec.dropout_p, spec.seed, *positions)
+    blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
+    custom_op.keep_for_graph((intervals, dropout, blocks), q.device)
+    options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
+    return (intervals, spec.scale), options
 
 
-def _forward(q, k, v, *settings):
-    mask, options = _block(q, k, *settings)
-    return dispatch.forward(q, k, v, *mask, final=True, **options)
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> tuple[Tensor, Tensor]:
+    arguments, options = _kernel_arguments(q, k, spec)
+    return dispatch.forward(q, k, v, *arguments, final=True, **options)
 
 
-def _backward(q, k, v, out, lse, dout, dlse, *settings):
-    mask, options = _block(q, k, *settings)
-    return dispatch.backward(q, k, v, dout, lse, (out, dlse), *mask, **options)
+def _backward(q, k, v, out, lse, dout, dlse, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
+    arguments, options = _kernel_arguments(q, k, spec)
+    return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
 
 
-def _pairs(batch, num_queries, num_keys, documents, keep, is_causal, window, *_):
-    kept = 1 if keep is None else keep.float().mean().item()
-    return kept * pairs_of_batch(batch, num_keys, documents, is_causal, window, num_queries)
+def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:
+    kept = 1 if spec.keep is None else spec.keep.float().mean().item()
+    return kept * count_pairs(batch, num_keys, spec.documents, spec.is_causal, spec.window, num_queries)
 
 
-_attention = custom_op.register("flash_attention", _SETTINGS, _forward, _backward, _pairs)
+_attention = custom_op.register("flash_attention", FlashSpec, _forward, _backward, _pairs)

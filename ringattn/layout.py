@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from ringattn.kernels.caching import remembered
+from ringattn.kernels.caching import cached
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -29,7 +29,7 @@ class Layout:
     """A sequence of `seq_len` positions cut into shards, one for each of `ranks` ranks.
 
     `kind` says all the rest, so that an operator can carry a layout as a string and two integers: one of KINDS, or
-    "dealt-<rows>:<rank>,<rank>,...", the rank that holds each chunk of so many rows; then "/<U>" where it is split.
+    "assigned-<rows>:<rank>,<rank>,...", the rank that holds each chunk of so many rows; then "/<U>" where it is split.
     """
 
     kind: str
@@ -47,8 +47,8 @@ class Layout:
         kind, split, parts = self.kind.partition("/")
         if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
             raise ValueError(f"layout {_short(self.kind)!r} over {self.ranks} ranks: give 2 or more parts, which divide them")
-        if kind.startswith("dealt-"):
-            _check_dealt(kind, self.seq_len, self.ranks // self.parts)
+        if kind.startswith("assigned-"):
+            _check_assigned(kind, self.seq_len, self.ranks // self.parts)
         elif kind not in KINDS:
             raise ValueError(f"unknown layout {_short(self.kind)!r}: choose one of {', '.join(KINDS)}")
 
@@ -68,7 +68,7 @@ class Layout:
         return cls("striped", seq_len, ranks)
 
     @classmethod
-    def dealt(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
+    def assigned(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
         """Rank `owners[i]` holds the i-th chunk of `rows` positions, of which the last may be shorter.
 
         Raises:
@@ -76,7 +76,7 @@ class Layout:
         """
         if not len(owners):
             raise ValueError("no owners: give the rank of every chunk")
-        return cls(f"dealt-{rows}:{','.join(str(int(owner)) for owner in owners)}", seq_len, ranks)
+        return cls(f"assigned-{rows}:{','.join(str(int(owner)) for owner in owners)}", seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
         """Over `parts` times as many ranks: rank r * parts + i holds the i-th of `parts` slices of what rank r holds here.
@@ -181,16 +181,16 @@ def _short(kind: str) -> str:
 
 @lru_cache(maxsize=16)  # the ring makes a layout anew from its string in every layer
 def _chunks(kind: str) -> tuple[int, Tensor]:
-    """The rows of a chunk and the chunks' owners, from "dealt-<rows>:<rank>,<rank>,..."."""
-    rows, _, owners = kind.removeprefix("dealt-").partition(":")
+    """The rows of a chunk and the chunks' owners, from "assigned-<rows>:<rank>,<rank>,..."."""
+    rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), torch.tensor([int(owner) for owner in owners.split(",")], device="cpu")
 
 
-def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
+def _check_assigned(kind: str, seq_len: int, ranks: int) -> None:
     try:
         rows, owners = _chunks(kind)
     except ValueError:
-        raise ValueError(f"layout {_short(kind)!r}: write it as dealt-<rows>:<rank>,<rank>,...") from None
+        raise ValueError(f"layout {_short(kind)!r}: write it as assigned-<rows>:<rank>,<rank>,...") from None
     if rows < 1 or len(owners) != -(-seq_len // rows) or not 0 <= owners.min() <= owners.max() < ranks:
         raise ValueError(
             f"layout {_short(kind)!r} names {len(owners)} owners from {owners.min()} to {owners.max()}: give one for each "
@@ -198,14 +198,14 @@ def _check_dealt(kind: str, seq_len: int, ranks: int) -> None:
         )
 
 
-@remembered(maxsize=256)
+@cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
     """`len(_positions(...))` in integers alone, which a compiler can follow."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
-    if layout.kind.startswith("dealt-"):
-        size, _, owners = layout.kind.removeprefix("dealt-").partition(":")
+    if layout.kind.startswith("assigned-"):
+        size, _, owners = layout.kind.removeprefix("assigned-").partition(":")
         size, owners = int(size), [int(owner) for owner in owners.split(",")]
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
@@ -221,7 +221,7 @@ def _positions(layout: Layout, rank: int) -> Tensor:
     if layout.parts > 1:
         whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts
         return whole[part * len(whole) // layout.parts : (part + 1) * len(whole) // layout.parts]
-    if layout.kind.startswith("dealt-"):
+    if layout.kind.startswith("assigned-"):
         rows, owners = _chunks(layout.kind)
         positions = owners.eq(rank).nonzero() * rows + torch.arange(rows, device="cpu")
         return positions[positions < layout.seq_len]

@@ -3,9 +3,9 @@
 Work is counted as the kernels do it, in tiles of 128 queries x 128 keys of which any pair is seen. A rank does the work of
 its queries where keys travel, and that of its keys where queries travel: both must be equal on all ranks.
 
-Packed documents of many lengths balance in no fixed layout, unless it cuts so finely that tiles of short documents are mostly
-empty (striped). So chunks of the sequence are dealt as cards are: from the heaviest to the lightest, one to every rank in each
-round, and those of a round such that the ranks draw level.
+Packed documents of many lengths balance in no fixed layout, unless it split_points so finely that tiles of short documents are
+mostly empty (striped). So chunks of the sequence are dealt as cards are: from the heaviest to the lightest, one to every rank
+in each round, and those of a round such that the ranks draw level.
 """
 
 from functools import lru_cache
@@ -92,7 +92,7 @@ def _deal(mask: Mask, seq_len: int, ranks: int) -> Layout:
             owners[chunks[i]] = rank
             load[:, rank] += excess[i]
             taken[rank] = float("inf")
-    return Layout.dealt(owners.tolist(), TILE * tiles_a_chunk, seq_len, ranks)
+    return Layout.assigned(owners.tolist(), TILE * tiles_a_chunk, seq_len, ranks)
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_a_chunk: int) -> Tensor:

@@ -1,140 +1,192 @@
-"""Runs a schedule over a transport: the four ring passes, forward and backward of the state ring and of the KV ring.
+"""Run a schedule over a transport: forward and backward of the state ring and of the KV ring.
 
-`circulate` below is the whole of the communication. The passes say what travels, what one visit computes and how results are
-merged; partial results stay fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
+In the state ring, keys and values stay where they are. The queries circulate, and the partial softmax state (m, l, o) that they
+accumulate follows one hop behind them. Four ranks, full attention, relayed by neighbours; "Q3 K0" stands for rank 3's queries
+against rank 0's keys:
+
+    step        0          1          2          3          4
+    rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
+    rank 1    Q1 K1      Q0 K1      Q3 K1      Q2 K1      Q1 K1 (rest)
+    rank 2    Q2 K2      Q1 K2      Q0 K2      Q3 K2      Q2 K2 (rest)
+    rank 3    Q3 K3      Q2 K3      Q1 K3      Q0 K3      Q3 K3 (rest)
+
+    queries   --------->---------->---------->             sent one step ahead of the computation that needs them
+    states               ---------->---------->---------->  sent one step after the computation that produced them
+
+While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. Communication is therefore hidden
+as long as a step of attention takes longer than a hop. A part of each rank's own block is computed in the last step, where it
+hides the return of the last states to their owners.
+
+In the KV ring the roles are reversed: keys and values circulate, and the queries and their state stay. If the transport
+connects every pair of ranks directly, blocks are not relayed. They come from their owner, and results go straight back to it.
+The schedule (`ringattn.planning.schedule`) says which; the code below is the same.
+
+`run_schedule` is all of the communication. The four passes below it only say what circulates, what one local step computes, and
+how two partial results are merged. Partial results stay in fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ringattn.comm.transport import Block, Transport, completed, cut, watched
+from ringattn.comm import connect
+from ringattn.comm.transport import Tensors, Transport, complete_hop, report_faults, take_rows
+from ringattn.custom_op import keep_for_graph
 from ringattn.kernels import dispatch
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
-from ringattn.planning import rank_plan as planning
-from ringattn.planning.rank_plan import Plan, part_of_heads
-from ringattn.planning.schedule import Schedule, Visit
+from ringattn.layout import Layout
+from ringattn.mask import Mask
+from ringattn.planning.rank_plan import BlockPair, Plan, get_plan
+from ringattn.planning.schedule import LocalStep, Schedule
+from ringattn.planning.workload import backward_work, forward_work, head_chunk
+from ringattn.spec import AttentionSpec
 from ringattn.state import PartialState
 
+Compute = Callable[[LocalStep, Tensors, Tensors | None], Tensors | None]
+Arrivals = list[tuple[range, Tensors]]  # results that have returned to their owner: (rows of the owner's block, result)
 
-def circulate(
+
+def run_schedule(
     schedule: Schedule,
     transport: Transport,
-    traveller: Block,
-    visit: Callable[[Visit, Block, Block | None], Block | None],
-    home: Block = (),
-    merge: Callable[[Block, Block], Block] | None = None,
-    settle: Callable[[list[tuple[range, Block]]], None] | None = None,
+    circulating: Tensors,
+    compute: Compute,
+    own_result: Tensors = (),
+    merge: Callable[[Tensors, Tensors], Tensors] | None = None,
+    merge_arrivals: Callable[[Arrivals], None] | None = None,
     label: str = "ring pass",
 ) -> None:
-    """Carry every rank's `traveller` along the schedule, and gather what it earns in `home`.
+    """Carry every rank's block along the schedule and accumulate the results at their owners.
 
     Args:
-        traveller: this rank's block, contiguous.
-        visit: visit(visit, traveller, into) computes at this rank with the visit's rows of a traveller. It returns the
-            visitor's partial result (None: none); given `into`, rows of `home`, it merges the result into them instead.
-        home: this rank's own result, to be updated in place: at first that of seeing nothing.
-        merge: merge(a, b) updates the result `a` by the result `b` of the same rows, and returns it.
-        settle: settle(arrived) is called at the end, with the results that have come home, (rows, block), but have not been
-            merged: all of them if the transport can hold as many, or else none.
-        label: what the pass is called in messages to people.
+        schedule: what each rank sends, receives and computes at each step.
+        transport: this rank's connection to the others.
+        circulating: this rank's block, contiguous: (q,) in the forward of the state ring, (k, v) in the KV ring.
+        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and the rows of `block`
+            that the local step names. With `into`, rows of `own_result`, it accumulates in place. Without it, it returns a new
+            partial result, or None if nothing is to be sent to the owner.
+        own_result: the result of this rank's own block, updated in place. Initially the identity of `merge`.
+        merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
+        merge_arrivals: merge_arrivals(arrivals) is called at the end with the results that have returned to this rank and were
+            not merged yet. These are all of them if the transport can keep as many, and none otherwise. Without this function,
+            every result is merged when it arrives.
+        label: the name of the pass in messages of the watchdog.
+
+    Raises:
+        RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
-    journey = transport.begin(schedule, {"traveller": traveller, "result": home})
-    held: dict[int, Block] = {rank: traveller}
-    results: dict[int, Block] = {}
-    arrived: list[tuple[range, Block]] = []
+    ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
+    blocks: dict[int, Tensors] = {rank: circulating}  # by owner: the blocks at this rank in the current step
+    results: dict[int, Tensors] = {}  # by owner: partial results that leave with one of the next steps
+    arrivals: Arrivals = []
     for t, step in enumerate(steps):
-        departing = [results.pop(m.owner) if m.kind == "result" else held[m.owner] for m in step.outgoing]
+        # Start to send first and compute second: the messages of this step are in flight while its kernels run.
+        outgoing = [results.pop(m.owner) if m.kind == "result" else blocks[m.owner] for m in step.outgoing]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
         try:
-            arrive = watched(partial(journey.exchange, t, departing), transport, hop)
-            for here in step.visits:
-                if here.owner == rank:
-                    visit(here, cut(traveller, here.rows), cut(home, here.rows))
-                elif (earned := visit(here, held[here.owner], None)) is not None:
-                    earned = tuple(x.contiguous() for x in earned)
-                    results[here.owner] = merge(results[here.owner], earned) if here.owner in results else earned
+            wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
+            for local_step in step.local_steps:
+                owner = local_step.owner
+                if owner == rank:
+                    compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
+                elif (partial_result := compute(local_step, blocks[owner], None)) is not None:
+                    partial_result = tuple(x.contiguous() for x in partial_result)
+                    results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
         except BaseException:
-            transport.watchdog.withdraw(hop)
+            transport.watchdog.cancel(hop)
             raise
-        held = {rank: traveller}
-        for message, block in zip(step.incoming, completed(arrive, transport, hop), strict=True):
+        blocks = {rank: circulating}
+        for message, block in zip(step.incoming, complete_hop(wait, transport, hop), strict=True):
             owner = message.owner
-            if message.kind == "traveller":
-                held[owner] = block
-            elif owner == rank and settle is not None and journey.holds_results:
-                arrived.append((message.rows, block))
+            if message.kind == "block":
+                blocks[owner] = block
+            elif owner == rank and merge_arrivals is not None and ring_pass.keeps_results:
+                arrivals.append((message.rows, block))
             elif owner == rank:
-                merge(cut(home, message.rows), block)
+                merge(take_rows(own_result, message.rows), block)
             else:
+                # A relayed result passes through this rank, which may already have computed its own part of it.
                 results[owner] = merge(block, results[owner]) if owner in results else block
-    if settle is not None:
-        settle(arrived)
-    journey.end()
+    if merge_arrivals is not None:
+        merge_arrivals(arrivals)
+    ring_pass.end()
 
 
-def _add(a: Block, b: Block) -> Block:
+def _add(a: Tensors, b: Tensors) -> Tensors:
+    """Merge two partial gradients."""
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
 
 
-def _merge(a: Block, b: Block) -> Block:
+def _merge_states(a: Tensors, b: Tensors) -> Tensors:
+    """Merge two partial softmax states, into `a`."""
     for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
         x.copy_(y)
     return a
 
 
-class _Total:
-    """Gradients at home with all that came for them, in the dtypes of `like`."""
+class _GradientSum:
+    """This rank's own gradients.
 
-    def __init__(self, home: Block, like: Block) -> None:
-        self.home, self.like = home, like
-        self.rounded: Block = ()
+    `merge_arrivals` adds what other ranks computed, and rounds the sums to the dtypes of `like`.
+    """
 
-    def settle(self, arrived: list[tuple[range, Block]]) -> None:
-        parts = [[(rows.start, block[i]) for rows, block in arrived] for i in range(len(self.home))]
-        self.rounded = tuple(dispatch.total(*x, y.dtype) for *x, y in zip(self.home, parts, self.like, strict=True))
+    def __init__(self, own: Tensors, like: Tensors) -> None:
+        self.own, self.like = own, like
+        self.rounded: Tensors = ()
+
+    def merge_arrivals(self, arrivals: Arrivals) -> None:
+        parts = [[(rows.start, block[i]) for rows, block in arrivals] for i in range(len(self.own))]
+        self.rounded = tuple(
+            dispatch.sum_partials(own, parts, like.dtype) for own, parts, like in zip(self.own, parts, self.like, strict=True)
+        )
 
 
-def _zeros(*like: Tensor) -> Block:
-    flat = torch.zeros(sum(x.numel() for x in like), dtype=state_dtype(like[0].dtype), device=like[0].device)
-    return tuple(part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in like]), like, strict=True))
+def _zeros(*like: Tensor) -> Tensors:
+    """Return zeros with the shapes of the tensors, in the dtype of states, from one allocation."""
+    sizes = [x.numel() for x in like]
+    flat = torch.zeros(sum(sizes), dtype=state_dtype(like[0].dtype), device=like[0].device)
+    return tuple(part.view(x.shape) for part, x in zip(flat.split(sizes), like, strict=True))
 
 
-def _by_heads(run: Callable[..., Block]) -> Callable[..., Block]:
-    """A method of `Ring` that works off a part of the heads after the other, as many as `Plan.passes` says."""
+def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """Make a method of `Ring` process the heads in chunks, one ring pass after the other, to bound its memory.
+
+    `Plan.head_chunks_for_memory` says how many chunks there are.
+    """
 
     @wraps(run)
-    def in_passes(ring: "Ring", *inputs: Tensor | None, schedule: str = "auto") -> Block:
+    def run_chunks(ring: "Ring", *inputs: Tensor | None, schedule: str = "auto") -> Tensors:
         q, k, v, *_ = inputs
-        count = ring.plan.passes(q, k, v)
+        count = ring.plan.head_chunks_for_memory(q, k, v)
         if count == 1:
             return run(ring, *inputs, schedule=schedule)
-        results: Block = ()
+        results: Tensors = ()
         for i in range(count):
-            one = replace(ring, first_head=ring.first_head + i * (q.shape[2] // count))
-            part = run(one, *(x if x is None else part_of_heads(x, count, i).contiguous() for x in inputs), schedule=schedule)
-            results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in part)
-            for x, y in zip(results, part, strict=True):
-                part_of_heads(x, count, i).copy_(y)
-            del part, x, y  # before the next pass asks for memory
+            chunk_ring = replace(ring, first_head=ring.first_head + i * (q.shape[2] // count))
+            chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
+            chunk = run(chunk_ring, *chunk_inputs, schedule=schedule)
+            results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
+            for x, y in zip(results, chunk, strict=True):
+                head_chunk(x, count, i).copy_(y)
+            del chunk, x, y  # before the next chunk allocates memory
         return results
 
-    return in_passes
+    return run_chunks
 
 
 @dataclass(frozen=True)
 class Ring:
-    """Everything about a ring pass but its tensors.
+    """Everything about a ring pass except its tensors.
 
-    The tensors of every method are contiguous and hold this rank's rows: q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv),
-    out and dout (B, N, Hq, Dv), lse and dlse (B, N, Hq).
+    The tensors of every method are contiguous and hold this rank's tokens: q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv,
+    Dv), out and dout (B, N, Hq, Dv), lse and dlse (B, N, Hq).
     """
 
     plan: Plan
@@ -145,20 +197,30 @@ class Ring:
     first_head: int = 0
     backend: str = "auto"
     precision: str = "ieee"
-    beside_kernels: bool = False  # whether other kernels move messages meanwhile, on processors that attention would use
+    all_to_all_uses_sms: bool = False  # whether the kernels of an all-to-all run at the same time as attention
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
+        """Return the ring that a spec describes. The first call for a group is a handshake, see `connect.connect`."""
+        transport = connect.connect(spec.group, device, spec.transport, call)
+        mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
+        plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
+        keep_for_graph(plan, device)
+        options = spec.scale, spec.dropout_p, spec.seed, spec.first_head, spec.backend, spec.precision
+        return cls(plan, transport, *options)
 
     @property
     def shares_sms(self) -> bool:
-        """Whether processors are shared, see `ringattn.kernels.dispatch.forward`."""
-        return self.beside_kernels or self.transport.fabric.on_processors
+        """Whether other kernels run on the SMs at the same time, see `ringattn.kernels.dispatch.forward`."""
+        return self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
 
-    @_by_heads
+    @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, schedule: str = "auto") -> tuple[Tensor, Tensor]:
-        """(out in q's dtype, lse in fp32)."""
-        chosen = self.plan.choose(schedule, planning.forward_work(q, k, v), self.transport.fabric)
+        """Return (out in q's dtype, lse in fp32)."""
+        chosen = self.plan.choose_schedule(schedule, forward_work(q, k, v), self.transport.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
-    @_by_heads
+    @_in_head_chunks
     def backward(
         self,
         q: Tensor,
@@ -171,97 +233,123 @@ class Ring:
         *,
         schedule: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv in the dtypes of q, k, v."""
+        """Return dq, dk, dv in the dtypes of q, k, v."""
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, dout, lse, (out, dlse))
-        chosen = self.plan.choose(schedule, planning.backward_work(q, k, v), self.transport.fabric)
+        chosen = self.plan.choose_schedule(schedule, backward_work(q, k, v), self.transport.interconnect)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
-    def _visits(self, name: str, results: bool) -> tuple[Schedule, dict[Visit, tuple[Intervals, dict[str, Any]]]]:
-        """The schedule, and for each of this rank's visits the intervals and the options that the kernels are told."""
-        schedule = self.plan.schedule(name, results, self.transport.fabric.all_pairs)
-        blocks = self.plan.blocks(name, schedule)
-        return schedule, {visit: (block.intervals, self._options(block)) for visit, block in blocks.items()}
+    def _prepare(self, name: str, results: bool) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
+        """Return the schedule, and for each of this rank's local steps the intervals and the options of the kernels.
 
-    def _options(self, block: planning.Block) -> dict[str, Any]:
-        dropout = Dropout(self.dropout_p, self.seed, *block.positions, self.first_head) if self.dropout_p else None
+        Everything is computed before the pass begins, so that the host does not delay a pass in progress.
+        """
+        schedule = self.plan.schedule(name, results, self.transport.interconnect.all_pairs)
+        pairs = self.plan.block_pairs(name, schedule)
+        return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
+
+    def _options(self, pair: BlockPair) -> dict[str, Any]:
+        dropout = Dropout(self.dropout_p, self.seed, *pair.positions, self.first_head) if self.dropout_p else None
         return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        schedule, visits = self._visits("state", results=True)
-        home = PartialState.empty(q, v.shape[-1])
+        """Queries circulate, and each rank adds what its keys contribute to their states."""
+        schedule, prepared = self._prepare("state", results=True)
+        own_state = PartialState.empty(q, v.shape[-1])
 
-        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
-            intervals, options = visits[here]
-            earned = dispatch.forward(*traveller, k, v, intervals, self.scale, **options)
-            return earned if into is None else _merge(into, earned)
+        def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
+            intervals, options = prepared[local_step]
+            state = dispatch.forward(*block, k, v, intervals, self.scale, **options)
+            return state if into is None else _merge_states(into, state)
 
-        circulate(schedule, self.transport, (q,), visit, home, _merge, label="forward of the state ring")
-        return home.finalize(q.dtype)
+        run_schedule(schedule, self.transport, (q,), compute, own_state, _merge_states, label="forward of the state ring")
+        return own_state.finalize(q.dtype)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        schedule, visits = self._visits("kv", results=False)
+        """Keys and values circulate, and the kernels update the state of the resident queries in place."""
+        schedule, prepared = self._prepare("kv", results=False)
         last = schedule.last_owner(self.transport.rank)
         state = None
 
-        def visit(here: Visit, traveller: Block, into: Block | None) -> None:
+        def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> None:
             nonlocal state
-            intervals, options = visits[here]
-            final = here.owner == last
-            state = dispatch.forward(q, *traveller, intervals, self.scale, state, final, **options)
+            intervals, options = prepared[local_step]
+            final = local_step.owner == last  # the kernel of the last block returns (out, lse) instead of the state
+            state = dispatch.forward(q, *block, intervals, self.scale, state, final, **options)
 
-        circulate(schedule, self.transport, (k, v), visit, label="forward of the KV ring")
+        run_schedule(schedule, self.transport, (k, v), compute, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
 
     def _backward_alone(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """On a ring of one there is nothing to add up."""
-        _, visits = self._visits("kv", results=False)
-        if not visits:
+        """On a ring of one rank, the kernel's gradients need no sums and are returned in the dtypes of the inputs."""
+        _, prepared = self._prepare("kv", results=False)
+        if not prepared:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        ((intervals, options),) = visits.values()
+        ((intervals, options),) = prepared.values()
         return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.scale, **options)
 
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        schedule, visits = self._visits("state", results=True)
-        (home,) = _zeros(q)
+        """Queries circulate with dout, lse and delta. dq returns to its owner, and dk and dv accumulate here."""
+        schedule, prepared = self._prepare("state", results=True)
+        (own_dq,) = _zeros(q)
         dk = dv = None
         dtype = state_dtype(q.dtype)
 
-        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
+        def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             nonlocal dk, dv
-            q, dout, lse, delta = traveller
-            intervals, options = visits[here]
+            q, dout, lse, delta = block
+            intervals, options = prepared[local_step]
+            # Rows of one batch entry are contiguous, so the kernel can add to them itself.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
-            earned, dk, dv = dispatch.backward(
+            partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.scale, dq, dk, dv, grad_dtype=dtype, **options
             )
-            return (earned,) if into is None or dq is not None else _add(into, (earned,))
+            return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
-        traveller = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
-        grads = _Total((home,), (q,))
-        circulate(schedule, self.transport, traveller, visit, (home,), _add, grads.settle, label)
+        block = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
+        grads = _GradientSum((own_dq,), (q,))
+        run_schedule(schedule, self.transport, block, compute, (own_dq,), _add, grads.merge_arrivals, label)
         return *grads.rounded, *(_zeros(k, v) if dk is None else (dk, dv))
 
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        schedule, visits = self._visits("kv", results=True)
-        home = _zeros(k, v)
+        """Keys and values circulate. dk and dv return to their owner, and dq accumulates here."""
+        schedule, prepared = self._prepare("kv", results=True)
+        own_grads = _zeros(k, v)
         options = {"backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
-        gathered = dispatch.blockwise_backward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
+        kernel = dispatch.IncrementalBackward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
 
-        def visit(here: Visit, traveller: Block, into: Block | None) -> Block:
-            intervals, options = visits[here]
-            given = (into or (None, None)) if q.shape[0] == 1 else (None, None)
-            earned = gathered.add(*traveller, intervals, *given, options["dropout"])
-            return earned if into is None or given[0] is not None else _add(into, earned)
+        def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
+            intervals, options = prepared[local_step]
+            accumulators = (into or (None, None)) if q.shape[0] == 1 else (None, None)
+            partial_grads = kernel.add(*block, intervals, *accumulators, options["dropout"])
+            return partial_grads if into is None or accumulators[0] is not None else _add(into, partial_grads)
 
-        grads = _Total(home, (k, v))
-        circulate(schedule, self.transport, (k, v), visit, home, _add, grads.settle, "backward of the KV ring")
-        return gathered.finish(), *grads.rounded
+        label = "backward of the KV ring"
+        grads = _GradientSum(own_grads, (k, v))
+        run_schedule(schedule, self.transport, (k, v), compute, own_grads, _add, grads.merge_arrivals, label)
+        return kernel.finish(), *grads.rounded
+
+
+# The layers of a model ask for the same plan one after the other. At 4,096 tokens per rank, even 10 us on the host matter, so
+# the key consists of the values that operators carry, from which no mask or layout needs to be built.
+@lru_cache(maxsize=4)
+def _cached_plan(
+    is_causal: bool,
+    window: int,
+    documents: tuple[int, ...],
+    layout: str,
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    device: torch.device,
+) -> Plan:
+    mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
+    return get_plan(mask, Layout(layout, seq_len, ranks), rank, device)

@@ -1,46 +1,37 @@
-"""Ulysses x ring: heads are exchanged inside groups of U ranks, the ring goes across R groups (Jacobs et al. 2023).
+"""Ulysses x ring: an all-to-all inside groups of U ranks, and a ring across R groups (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
-A rank holds N rows of all heads. Its group of U ranks exchanges them, so that each holds the rows of all U, a shard of the
-ring's layout, for Hq / U heads. Those attend on a ring of R ranks, and the outputs are exchanged back:
+A rank holds N tokens of all heads. An all-to-all among the U ranks of its group gives each of them the tokens of all U ranks
+for Hq / U heads. These tokens are one shard of the ring's layout. Attention runs on a ring of R ranks, and a second all-to-all
+returns the outputs:
 
-    (B, N, Hq, D)  --exchange-->  (B, about U N, Hq / U, D)  --ring-->  the same  --exchange-->  (B, N, Hq, D)
+    (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-The exchange moves less than a ring as long as heads are many, and the ring goes on where heads run out. Heads are exchanged in
-parts: attention works on one while the next comes and the last goes home.
+The all-to-all moves fewer bytes than a ring as long as there are many heads, and the ring scales further when heads run out.
+Heads
+are processed in chunks: attention works on one chunk while the next one arrives and the previous one returns.
 """
 
-import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringattn import custom_op
-from ringattn.attention import (
-    SETTINGS,
-    autocast,
-    call_of,
-    check_choices,
-    check_inputs,
-    check_layout,
-    pairs_a_rank,
-    ring_attention,
-    ring_of,
-    scale_of,
-)
-from ringattn.comm.all_to_all import Heads, Landing, Rows, begin
-from ringattn.comm.group import Group, rank_and_size
-from ringattn.comm.nvlink_all_to_all import MOST_SENDS
-from ringattn.comm.transport import Block, Transport, resolve
+from ringattn.attention import pairs_per_rank, ring_attention
+from ringattn.comm import connect
+from ringattn.comm.all_to_all import Exchange, HeadSlice, TokenSlice
+from ringattn.comm.connect import Group, rank_and_size
+from ringattn.comm.transport import Tensors, Transport
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
 from ringattn.ring import Ring
-
-FULL_ROWS = 2**15  # rows in all heads of a part: with fewer, its kernels leave processors idle
-MOST_PARTS = MOST_SENDS // 2  # a part is sent there and back
+from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, resolve_scale
 
 
 def ulysses_attention(
@@ -60,233 +51,245 @@ def ulysses_attention(
     backend: str = "auto",
     precision: str = "ieee",
     return_lse: bool = False,
-    exchange_again: bool = False,
+    recompute_all_to_all: bool = False,
+    exchange_again: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale * q k^T + mask) v over the whole sequence, as `ring_attention`, on U x R ranks; with autograd.
+    """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks. Has autograd.
 
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
 
-    Key heads that are fewer than U, or shared by query heads of several ranks, are sent to each rank that needs them. Their
-    gradients come back in the inputs' dtype and are summed then.
+    If there are fewer key heads than U, or if query heads of several ranks use the same key head, the key head is sent to each
+    of these ranks. Their gradients return in the dtype of the inputs and are then summed.
 
     Args:
-        q: (B, N, Hq, D), this rank's rows in layout order; U divides Hq.
+        q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
         k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. Dtypes and devices as for `ring_attention`.
-        layout: of the R x U ranks: `Layout.zigzag(S, R).split(U)`, or another kind.
-        mask: which keys a position may see, the same on all ranks.
-        ulysses_group: the U ranks that exchange heads. None: this rank alone, U = 1.
-        ring_group: the R ranks of the ring. None: this rank alone, R = 1.
-        scale, dropout_p, seed, schedule, transport, backend, precision: as for `ring_attention`; `transport` is that of the
-            exchange, too.
-        return_lse: also return the log of the softmax's denominator.
-        exchange_again: keep q, k, v as they are and exchange them once more in the backward. That takes longer, and where
-            something else keeps or recomputes q, k, v anyway it takes less memory: by default what was exchanged is kept.
+        layout: of the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
+        mask: which keys each position may attend to; the same on all ranks.
+        ulysses_group: the U ranks of the all-to-all; None for this rank alone, U = 1.
+        ring_group: the R ranks of the ring; None for this rank alone, R = 1.
+        scale, dropout_p, seed, schedule, backend, precision: as for `ring_attention`.
+        transport: as for `ring_attention`; it is used for the ring and for the all-to-all.
+        return_lse: also return the log-sum-exp of the scores.
+        recompute_all_to_all: save q, k and v as they were passed, and repeat the all-to-all in the backward. By default the
+            results of the all-to-all are saved. Repeating it takes more time. It saves memory if q, k and v are saved or
+            recomputed anyway.
+        exchange_again: deprecated name of `recompute_all_to_all`.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype; with `return_lse` (out, lse), lse (B, N, Hq) in fp32 (fp64 for fp64 inputs).
+        out (B, N, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, N, Hq) is fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: query heads that U does not divide, a layout split for another U, and what `ring_attention` refuses.
+        ValueError: U does not divide the query heads, the layout is split for another U, or an argument is one that
+            `ring_attention` rejects.
     """
-    (ring_rank, ring), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
+    if exchange_again is not None:
+        warnings.warn("exchange_again is deprecated: use recompute_all_to_all", DeprecationWarning, stacklevel=2)
+        recompute_all_to_all = exchange_again
+    (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     q, k, v = autocast(q, k, v)
     check_layout(layout)
-    scale = scale_of(q, scale)
+    scale = resolve_scale(q, scale)
     check_choices(schedule, transport)
-    check_inputs(q, k, v, mask, layout.seq_len, scale, dropout_p, seed, backend, precision)
-    _check_ranks(q, k, layout, (ring_rank, ring), (rank, size))
+    options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
+    check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
+    _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
+    options |= dict(schedule=schedule, transport=transport)
     if size == 1:
-        options = dict(mask=mask, group=ring_group, scale=scale, dropout_p=dropout_p, seed=seed, return_lse=return_lse)
-        options |= dict(schedule=schedule, transport=transport, backend=backend, precision=precision)
-        return ring_attention(q, k, v, layout=layout, **options)
+        return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options)
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
-    whole = layout.whole
-    rows = [layout.rows(ring_rank * size + peer) for peer in range(size)]
-    # by the mean rows of a rank of the ring: all of them must work in as many parts, whatever rows each has
-    parts = parts_of(q.shape[0] * (layout.seq_len // ring), q.shape[2] // size, k.shape[2] // size)
-    settings = rows, ulysses_group.group_name, transport, return_lse, exchange_again, parts
-    settings += mask.lengths, mask.is_causal, mask.window or 0, whole.kind, whole.seq_len, whole.ranks
-    settings += "" if ring_group is None else ring_group.group_name, schedule, transport, scale, float(dropout_p), seed
-    settings += rank * (q.shape[2] // size), backend, precision
-    out, lse, _ = _attention(q, k, v, *settings)
+    attention = AttentionSpec.create(
+        mask,
+        layout.whole,
+        group="" if ring_group is None else ring_group.group_name,
+        first_head=rank * (q.shape[2] // size),
+        **options | dict(dropout_p=float(dropout_p)),
+    )
+    spec = UlyssesSpec(
+        tokens=[layout.rows(ring_rank * size + peer) for peer in range(size)],
+        ulysses_group=ulysses_group.group_name,
+        with_lse=return_lse,
+        recompute_all_to_all=recompute_all_to_all,
+        # All ranks of the ring must use the same number of chunks, so it depends on the mean tokens per rank of the ring.
+        chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
+        attention=attention,
+    )
+    out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
 
 
-def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """How often a key head is sent, so that each of `ulysses` ranks has those of its `heads` / `ulysses` query heads."""
-    per_key, per_rank = heads // key_heads, heads // ulysses
-    return per_key // math.gcd(per_key, per_rank)
+class UlyssesSpec(NamedTuple):
+    """The settings of a call: those of the all-to-all, and those of attention on the ring."""
+
+    tokens: list[int]  # of each rank of the Ulysses group
+    ulysses_group: str
+    with_lse: bool  # whether the caller receives lse
+    recompute_all_to_all: bool
+    chunks: int  # of the heads of a rank
+    attention: AttentionSpec
 
 
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
-    """`ring`, `ulysses`: this rank and the size of each group."""
+    """Check that heads, layout and tokens suit the groups, given as (this rank, number of ranks)."""
     if q.shape[2] % ulysses[1]:
         raise ValueError(
-            f"{q.shape[2]} query heads do not divide among the {ulysses[1]} ranks of the Ulysses group: use a smaller group "
-            "and a larger ring"
+            f"{q.shape[2]} query heads cannot be divided among the {ulysses[1]} ranks of the Ulysses group: use a smaller "
+            "Ulysses group and a larger ring"
         )
     if (layout.whole.ranks, layout.parts) != (ring[1], ulysses[1]):
         raise ValueError(
-            f"the layout is over {layout.whole.ranks} x {layout.parts} ranks but there are a ring of {ring[1]} and a Ulysses "
-            f"group of {ulysses[1]}: make it over {ring[1]} ranks, then .split({ulysses[1]})"
+            f"the layout is for {layout.whole.ranks} x {layout.parts} ranks, but there are a ring of {ring[1]} and a Ulysses "
+            f"group of {ulysses[1]}: create it for {ring[1]} ranks and call .split({ulysses[1]})"
         )
     rank = ring[0] * ulysses[1] + ulysses[0]
     if not q.shape[1] == k.shape[1] == layout.rows(rank):
         raise ValueError(
-            f"q has {q.shape[1]} rows and k {k.shape[1]}, but the shard of rank {rank} has {layout.rows(rank)}: use "
-            "layout.shard"
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}, but the shard of rank {rank} has {layout.rows(rank)}: use "
+            "layout.shard(x, rank)"
         )
 
 
-def parts_of(rows: int, heads: int, key_heads: int) -> int:
-    """In how many parts a rank's heads are exchanged and worked off, so that all but the first and last exchange are hidden.
+class _HeadChunks:
+    """The all-to-alls of one call, in both directions, with the heads of each rank in chunks."""
 
-    Args:
-        rows, heads, key_heads: those that a rank attends with; rows of all batch rows.
+    def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
+        self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
+        self.all_to_all = connect.open_all_to_all(transport)
+
+    def to_heads(self, *tensors: Tensor) -> list[Exchange]:
+        """Create for each chunk the exchange that collects all tokens of its heads, for tensors like these."""
+        total, shares = sum(self.tokens.counts), self.ranks * self.chunks
+        blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
+        return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
+
+    def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
+        """Send the chunks of the tensors and yield each one when it is complete. The next chunk is sent before that."""
+        for chunk in range(self.chunks + 1):
+            if chunk < self.chunks:
+                exchanges[chunk].send(tensors, HeadSlice(self.ranks, self.chunks, chunk), self.tokens)
+            if chunk > 0:
+                yield exchanges[chunk - 1].wait()
+
+    def to_tokens(self, *tensors: Tensor) -> Exchange:
+        """Create the exchange that collects this rank's tokens of all heads, for tensors like these."""
+        counts = self.tokens.counts
+        return self.all_to_all.start(tuple(_resized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.chunks)
+
+    def send_back(self, exchange: Exchange, chunk: int, *tensors: Tensor) -> None:
+        """Send the results of one chunk to the ranks that hold its tokens."""
+        exchange.send(tensors, self.tokens, HeadSlice(self.ranks, self.chunks, chunk))
+
+
+def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
+    return x.new_empty(x.shape[0], tokens, heads, *x.shape[3:])
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Return (out, lse, saved tensors).
+
+    Saved per chunk: the gathered q, k and v unless they are recomputed, then out and lse.
     """
-    counts = [n for n in range(1, min(key_heads, MOST_PARTS) + 1) if key_heads % n == 0 and rows * heads >= n * FULL_ROWS]
-    return max(counts, default=1)
-
-
-class _Exchange:
-    """What one call exchanges among the ranks of `line`, which have `rows` rows each; heads go in `parts` parts."""
-
-    def __init__(self, rows: Sequence[int], line: Transport, parts: int) -> None:
-        self.rows, self.ranks, self.rank, self.parts = Rows(tuple(rows)), line.size, line.rank, parts
-        self.swap = begin(line)
-
-    def to_heads(self, *tensors: Tensor) -> list[Landing]:
-        """For each part a landing of all rows of its heads, for tensors like these."""
-        total, shares = sum(self.rows.counts), self.ranks * self.parts
-        blocks = [tuple(_sized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.parts)]
-        return [self.swap.land(block, (total,) * self.ranks) for block in blocks]
-
-    def arrive(self, landings: list[Landing], *tensors: Tensor) -> Iterator[Block]:
-        """Send the parts of the tensors, one ahead of the one that is waited for."""
-        for part in range(self.parts + 1):
-            if part < self.parts:
-                landings[part].send(tensors, Heads(self.ranks, self.parts, part), self.rows)
-            if part > 0:
-                yield landings[part - 1].wait()
-
-    def to_rows(self, *tensors: Tensor) -> Landing:
-        """A landing of this rank's rows of all heads, for tensors like these."""
-        counts = self.rows.counts
-        return self.swap.land(tuple(_sized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.parts)
-
-    def send_rows(self, landing: Landing, part: int, *tensors: Tensor) -> None:
-        landing.send(tensors, self.rows, Heads(self.ranks, self.parts, part))
-
-
-def _sized(x: Tensor, rows: int, heads: int) -> Tensor:
-    return x.new_empty(x.shape[0], rows, heads, *x.shape[3:])
-
-
-# A call is one operator, as the ring is one: what a compiler sees as a node. It keeps what each part attended with, or, where
-# that is exchanged again, the inputs and the parts' results.
-_SETTINGS = f"SymInt[] rows, str ulysses_group, str exchange, bool with_lse, bool exchange_again, SymInt parts, {SETTINGS}"
-
-
-def _forward(q, k, v, rows, group, transport, with_lse, again, parts, *settings):
-    call = partial(call_of, q, k, v, *settings)
-    ring, schedule = ring_of(q, *settings, call=call)
-    line = resolve(group, q.device, transport, call)
-    exchange = _Exchange(rows, line, parts)
-    inputs, outputs = exchange.to_heads(q, k, v), exchange.to_rows(_like_output(q, v))
-    kept, lses = [], []
-    for part, block in enumerate(exchange.arrive(inputs, q, k, v)):
-        out, lse = _of_part(ring, part, block[0], line).forward(*block, schedule=schedule)
-        exchange.send_rows(outputs, part, out)
-        kept += [out, lse] if again else [*block, out, lse]
+    call = partial(spec.attention.as_call, q, k, v)
+    ring = Ring.of(spec.attention, q.device, call)
+    transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
+    heads = _HeadChunks(spec.tokens, transport, spec.chunks)
+    inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
+    saved, lses = [], []
+    for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
+        out, lse = _ring_of_chunk(ring, chunk, block[0], transport).forward(*block, schedule=spec.attention.schedule)
+        heads.send_back(outputs, chunk, out)
+        saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
     (out,) = outputs.wait()
-    exchange.swap.end()
-    lse = _swap_rows(torch.cat(lses, 2), rows, group) if with_lse else lses[0].new_empty(0)
-    return out, lse, kept
+    heads.all_to_all.finish()
+    lse = _lse_to_tokens(torch.cat(lses, 2), spec) if spec.with_lse else lses[0].new_empty(0)
+    return out, lse, saved
 
 
-def _backward(kept, dout, dlse, rows, group, transport, with_lse, again, parts, *settings):
-    inputs, kept = (tuple(kept[:3]), kept[3:]) if again else ((), kept)
-    size = 2 if again else 5
-    saved = [kept[i : i + size] for i in range(0, len(kept), size)]
-    ring, schedule = ring_of(dout, *settings)
-    dlses = [None] * parts
-    if with_lse:
-        # on some ranks lse may have a gradient and on others none
-        dlse = dout.new_zeros(dout.shape[:3], dtype=saved[0][-1].dtype) if dlse is None else dlse
-        dlses = _swap_heads(dlse, rows, group).chunk(parts, 2)
-    line = resolve(group, dout.device, transport)
-    exchange = _Exchange(rows, line, parts)
-    outputs = exchange.to_heads(*inputs, dout)
-    grads = exchange.to_rows(*(inputs or _like_inputs(saved[0], dout)))
-    for part, (*block, upstream) in enumerate(exchange.arrive(outputs, *inputs, dout)):
-        *own, out, lse = saved[part]
-        block = block or own
-        dlse = dlses[part] if dlses[part] is None else dlses[part].contiguous()
-        ours = _of_part(ring, part, block[0], line).backward(*block, out, lse, upstream, dlse, schedule=schedule)
-        exchange.send_rows(grads, part, *ours)
-    results = grads.wait()
-    exchange.swap.end()
-    return results
+def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: UlyssesSpec) -> Tensors:
+    inputs: Tensors = ()
+    if spec.recompute_all_to_all:
+        inputs, saved = tuple(saved[:3]), saved[3:]
+    per_chunk = 2 if spec.recompute_all_to_all else 5
+    chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
+    ring = Ring.of(spec.attention, dout.device)
+    dlses: list[Tensor | None] = [None] * spec.chunks
+    if spec.with_lse:
+        # lse may have a gradient on some ranks only, but all ranks must take part in the all-to-all.
+        dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
+        dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec).chunk(spec.chunks, 2)]
+    transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
+    heads = _HeadChunks(spec.tokens, transport, spec.chunks)
+    outputs = heads.to_heads(*inputs, dout)
+    grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
+    for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
+        *saved_block, out, lse = chunks[chunk]
+        block = block or saved_block
+        chunk_ring = _ring_of_chunk(ring, chunk, block[0], transport)
+        results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk], schedule=spec.attention.schedule)
+        heads.send_back(grads, chunk, *results)
+    dq_dk_dv = grads.wait()
+    heads.all_to_all.finish()
+    return dq_dk_dv
 
 
-def _of_part(ring: Ring, part: int, q: Tensor, line: Transport) -> Ring:
-    """The ring of one part of the heads, which attends while `line` moves others."""
-    return replace(ring, first_head=ring.first_head + part * q.shape[2], beside_kernels=line.fabric.on_processors)
+def _ring_of_chunk(ring: Ring, chunk: int, q: Tensor, transport: Transport) -> Ring:
+    """Return the ring for one chunk of the heads, which computes while `transport` moves other chunks."""
+    first_head = ring.first_head + chunk * q.shape[2]
+    return replace(ring, first_head=first_head, all_to_all_uses_sms=transport.interconnect.uses_sms)
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
-    """A tensor with the shape of the output, of no memory."""
+    """Return a tensor with the shape of the output that occupies no memory."""
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 
-def _like_inputs(kept: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
-    """Tensors with the shapes of q, k, v, of no memory."""
-    shares = dout.shape[2] // kept[0].shape[2]
-    return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in kept[:3])
+def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
+    """Return tensors with the shapes of q, k and v that occupy no memory."""
+    shares = dout.shape[2] // saved[0].shape[2]
+    return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in saved[:3])
 
 
-def _swap_rows(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
-    """(B, sum of rows, Hq / U) to (B, N, Hq): pieces of a few bytes are packed, and go point to point."""
-    exchange = _Exchange(rows, resolve(group), 1)
-    landing = exchange.to_rows(x.new_empty(()).expand(*x.shape[:2], x.shape[2] * len(rows)))
-    exchange.send_rows(landing, 0, x)
-    return landing.wait()[0]
+def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
+    """All-to-all from (B, sum of tokens, Hq / U) to (B, N, Hq). Its pieces of a few bytes are packed and go point to point."""
+    heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
+    exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
+    heads.send_back(exchange, 0, lse)
+    return exchange.wait()[0]
 
 
-def _swap_heads(x: Tensor, rows: Sequence[int], group: str) -> Tensor:
-    """The inverse of `_swap_rows`."""
-    exchange = _Exchange(rows, resolve(group), 1)
-    landings = exchange.to_heads(x)
-    ((heads,),) = exchange.arrive(landings, x)
-    return heads
+def _lse_to_heads(lse: Tensor, spec: UlyssesSpec) -> Tensor:
+    """The inverse of `_lse_to_tokens`."""
+    heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
+    ((gathered,),) = heads.receive(heads.to_heads(lse), lse)
+    return gathered
 
 
-def _fake_results(q, k, v, rows, group, transport, with_lse, again, parts, *settings):
-    ranks, total = len(rows), sum(rows)
-    block = [_sized(x, total, x.shape[2] // (ranks * parts)) for x in (q, k, v)]
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor, Tensor, list[Tensor]]:
+    shares, total = len(spec.tokens) * spec.chunks, sum(spec.tokens)
+    block = [_resized(x, total, x.shape[2] // shares) for x in (q, k, v)]
     lse_dtype = state_dtype(q.dtype)
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
-    one = results if again else [*block, *results]
-    lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=lse_dtype)
-    return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(parts) for x in one]
+    chunk = results if spec.recompute_all_to_all else [*block, *results]
+    lse = q.new_empty(q.shape[:3] if spec.with_lse else 0, dtype=lse_dtype)
+    return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(spec.chunks) for x in chunk]
 
 
-def _fake_gradients(kept, dout, dlse, rows, group, transport, with_lse, again, *settings):
-    inputs = kept[:3] if again else _like_inputs(kept, dout)
+def _fake_gradients(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: UlyssesSpec) -> Tensors:
+    inputs = saved[:3] if spec.recompute_all_to_all else _like_inputs(saved, dout)
     return tuple(dout.new_empty(x.shape) for x in inputs)
 
 
-def _pairs(batch, num_queries, num_keys, rows, group, transport, with_lse, again, parts, *settings):
-    return pairs_a_rank(batch, num_queries, num_keys, *settings) / len(rows)
+def _pairs(batch: int, num_queries: int, num_keys: int, spec: UlyssesSpec) -> float:
+    return pairs_per_rank(batch, num_queries, num_keys, spec.attention) / len(spec.tokens)
 
 
 _attention = custom_op.register(
     "ulysses_attention",
-    _SETTINGS,
+    UlyssesSpec,
     _forward,
     _backward,
     _pairs,
-    custom_op.Keeping(_fake_results, _fake_gradients, inputs_too=lambda settings: settings[4]),
+    custom_op.SavedTensors(_fake_results, _fake_gradients, save_inputs=lambda spec: spec.recompute_all_to_all),
 )

@@ -10,7 +10,7 @@ from ringattn import Layout, Mask, flash_attention, plan_ahead, ring_attention, 
 from ringattn.comm.watchdog import TIMEOUT, Watchdog
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
-from ringattn.planning import rank_plan as planning
+from ringattn.planning import workload
 from ringattn.ring import Ring
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
@@ -86,7 +86,7 @@ def test_shapes_of_users(layout: str, schedule: str, all_pairs: bool) -> None:
     """A batch whose rows have their own documents, one that spans three ranks; a value dim of its own; full attention."""
     case = Case.random(seq_len=48, batch=2, heads=6, key_heads=3, dim=8, value_dim=5)
     mask = Mask.full(documents=[[1] * 6 + [20, 22], [48]])
-    got = case.on_ring(Layout(layout, 48, 5), mask, all_pairs, schedule=schedule, backend="tiled", scale=0.7)
+    got = case.on_ring(Layout(layout, 48, 5), mask, all_pairs, schedule=schedule, backend="blockwise", scale=0.7)
     layout_1 = Layout.contiguous(48, 1)
     assert_close(got, case.on_rank(layout_1, mask, 0, None, backend="reference", scale=0.7), 1e-10)
 
@@ -97,7 +97,7 @@ def test_shapes_of_users(layout: str, schedule: str, all_pairs: bool) -> None:
 def test_error_does_not_grow_with_the_ring(schedule: str, mask: Mask, all_pairs: bool) -> None:
     """The fp32 error against float64, over the whole tensor, at P = 64 is at most 1.2 times that at P = 1."""
     case = Case.random(seq_len=1024, dim=32, value_dim=32)
-    exact = case.unsharded(mask, backend="tiled")
+    exact = case.unsharded(mask, backend="blockwise")
     errors = {}
     for ranks in (1, 64):
         got = case.to(torch.float32).on_ring(Layout.zigzag(1024, ranks), mask, all_pairs, schedule=schedule)
@@ -133,7 +133,7 @@ def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str,
     """Output and gradients equal those of one rank, which are held to a written-out mask: so the mask is the same."""
     case = Case.random(seq_len=60, batch=2)
     options = {"dropout_p": 0.2, "seed": 11}
-    got = case.on_ring(Layout(layout, 60, ranks), Mask.causal(), all_pairs, schedule=schedule, backend="tiled", **options)
+    got = case.on_ring(Layout(layout, 60, ranks), Mask.causal(), all_pairs, schedule=schedule, backend="blockwise", **options)
     expected = case.on_rank(Layout.contiguous(60, 1), Mask.causal(), 0, None, backend="reference", **options)
     assert_close(got, expected, 1e-10)
     assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 0.1
@@ -146,7 +146,7 @@ def test_few_heads_at_a_time(heads, key_heads, passes, schedule: str, monkeypatc
     case, layout, seen = Case.random(seq_len=22, heads=heads, key_heads=key_heads), Layout.zigzag(22, 2), []
     options = {"schedule": schedule, "backend": "reference", "dropout_p": 0.4, "seed": 5}
     whole = case.on_ring(layout, Mask.causal(), **options)
-    monkeypatch.setattr(planning, "HEAD_CHUNK_FLOPS", 1.0)
+    monkeypatch.setattr(workload, "HEAD_CHUNK_FLOPS", 1.0)
     forward = getattr(Ring, f"_forward_{schedule}")
     monkeypatch.setattr(Ring, forward.__name__, lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
     assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)
@@ -235,10 +235,10 @@ def test_patience_may_change_between_passes(monkeypatch: pytest.MonkeyPatch) -> 
     dog = Watchdog(dist.HashStore(), rank=0, size=2, device=torch.device("cpu"))
     dog.stop()
     hop = dog.start("forward", 0, 1, ())
-    dog._seen = (0, hop.since)
-    assert dog._late() is None
+    dog._progress = (0, hop.since)
+    assert dog._overdue_hop() is None
     monkeypatch.setenv(TIMEOUT, "1e-9")
-    assert dog._late() is hop
+    assert dog._overdue_hop() is hop
 
 
 def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +256,7 @@ def test_a_pass_that_fails_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("ringattn.kernels.dispatch.forward", fail)
     simulate(2, lambda rank, group: caught(rank, group) if rank == 0 else None)
-    assert watchdog.issued == 1 and not watchdog.under_way
+    assert watchdog.issued == 1 and not watchdog.in_flight
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import Layout, Mask, flash_attention, keep_attention, ring_attention, ulysses_attention
+from ringattn import Layout, Mask, flash_attention, ring_attention, save_attention, ulysses_attention
 from ringattn import attention as attention_module
 
 MASK = Mask.causal(documents=[5, 7])
@@ -38,7 +38,7 @@ def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def kept(*operands: Tensor, run=block) -> Tensor:
-    return checkpoint(run, *operands, use_reentrant=False, context_fn=keep_attention)
+    return checkpoint(run, *operands, use_reentrant=False, context_fn=save_attention)
 
 
 def test_attention_runs_once_and_gradients_are_those_without_checkpoints(runs: list[int]) -> None:
@@ -100,7 +100,7 @@ def test_what_is_kept_is_given_back_with_the_graph() -> None:
     contexts = []
 
     def remembered() -> tuple:
-        pair = keep_attention()
+        pair = save_attention()
         contexts.append(weakref.ref(pair[1]))
         return pair
 
@@ -132,7 +132,7 @@ def test_what_ran_outside_is_not_kept() -> None:
 
 def test_a_repetition_that_calls_more_is_refused() -> None:
     operands = inputs()
-    keep, repeat = keep_attention()
+    keep, repeat = save_attention()
     with keep:
         first = flash_attention(*operands, mask=MASK)
     with repeat:
@@ -164,7 +164,7 @@ def test_a_result_that_is_changed_in_place_is_refused(change) -> None:
 
 def test_what_an_inference_returns_may_be_kept() -> None:
     """Such tensors count no changes."""
-    keep, repeat = keep_attention()
+    keep, repeat = save_attention()
     with torch.inference_mode():
         operands = inputs()
         with keep:

@@ -42,7 +42,7 @@ def test_torch_checks_the_operator() -> None:
         0.2,
         7,
         2,
-        "tiled",
+        "blockwise",
         "ieee",
     )
     torch.library.opcheck(OPERATOR, (*inputs(), *settings))
@@ -134,7 +134,7 @@ def test_a_compiler_has_nothing_to_warn_of(call: Callable) -> None:
 
 
 def test_dealt_chunks_are_compiled_whole() -> None:
-    layout = Layout.dealt([0, 0, 0], 4, 12, 1)
+    layout = Layout.assigned([0, 0, 0], 4, 12, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ring_attention(q, k, v, layout=layout, mask=Mask.causal())
@@ -165,7 +165,7 @@ def test_tensors_of_meta_are_not_sent(call: Callable) -> None:
 @pytest.mark.parametrize("mixed", [False, True], ids=["fake alone", "real ones too"])
 def test_tensors_that_hold_nothing(mixed: bool) -> None:
     """As for estimates of memory; and what is kept of them is of use afterwards."""
-    layout, mask = Layout.dealt([0, 0], 7, 12, 1), Mask.causal(window=11, documents=[5, 7])
+    layout, mask = Layout.assigned([0, 0], 7, 12, 1), Mask.causal(window=11, documents=[5, 7])
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         whole = ring_attention(q, k, v, layout=layout, mask=mask)
@@ -225,7 +225,7 @@ def test_flops_where_heads_are_exchanged_sum_to_those_of_all(again: bool) -> Non
 
     def count(rank: int, group) -> tuple[int, int]:
         q, k, v = (layout.shard(x.detach(), rank).requires_grad_() for x in inputs())
-        options = dict(layout=layout, mask=mask, ulysses_group=group, exchange_again=again)
+        options = dict(layout=layout, mask=mask, ulysses_group=group, recompute_all_to_all=again)
         with FlopCounterMode(display=False) as forward:
             out = ulysses_attention(q, k, v, **options)
         with FlopCounterMode(display=False) as backward, torch.autograd.set_multithreading_enabled(False):

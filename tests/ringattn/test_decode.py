@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate
-from ringattn.comm.group import Group
+from ringattn.comm.connect import Group
 from ringattn.decode import _num_splits
 from ringattn.layout import KINDS
 from tests.distributed import run_ranks
@@ -173,7 +173,7 @@ def test_a_cache_cannot_be_truncated_to_what_it_does_not_hold(length: int) -> No
 
 def test_an_empty_cache_takes_a_longer_shard_than_it_was_made_for() -> None:
     k, v = torch.randn(2, 1, 200, 2, 8)
-    cache, layout = KVCache(200, 0, 2), Layout.dealt([0] * 25, 8, 200, 2)
+    cache, layout = KVCache(200, 0, 2), Layout.assigned([0] * 25, 8, 200, 2)
     cache.append(k[:, :3], v[:, :3])
     cache.truncate(0)
     cache.prefill(k, v, layout)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ringattn import BlockMask, Mask, flash, flash_attention, graphs
+from ringattn import BlockMask, Mask, custom_op, flash, flash_attention
 from ringattn.kernels import interval_mask
 from ringattn.kernels.dropout import Dropout, keep_mask
 
@@ -44,7 +44,7 @@ def allowed_by(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
     return interval_mask.dense(*mask.intervals(num_keys, num_queries), num_keys)[:, None]
 
 
-@pytest.mark.parametrize("backend", ("reference", "tiled"))
+@pytest.mark.parametrize("backend", ("reference", "blockwise"))
 @pytest.mark.parametrize("rows", ((9, 9), (3, 9), (9, 3), (1, 12)), ids=lambda n: f"{n[0]}x{n[1]}")
 @pytest.mark.parametrize("mask", (Mask.full(), Mask.causal(), Mask.causal(window=4), Mask.full(window=3)), ids=str)
 def test_masks_and_lengths(mask: Mask, rows: tuple[int, int], backend: str) -> None:
@@ -69,7 +69,7 @@ def test_it_takes_the_place_of_torchs() -> None:
     torch.testing.assert_close(flash_attention(q, k, v, is_causal=True), expected)
 
 
-@pytest.mark.parametrize("backend", ("reference", "tiled"))
+@pytest.mark.parametrize("backend", ("reference", "blockwise"))
 def test_dropout(backend: str) -> None:
     positions = torch.arange(40, dtype=torch.int32)
     keep = keep_mask(Dropout(0.3, 5, positions, positions), 2, 4)
@@ -104,16 +104,16 @@ def test_blocks_that_change_before_the_backward_are_refused() -> None:
 
 def test_torch_checks_the_operator() -> None:
     keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    arguments = (*inputs(7, 9), Mask.full().lengths, keep, True, 4, 64, 0.5, 0.1, 3, "tiled", "ieee")
+    arguments = (*inputs(7, 9), keep, 64, Mask.full().lengths, True, 4, 0.5, 0.1, 3, "blockwise", "ieee")
     torch.library.opcheck(OPERATOR, arguments)
 
 
-@pytest.mark.parametrize("backend", ("tiled", "reference"))
+@pytest.mark.parametrize("backend", ("blockwise", "reference"))
 def test_results_lie_as_a_compiler_is_told(backend: str) -> None:
     """Contiguous, also of tensors that have rows and heads the other way round, as `scaled_dot_product_attention` has them."""
     tensors = [torch.randn(2, 3, 7, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
     out, lse = flash_attention(*tensors, is_causal=True, backend=backend, return_lse=True)
-    settings = Mask.full().lengths, None, True, 0, 0, 0.5, 0.0, 0, backend, "ieee"
+    settings = None, 0, Mask.full().lengths, True, 0, 0.5, 0.0, 0, backend, "ieee"
     gradients = torch.ops.ringattn.flash_attention_backward(*tensors, out, lse, out, None, *settings)
     assert all(x.is_contiguous() for x in (out, lse, *gradients))
 
@@ -152,11 +152,11 @@ def test_lists_of_a_block_mask_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_captured_call_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(graphs, "_kept", {})
+    monkeypatch.setattr(custom_op, "_kept_for_graphs", {})
     plan, device = object(), torch.device("cuda")
-    graphs.keep_if_captured(plan, device)
-    graphs.keep_if_captured(object(), torch.device("cpu"))
-    assert list(graphs._kept.values()) == [plan]
+    custom_op.keep_for_graph(plan, device)
+    custom_op.keep_for_graph(object(), torch.device("cpu"))
+    assert list(custom_op._kept_for_graphs.values()) == [plan]
 
 
 def test_compiles_whole() -> None:

@@ -16,10 +16,10 @@ LITERAL = {
     "zigzag-7-over-2": (Layout.zigzag(7, 2), [[0, 5, 6], [1, 2, 3, 4]]),
     "striped-8-over-3": (Layout.striped(8, 3), [[0, 3, 6], [1, 4, 7], [2, 5]]),
     "striped-2-over-3": (Layout.striped(2, 3), [[0], [1], []]),
-    "dealt-7-over-3": (Layout.dealt([1, 0, 0, 1], 2, 7, 3), [[2, 3, 4, 5], [0, 1, 6], []]),
+    "assigned-7-over-3": (Layout.assigned([1, 0, 0, 1], 2, 7, 3), [[2, 3, 4, 5], [0, 1, 6], []]),
     "zigzag-12-over-2-split-in-2": (Layout.zigzag(12, 2).split(2), [[0, 1, 2], [9, 10, 11], [3, 4, 5], [6, 7, 8]]),
-    "dealt-7-over-2-split-in-2": (Layout.dealt([1, 0, 0, 1], 2, 7, 2).split(2), [[2, 3], [4, 5], [0], [1, 6]]),
-    "dealt-4-over-2-in-other-words": (Layout("dealt-2:0, 1", 4, 2), [[0, 1], [2, 3]]),
+    "assigned-7-over-2-split-in-2": (Layout.assigned([1, 0, 0, 1], 2, 7, 2).split(2), [[2, 3], [4, 5], [0], [1, 6]]),
+    "assigned-4-over-2-in-other-words": (Layout("assigned-2:0, 1", 4, 2), [[0, 1], [2, 3]]),
     "contiguous-2-split-in-3": (Layout.contiguous(2, 1).split(3), [[], [0], [1]]),
 }
 
@@ -45,7 +45,7 @@ def test_every_position_has_one_owner_and_shards_are_sorted(kind: str, seq_len: 
 def test_dealt_and_split_layouts_too(data: st.DataObject, seq_len: int, ranks: int, rows: int, parts: int) -> None:
     chunks = -(-seq_len // rows)
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=chunks, max_size=chunks))
-    layout = Layout.dealt(owners, rows, seq_len, ranks).split(parts)
+    layout = Layout.assigned(owners, rows, seq_len, ranks).split(parts)
     shards = [layout.positions(rank) for rank in range(layout.ranks)]
     assert layout.ranks == ranks * parts
     assert torch.cat(shards).sort().values.tolist() == list(range(seq_len))
@@ -74,19 +74,19 @@ def test_a_layout_that_an_evaluation_used_serves_training() -> None:
 def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         Layout("spiral", 8, 2)
-    for kind in ("dealt-2", "dealt-2:0,x,0,0", "dealt-:0,0,0,0"):
-        with pytest.raises(ValueError, match="write it as dealt-<rows>:<rank>,<rank>"):
+    for kind in ("assigned-2", "assigned-2:0,x,0,0", "assigned-:0,0,0,0"):
+        with pytest.raises(ValueError, match="write it as assigned-<rows>:<rank>,<rank>"):
             Layout(kind, 8, 2)
     with pytest.raises(
-        ValueError, match="'dealt-4' names 2 owners from 0 to 2: give one for each chunk of 8 positions, from 0 to 1"
+        ValueError, match="'assigned-4' names 2 owners from 0 to 2: give one for each chunk of 8 positions, from 0 to 1"
     ):
-        Layout.dealt([0, 2], 4, 8, 2)
-    with pytest.raises(ValueError, match="'dealt-4' names 3 owners"):
-        Layout.dealt([0, 1, 1], 4, 8, 2)
+        Layout.assigned([0, 2], 4, 8, 2)
+    with pytest.raises(ValueError, match="'assigned-4' names 3 owners"):
+        Layout.assigned([0, 1, 1], 4, 8, 2)
     with pytest.raises(ValueError, match="no owners: give the rank of every chunk"):
-        Layout.dealt([], 4, 8, 2)
-    assert Layout.dealt(torch.tensor([0, 1]), 4, 8, 2) == Layout.dealt([0, 1], 4, 8, 2)
-    for kind in ("zigzag/0", "zigzag/1", "zigzag/x", "zigzag/3", "contiguous/", "dealt-4:0,1/1"):
+        Layout.assigned([], 4, 8, 2)
+    assert Layout.assigned(torch.tensor([0, 1]), 4, 8, 2) == Layout.assigned([0, 1], 4, 8, 2)
+    for kind in ("zigzag/0", "zigzag/1", "zigzag/x", "zigzag/3", "contiguous/", "assigned-4:0,1/1"):
         with pytest.raises(ValueError, match="give 2 or more parts, which divide them"):
             Layout(kind, 8, 2)
     with pytest.raises(ValueError, match="in 0 parts"):

@@ -79,7 +79,7 @@ def test_the_simplest_layout_that_is_as_good() -> None:
     assert balanced_layout(Mask.causal(), S, 8).kind == "zigzag"
     assert balanced_layout(Mask.causal(window=4096), S, 8).kind == "contiguous"
     assert balanced_layout(Mask.causal(documents=[S // 8] * 8), S, 8).kind == "contiguous"
-    assert balanced_layout(Mask.causal(documents=packing(0)), S, 8).name == "dealt-128"
+    assert balanced_layout(Mask.causal(documents=packing(0)), S, 8).name == "assigned-128"
     assert balanced_layout(Mask.causal(), 1, 4) == Layout.contiguous(1, 4)
 
 
@@ -98,7 +98,7 @@ def test_attention_over_dealt_chunks(schedule: str) -> None:
     seq_len = 2 * 8 * TILE + 37
     mask = Mask.causal(documents=[1, 1000, 1, 500, seq_len - 1502])
     layout = balanced_layout(mask, seq_len, 2)
-    assert layout.name == "dealt-128"
+    assert layout.name == "assigned-128"
     case = Case.random(seq_len=seq_len, heads=2, key_heads=1, dim=4, value_dim=4)
     assert_close(case.on_ring(layout, mask, schedule=schedule), case.unsharded(mask), 1e-10)
 

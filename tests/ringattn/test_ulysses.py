@@ -11,7 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ringattn import Layout, Mask, simulate, ulysses_attention
 from ringattn import ulysses as ulysses_module
 from ringattn.layout import KINDS
-from ringattn.ulysses import key_copies, parts_of
+from ringattn.planning import ulysses_degree
+from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
 from tests.distributed import run_ranks
 from tests.ringattn.rings import MASK_NAMES, Case, masks
 
@@ -106,12 +107,12 @@ def check_mesh(ulysses: int) -> None:
         got = on_rank(case, layout, mask, rank, **groups, schedule=schedule)
         assert_close([layout.unshard(x) for x in got], expected, 1e-5)
     # half of the ring's ranks have the rows for two parts, if they were asked alone; this process ends here
-    ulysses_module.FULL_ROWS = 2 * HEADS["grouped"][0] // ulysses * (33 // ring + 1) // 2
+    ulysses_degree.MIN_CHUNK_ROWS = 2 * HEADS["grouped"][0] // ulysses * (33 // ring + 1) // 2
     got = on_rank(case, layout, mask, rank, **groups)
     assert_close([layout.unshard(x) for x in got], expected, 1e-5)
-    ulysses_module.FULL_ROWS = 1  # as many parts as a rank has key heads, each with a ring of its own
+    ulysses_degree.MIN_CHUNK_ROWS = 1  # as many parts as a rank has key heads, each with a ring of its own
     for again in (False, True):
-        got = on_rank(case, layout, mask, rank, **groups, exchange_again=again)
+        got = on_rank(case, layout, mask, rank, **groups, recompute_all_to_all=again)
         assert_close([layout.unshard(x) for x in got], expected, 1e-5)
 
 
@@ -148,20 +149,20 @@ def test_every_query_head_finds_its_key_head(heads: int, key_heads: int, ulysses
 @pytest.mark.parametrize("heads", HEADS)
 def test_heads_in_parts(heads: str, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many parts as a rank has key heads, with dropout, which counts the heads."""
-    monkeypatch.setattr(ulysses_module, "FULL_ROWS", 1)
+    monkeypatch.setattr(ulysses_degree, "MIN_CHUNK_ROWS", 1)
     case, layout, mask = random_case(31, heads), Layout.contiguous(31, 1).split(2), Mask.causal(documents=[1, 20, 10])
     options = dict(dropout_p=0.3, seed=7)
 
     def attend(rank: int, group) -> list[torch.Tensor]:
-        return on_rank(case, layout, mask, rank, ulysses_group=group, exchange_again=again, **options)
+        return on_rank(case, layout, mask, rank, ulysses_group=group, recompute_all_to_all=again, **options)
 
     expected = on_rank(case, Layout.contiguous(31, 1), mask, 0, backend="reference", **options)
     ranks = simulate(2, attend)
     assert_close([layout.unshard([shards[i] for shards in ranks]) for i in range(5)], expected, 1e-10)
 
 
-@pytest.mark.parametrize("on_processors", (False, True), ids=("copy-engines", "kernels"))
-def test_attention_is_told_of_kernels_beside_it(on_processors: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("uses_sms", (False, True), ids=("copy-engines", "kernels"))
+def test_attention_is_told_of_kernels_beside_it(uses_sms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     honest = ulysses_module.Ring.forward
 
@@ -173,20 +174,20 @@ def test_attention_is_told_of_kernels_beside_it(on_processors: bool, monkeypatch
     case, layout = random_case(12, "grouped"), Layout.contiguous(12, 1).split(2)
 
     def attend(rank: int, group) -> None:
-        group.fabric = group.fabric._replace(on_processors=on_processors)
+        group.interconnect = group.interconnect._replace(uses_sms=uses_sms)
         on_rank(case, layout, Mask.causal(), rank, ulysses_group=group)
 
     simulate(2, attend)
-    assert told == [on_processors] * 2
+    assert told == [uses_sms] * 2
 
 
 def test_parts_keep_processors_busy() -> None:
-    assert parts_of(2**14, 4, 4) == 2
-    assert parts_of(2**16, 4, 4) == 4
-    assert parts_of(2**16, 8, 2) == 2  # no part without a key head
-    assert parts_of(2**16, 6, 3) == 3
-    assert parts_of(2**10, 4, 4) == 1
-    assert parts_of(2**20, 64, 64) == 32  # as many as a call can send
+    assert head_chunks_for_overlap(2**14, 4, 4) == 2
+    assert head_chunks_for_overlap(2**16, 4, 4) == 4
+    assert head_chunks_for_overlap(2**16, 8, 2) == 2  # no part without a key head
+    assert head_chunks_for_overlap(2**16, 6, 3) == 3
+    assert head_chunks_for_overlap(2**10, 4, 4) == 1
+    assert head_chunks_for_overlap(2**20, 64, 64) == 32  # as many as a call can send
 
 
 @pytest.mark.parametrize("again", (False, True), ids=("kept", "exchanged-again"))
@@ -197,8 +198,8 @@ def test_the_operator_is_well_formed(with_lse: bool, again: bool) -> None:
     def check(rank: int, group) -> None:
         shapes = (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 5)
         inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        settings = [6], group.group_name, "auto", with_lse, again, 2
-        settings += Mask.causal().lengths, True, 0, "contiguous", 6, 1, "", "auto", "auto", 0.5, 0.0, 0, 0, "tiled", "ieee"
+        settings = [6], group.group_name, with_lse, again, 2
+        settings += Mask.causal().lengths, True, 0, "contiguous", 6, 1, "", "auto", "auto", 0.5, 0.0, 0, 0, "blockwise", "ieee"
         torch.library.opcheck(torch.ops.ringattn.ulysses_attention.default, (*inputs, *settings))
 
     simulate(1, check)
@@ -252,7 +253,7 @@ def test_selective_checkpointing_runs_attention_once(monkeypatch: pytest.MonkeyP
 
         def attend() -> torch.Tensor:
             q, k, v = (x.sin() for x in inputs)
-            return ulysses_attention(q, k, v, layout=layout, mask=mask, ulysses_group=group, exchange_again=saved).sin()
+            return ulysses_attention(q, k, v, layout=layout, mask=mask, ulysses_group=group, recompute_all_to_all=saved).sin()
 
         contexts = partial(create_selective_checkpoint_contexts, policy)
         out = checkpoint(attend, use_reentrant=False, context_fn=contexts) if saved else attend()

@@ -1,0 +1,158 @@
+"""AttentionSpec: the settings of one attention call as one record, and the validation of the public calls.
+
+A public call validates its arguments once, turns them into an `AttentionSpec`, and passes the spec on to the operator
+(`ringattn.custom_op`). Everything below the public call reads the settings by name and trusts them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringattn.comm.connect import TRANSPORTS, Call
+from ringattn.kernels import dispatch, validation
+from ringattn.kernels.reference import under_autocast
+from ringattn.layout import Layout
+from ringattn.mask import Mask, check_mask
+from ringattn.planning.rank_plan import SCHEDULES
+
+
+class AttentionSpec(NamedTuple):
+    """The settings of one attention call, all of them values.
+
+    Operators receive masks, layouts and groups as tensors, numbers and strings, because a compiler can trace these. Field order
+    and types define the schema of the operators, see `ringattn.custom_op.schema`.
+    """
+
+    documents: Tensor  # lengths of the packed documents of all batch entries, int64 on the CPU; empty without documents
+    is_causal: bool
+    window: int  # keys that a query may attend to; 0: no window
+    layout: str  # `Layout.kind`
+    seq_len: int  # positions of the whole sequence
+    ranks: int  # of the ring
+    group: str  # name of the process group of the ring; "" for a ring of one
+    schedule: str  # "state", "kv" or "auto"
+    transport: str  # "nvlink", "p2p" or "auto"
+    scale: float  # multiplies the scores before the softmax
+    dropout_p: float
+    seed: int  # of the dropout
+    first_head: int  # index of the first query head among all heads, for the dropout
+    backend: str  # kernels, see `ringattn.kernels.dispatch`
+    precision: str  # of matrix products of fp32 inputs, "ieee" or "tf32"
+
+    @classmethod
+    def create(cls, mask: Mask, layout: Layout, **options: object) -> "AttentionSpec":
+        """Return the spec of a mask over a layout; `options` are the remaining fields."""
+        return cls(
+            documents=mask.lengths,
+            is_causal=mask.is_causal,
+            window=mask.window or 0,
+            layout=layout.kind,
+            seq_len=layout.seq_len,
+            ranks=layout.ranks,
+            **options,
+        )
+
+    def as_call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        """Return everything that must be the same on all ranks, by the names that callers know."""
+        return {
+            "batch size": q.shape[0],
+            "heads": q.shape[2],
+            "key heads": k.shape[2],
+            "head dim": q.shape[3],
+            "value head dim": v.shape[3],
+            "dtype": str(q.dtype),
+            "causal": self.is_causal,
+            "window": self.window or None,
+            "documents": self.documents.tolist(),
+            "layout": self.layout,
+            "seq_len": self.seq_len,
+            "schedule": self.schedule,
+            "scale": self.scale,
+            "dropout_p": self.dropout_p,
+            "seed": self.seed if self.dropout_p else None,
+        }
+
+
+def count_pairs(
+    batch: int, seq_len: int, documents: Tensor, is_causal: bool, window: int, num_queries: int | None = None
+) -> float:
+    """Return how many (query, key) pairs of one head all batch entries compute together, for a mask as operators carry it.
+
+    Args:
+        batch: the number of batch entries. Entries that have the same documents count the same.
+        seq_len: the number of keys.
+        documents, is_causal, window: see `AttentionSpec`.
+        num_queries: the number of queries, which are the last ones of the sequence; None for one query per position.
+    """
+    lengths = documents.tolist() if documents.numel() else ()
+    counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len, num_queries)
+    return batch * sum(counts) / len(counts)
+
+
+def resolve_scale(q: Tensor, scale: float | None) -> float:
+    """Return the softmax scale: `scale`, or D ** -0.5 for None.
+
+    Raises:
+        ValueError: the scale is a tensor that requires a gradient.
+    """
+    if isinstance(scale, Tensor) and scale.requires_grad:
+        raise ValueError("scale requires a gradient, which attention does not compute: multiply q by it and pass scale=1.0")
+    # A q without dimensions or with an empty head dim gets some number here and is rejected by the validation that follows.
+    return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
+
+
+def autocast(*tensors: Tensor) -> Sequence[Tensor]:
+    """Return the tensors in the dtype of `torch.autocast` if it is enabled, as torch's own attention does. fp64 stays fp64."""
+    device = tensors[0].device
+    if not under_autocast(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def check_layout(layout: Layout, size: int | None = None) -> None:
+    """Raise ValueError unless `layout` is a `Layout`, over `size` ranks if that is given."""
+    if not isinstance(layout, Layout):
+        raise ValueError(
+            f"layout is a {type(layout).__name__}: it must be a ringattn.Layout, e.g. Layout.zigzag(seq_len, ranks)"
+        )
+    if size not in (None, layout.ranks):
+        alone = " (group=None stands for this process alone)" if size == 1 else ""
+        raise ValueError(f"the layout is for {layout.ranks} ranks but the group has {size}{alone}: the two must be equal")
+
+
+def check_choices(schedule: str, transport: str) -> None:
+    """Raise ValueError unless schedule and transport have known names."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}: it must be one of {', '.join(SCHEDULES)}")
+    if transport not in TRANSPORTS:
+        raise ValueError(f"unknown transport {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
+
+
+def check_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    seq_len: int,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    backend: str,
+    precision: str,
+) -> None:
+    """Validate what all attention calls have in common, before any work starts.
+
+    Raises:
+        ValueError: an argument cannot be honoured. The message states the value, the requirement and a remedy.
+    """
+    check_mask(mask)
+    validation.check_tensors(q, k, v)
+    validation.check_scale(scale)
+    validation.check_dropout(dropout_p, seed)
+    mask.check(seq_len, q.shape[0])
+    dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
+    validation.check_precision(precision)
