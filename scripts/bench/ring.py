@@ -11,8 +11,8 @@ nothing; `ulysses-4-local` is what `ulysses-4` would take, its heads exchanged a
 replayed from a CUDA graph, so that the host's time does not count: at 4,096 rows a rank it is about as long as the GPU's.
 Backwards run in the calling thread, those of context_parallel too: autograd's own, woken for every call, takes half as long
 again. FLOPs count 4 H pairs D forward, of the pairs that the mask allows, and 2.5 times that backward, shared out over the
-GPUs. Memory is the peak of torch's allocator over a forward and backward, with the inputs; the inbox of the NVLink transport
-comes on top (`inbox_bytes`). Of every ring its hops, the bytes that its busiest rank sends, and the time that it takes longer
+GPUs. Memory is the peak of torch's allocator over a forward and backward, with the inputs; the receive_buffer of the NVLink transport
+comes on top (`receive_buffer_bytes`). Of every ring its hops, the bytes that its busiest rank sends, and the time that it takes longer
 than `local` are told too. Rank 0 writes README.md, ring.json and a picture to --output, see `ring_report.py`.
 """
 
@@ -37,20 +37,23 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringattn import Layout, Mask, ring_attention, ulysses_attention
+from ringattn.comm.connect import connect
 from ringattn.comm.nvlink import Slots
-from ringattn.comm.transport import Block, Like, Messenger, Pass, Transport, resolve
+from ringattn.comm.nvlink_all_to_all import receive_buffer_bytes
+from ringattn.comm.transport import MessageTransport, RingPass, Templates, Tensors, Transport
 from ringattn.kernels import reference
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.load_balance import balanced_layout
 from ringattn.planning import rank_plan as planning
-from ringattn.planning.cost_model import Fabric
+from ringattn.planning import workload
+from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, Schedule
+from ringattn.planning.ulysses_degree import head_chunks_for_overlap
 from ringattn.ring import Ring
-from ringattn.ulysses import parts_of
 from scripts.bench import gpus, ring_report
 from scripts.bench.cases import TOLERANCE, Case, largest_error
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).connect().parents[2]
 
 HEAD_DIM = 128
 CHECKED_LENGTH = 1536  # a rank's rows in the check
@@ -176,12 +179,12 @@ def local_ulysses_step(case: RingCase, ulysses: int) -> Steps:
     """The same without communication: what a rank computes with its share of the heads, part by part."""
     ring_group = _mesh(ulysses)["ring"].get_group()
     layout, device = case.layout(dist.get_world_size(), ulysses).whole, torch.device("cuda", torch.cuda.current_device())
-    line = Standstill(resolve(ring_group.group_name, device))
+    line = Standstill(connect(ring_group.group_name, device))
     rows, heads = layout.rows(line.rank), (case.heads // ulysses, case.key_heads // ulysses)
-    parts = parts_of(rows, *heads)
+    parts = head_chunks_for_overlap(rows, *heads)
     shapes = [(1, rows, n // parts, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-    ring = Ring(planning.plan(case.mask, layout, line.rank, device), line, HEAD_DIM**-0.5)
+    ring = Ring(planning.get_plan(case.mask, layout, line.rank, device), line, HEAD_DIM**-0.5)
 
     def both() -> list[tuple[Tensor, ...]]:
         results = [ring.forward(q, k, v) for _ in range(parts)]
@@ -190,28 +193,28 @@ def local_ulysses_step(case: RingCase, ulysses: int) -> Steps:
     return Steps(lambda: [ring.forward(q, k, v) for _ in range(parts)], both)
 
 
-class Standstill(Messenger):
+class Standstill(MessageTransport):
     """A ring that moves nothing: travellers that come are rows of this rank's own, results are zeros."""
 
     def __init__(self, line: Transport) -> None:
-        self.rank, self.size, self.fabric = line.rank, line.size, line.fabric
+        self.rank, self.size, self.interconnect = line.rank, line.size, line.interconnect
         self.rows: dict[tuple, Tensor] = {}
         self.holds: dict[Schedule, bool] = {}
 
-    def begin(self, schedule: Schedule, like: Like) -> Pass:
+    def begin(self, schedule: Schedule, like: Templates) -> RingPass:
         steps = schedule.by_rank[self.rank]
 
-        def arrived(t: int) -> list[Block]:
+        def arrived(t: int) -> list[Tensors]:
             return [tuple(self._rows(x, i, m) for i, x in enumerate(like[m.kind])) for m in steps[t].incoming]
 
         if schedule not in self.holds:
-            self.holds[schedule] = Slots(schedule, like).holds_results
-        return SimpleNamespace(exchange=lambda t, _: partial(arrived, t), end=lambda: None, holds_results=self.holds[schedule])
+            self.holds[schedule] = Slots(schedule, like).keeps_results
+        return SimpleNamespace(exchange=lambda t, _: partial(arrived, t), end=lambda: None, keeps_results=self.holds[schedule])
 
     def _rows(self, x: Tensor, i: int, message: Message) -> Tensor:
         """What comes for tensor `i`, like x. Every result has memory of its own, as it would if it came from elsewhere."""
         kind, rows = message.kind, len(message.rows)
-        if kind == "traveller" and rows <= x.shape[1]:
+        if kind == "block" and rows <= x.shape[1]:
             return x[:, :rows]
         key = (message.src if kind == "result" else None), i, rows, x.shape, x.dtype
         if key not in self.rows:
@@ -224,8 +227,8 @@ class Standstill(Messenger):
 def local_step(case: RingCase, shard: list[Tensor]) -> Steps:
     """The same without communication."""
     layout, (q, k, v, dout) = case.layout(dist.get_world_size()), [x.detach() for x in shard]
-    line = Standstill(resolve(dist.group.WORLD.group_name, q.device))
-    ring = Ring(planning.plan(case.mask, layout, line.rank, q.device), line, HEAD_DIM**-0.5)
+    line = Standstill(connect(dist.group.WORLD.group_name, q.device))
+    ring = Ring(planning.get_plan(case.mask, layout, line.rank, q.device), line, HEAD_DIM**-0.5)
 
     def both() -> tuple[Tensor, ...]:
         out, lse = ring.forward(q, k, v)
@@ -354,35 +357,35 @@ def is_ring(variant: str) -> bool:
     return variant.split("-")[0] in ("nvlink", "p2p")
 
 
-def messages(case: RingCase, schedule: str, ranks: int, fabric: Fabric) -> dict[str, dict]:
+def messages(case: RingCase, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict]:
     """Of the forward, and of forward and backward together: schedules, hops that have messages, bytes of the busiest rank."""
-    plan = planning.plan(case.mask, case.layout(ranks), 0, torch.device("cpu"))
+    plan = planning.get_plan(case.mask, case.layout(ranks), 0, torch.device("cpu"))
     q, k = (torch.empty(1, 1, h, HEAD_DIM, dtype=torch.bfloat16, device="meta") for h in (case.heads, case.key_heads))
     count = plan.passes(q, k, k)
-    q, k = (planning.part_of_heads(x, count) for x in (q, k))
+    q, k = (workload.head_chunk(x, count) for x in (q, k))
     names, hops, sent, found = [], 0, [0] * ranks, {}
-    for part, work in (("forward", planning.forward_work(q, k, k)), ("both", planning.backward_work(q, k, k))):
-        names.append(plan.choose(schedule, work, fabric))
+    for part, work in (("forward", workload.forward_work(q, k, k)), ("both", workload.backward_work(q, k, k))):
+        names.append(plan.choose_schedule(schedule, work, interconnect))
         traveller, result = getattr(work.row_bytes, names[-1])
-        one_pass = plan.schedule(names[-1], result > 0, fabric.all_pairs)
+        one_pass = plan.schedule(names[-1], result > 0, interconnect.all_pairs)
         hops += count * sum(bool(step.messages) for step in one_pass.steps)
         sent = [a + count * b for a, b in zip(sent, one_pass.bytes_sent(traveller, result), strict=True)]
         found[part] = {"schedule": " / ".join(names), "hops": hops, "bytes_sent": max(sent)}
     return found
 
 
-def add_communication(case: RingCase, found: dict[str, dict], ranks: int, fabrics: dict[str, Fabric]) -> None:
+def add_communication(case: RingCase, found: dict[str, dict], ranks: int, fabrics: dict[str, Interconnect]) -> None:
     """Add to the timed rings what they send, and the microseconds that they take longer than without communication.
 
     Args:
         found: the rows by variant.
         fabrics: of every ring, by variant.
     """
-    for variant, fabric in fabrics.items():
+    for variant, interconnect in fabrics.items():
         row, base = found[variant], found.get(ring_report.base_of(variant), {})
         if "both" not in row:
             continue
-        for part, sent in messages(case, variant.split("-")[1], ranks, fabric).items():
+        for part, sent in messages(case, variant.split("-")[1], ranks, interconnect).items():
             row[part] |= sent
             if part in base:
                 row[part]["exposed_us"] = 1e3 * (row[part]["ms"] - base[part]["ms"])
@@ -414,7 +417,7 @@ def measure(case: RingCase, variants: list[str], rounds: int) -> dict[str, dict]
         tflops = case.flops(bool(i)) / dist.get_world_size() / ms * 1e-9
         found[variant][name] = {"ms": ms, "tflops": tflops, "samples": samples}
     group, device = dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
-    fabrics = {variant: resolve(group, device, variant.split("-")[0]).fabric for variant in found if is_ring(variant)}
+    fabrics = {variant: connect(group, device, variant.split("-")[0]).interconnect for variant in found if is_ring(variant)}
     add_communication(case, found, dist.get_world_size(), fabrics)
     return found
 
@@ -455,7 +458,7 @@ def main(argv: list[str]) -> int:
             ring_report.write(arguments.output, head, rows)
             print(ring_report.table({name: rows[name]}), flush=True)
     if any(variant.startswith("nvlink") for variant in variants):
-        head["inbox_bytes"] = getattr(resolve(dist.group.WORLD.group_name, device, "nvlink"), "inbox_bytes", 0)
+        head["receive_buffer_bytes"] = receive_buffer_bytes(connect(dist.group.WORLD.group_name, device, "nvlink"))
     if rank == 0:
         ring_report.write(arguments.output, head, rows)
     dist.destroy_process_group()

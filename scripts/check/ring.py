@@ -1,10 +1,11 @@
-"""Hold attention over the ranks of a job to float64: each mask, layout, schedule and transport, and heads exchanged.
+"""Compare attention on all ranks of a job with float64: every mask, layout, schedule, transport and Ulysses degree.
 
     torchrun --nproc_per_node=8 -m scripts.check.ring
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
 
-For a new machine or cluster, before a long run: bf16 over NVLink and NCCL where ranks have GPUs, else fp32 over gloo. Prints a
-table of the largest row error over all ranks, relative to the row's scale; exits with 1, naming the rank, if one is too large.
+Run this script on a new machine or cluster before a long training run. It uses bf16 over NVLink and NCCL if the ranks have
+GPUs, and fp32 over gloo otherwise. It prints a table of the largest error of a row on any rank, relative to the scale of the
+row. It exits with status 1 and names the rank if an error exceeds its limit.
 """
 
 import argparse
@@ -16,46 +17,49 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, Mask, balanced_layout, ring_attention, ulysses_attention
-from ringattn.comm import transport
+from ringattn import Layout, Mask, balanced_layout, ulysses_attention
+from ringattn.comm.connect import connect
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel import mesh as parallel
-from scripts.check.kernels import LSE_TOLERANCE, NAMES, TOLERANCE, errors_of
-
-FP32_TOLERANCE = 5e-5  # of sums over 2,000 keys; one key less is off by 2e-2
+from scripts import command
+from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
+from scripts.tables import markdown_table
 
 
 @dataclass(frozen=True)
 class Way:
-    """How the ranks share attention."""
+    """How the ranks divide attention among themselves."""
 
     transport: str
     schedule: str
-    ulysses: int  # ranks that exchange heads; the ring goes across such groups
+    ulysses: int  # ranks per all-to-all; the ring connects these groups
 
     def __str__(self) -> str:
-        heads = f", heads exchanged among {self.ulysses}" if self.ulysses > 1 else ""
-        return f"{self.transport}, {self.schedule}{heads}"
+        all_to_all = f", all-to-all among {self.ulysses}" if self.ulysses > 1 else ""
+        return f"{self.transport}, {self.schedule}{all_to_all}"
 
 
-def ways(device: torch.device) -> Iterator[Way]:
-    """All ways that the ranks of this job have."""
+def available_ways(device: torch.device) -> Iterator[Way]:
+    """Yield all combinations of transport, schedule and Ulysses degree that are available to this job."""
     ranks = dist.get_world_size()
-    sizes = [size for size in (1, 2, ranks) if ranks % size == 0]
-    for name in ("nvlink", "p2p"):
+    degrees = [degree for degree in (1, 2, ranks) if ranks % degree == 0]
+    for transport in ("nvlink", "p2p"):
         try:
-            transport.resolve(dist.group.WORLD.group_name, device, name)
+            connect(dist.group.WORLD.group_name, device, transport)
         except ValueError as error:
             if dist.get_rank() == 0:
                 print(error)
             continue
-        for size in dict.fromkeys(sizes):
-            yield from (Way(name, schedule, size) for schedule in (("state", "kv") if size < ranks else ("auto",)))
+        for degree in dict.fromkeys(degrees):
+            # A ring of one rank does not communicate, so both schedules are the same.
+            schedules = ("state", "kv") if degree < ranks else ("auto",)
+            yield from (Way(transport, schedule, degree) for schedule in schedules)
 
 
-def masks(seq_len: int) -> dict[str, Mask]:
-    """By name; documents of one token stand at both ends, and one spans many ranks."""
+def make_masks(seq_len: int) -> dict[str, Mask]:
+    """Create one mask of each kind. The documents include single tokens at both ends and one that spans many ranks."""
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]
     return {
@@ -66,92 +70,98 @@ def masks(seq_len: int) -> dict[str, Mask]:
     }
 
 
-def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> list[Tensor]:
-    """This rank's (out, lse, dq, dk, dv), of its shards of q, k, v and dout."""
+def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> dict[str, Tensor]:
+    """Run attention and its backward on this rank's shards of q, k, v and dout, and return the tensors of NAMES."""
     mesh = parallel.build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, return_lse=True)
     q, k, v = (x.requires_grad_() for x in shards[:3])
     out, lse = ulysses_attention(q, k, v, layout=layout, mask=mask, **groups, **options)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), shards[3])]
+    grads = torch.autograd.grad(out, (q, k, v), shards[3])
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def exact(mask: Mask, tensors: list[Tensor]) -> list[Tensor]:
-    """(out, lse, dq, dk, dv) of the whole sequence, in float64 and without any other rank."""
-    q, k, v, dout = (x.double() for x in tensors)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    alone = Layout.contiguous(q.shape[1], 1)
-    out, lse = ring_attention(q, k, v, layout=alone, mask=mask, backend="reference", return_lse=True)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
-
-
-def largest_errors(way: Way, mask: Mask, tensors: list[Tensor], expected: list[Tensor]) -> Tensor:
-    """Over all layouts, (P, 5): of every rank's out, lse, dq, dk, dv."""
+def largest_errors(way: Way, mask: Mask, tensors: list[Tensor], expected: dict[str, Tensor]) -> Tensor:
+    """Return the largest row errors over all layouts: one row per rank and one column for each of NAMES, float64."""
     rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), tensors[0].shape[1]
-    errors = torch.zeros(len(NAMES), dtype=torch.float64)
     ring = ranks // way.ulysses
-    for whole in (*(Layout(kind, seq_len, ring) for kind in KINDS), balanced_layout(mask, seq_len, ring)):
-        layout = whole.split(way.ulysses)
+    largest = torch.zeros(len(NAMES), dtype=torch.float64)
+    for ring_layout in (*(Layout(kind, seq_len, ring) for kind in KINDS), balanced_layout(mask, seq_len, ring)):
+        layout = ring_layout.split(way.ulysses)
         results = attend(way, layout, mask, [layout.shard(x, rank).clone() for x in tensors])
-        here = errors_of(tuple(results), tuple(layout.shard(x, rank) for x in expected))
-        errors = torch.maximum(errors, torch.tensor(here, dtype=torch.float64))
-    everyone = [torch.empty_like(errors) for _ in range(ranks)]
-    dist.all_gather(everyone, errors)
-    return torch.stack(everyone)
+        errors = row_errors(results, {name: layout.shard(x, rank) for name, x in expected.items()})
+        largest = torch.maximum(largest, torch.tensor([errors[name] for name in NAMES], dtype=torch.float64))
+    by_rank = [torch.empty_like(largest) for _ in range(ranks)]
+    dist.all_gather(by_rank, largest)
+    return torch.stack(by_rank)
 
 
-def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
-    """Print a table, a line at a time. Returns what is wrong, a line each, on every rank.
-
-    Raises:
-        ValueError: too short a sequence.
-    """
-    if seq_len < (shortest := max(64, 8 * dist.get_world_size())):
-        raise ValueError(
-            f"--seq-len {seq_len}: every rank needs some rows, and every mask some to hide; give {shortest} or more"
-        )
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    eps = torch.finfo(dtype).eps
-    limits = [LSE_TOLERANCE if name == "lse" else max(TOLERANCE[name] * eps, FP32_TOLERANCE) for name in NAMES]
-    ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
-    heads = (2 * ranks, ranks, ranks, 2 * ranks)  # of q, k, v, dout
-    tensors = [torch.randn(1, seq_len, count, head_dim, generator=generator).to(device, dtype) for count in heads]
-    expected = {name: exact(mask, tensors) for name, mask in masks(seq_len).items()}
-    lines = [f"{ranks} ranks on {device.type}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}", ""]
-    lines += ["| way | mask | " + " | ".join(NAMES) + " |", "|---" * (2 + len(NAMES)) + "|"]
-    failures: list[str] = []
-    for way in ways(device):
-        for name, mask in masks(seq_len).items():
-            errors = largest_errors(way, mask, tensors, expected[name])
-            lines.append(f"| {way} | {name} | " + " | ".join(f"{error:.1e}" for error in errors.amax(0)) + " |")
-            failures += [
-                f"{way}, {name}: rank {int(errors[:, i].argmax())} is off by {errors[:, i].max():.1e} in {NAMES[i]}"
-                for i in range(len(NAMES))
-                if not errors[:, i].max() <= limits[i]
-            ]
-            if dist.get_rank() == 0:
-                print("\n".join(lines), flush=True)
-            lines = []
+def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
+    """Describe every tensor whose error, on the worst rank, exceeds its limit or is NaN."""
+    failures = []
+    for i, name in enumerate(NAMES):
+        if not errors[:, i].max() <= limits[name]:
+            failures.append(f"rank {int(errors[:, i].argmax())} is off by {errors[:, i].max():.1e} in {name}")
     return failures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seq-len", type=int, default=2051, help="tokens over all ranks (default: %(default)s)")
-    parser.add_argument("--head-dim", type=int, default=128, help="features of a head (default: %(default)s)")
-    args = parser.parse_args()
+def check_sequence_length(seq_len: int) -> None:
+    """Raise ConfigError if the sequence is so short that a rank has no tokens or that a mask hides nothing."""
+    if seq_len < (minimum := max(64, 8 * dist.get_world_size())):
+        raise ConfigError(f"--seq-len {seq_len}: must be at least {minimum} for {dist.get_world_size()} ranks")
+
+
+def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
+    """Check every way and every mask, and print each row of the table when it is complete.
+
+    Returns:
+        One line for each error that exceeds its limit; the same on every rank.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)
+    heads = (2 * ranks, ranks, ranks, 2 * ranks)  # of q, k, v and dout
+    tensors = [torch.randn(1, seq_len, count, head_dim, generator=generator).to(device, dtype) for count in heads]
+    masks = make_masks(seq_len)
+    intervals = {name: Intervals.of(*mask.intervals(seq_len), seq_len, device) for name, mask in masks.items()}
+    expected = {name: float64_results(*tensors, intervals[name]) for name in masks}
+
+    title = f"{ranks} ranks on {device.type}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
+    text = f"{title}\n\n" + markdown_table(("way", "mask", *NAMES), [])
+    failures = []
+    for way in available_ways(device):
+        for name, mask in masks.items():
+            errors = largest_errors(way, mask, tensors, expected[name])
+            failures += [f"{way}, {name}: {failure}" for failure in find_failures(errors, row_limits(dtype))]
+            text += f"| {way} | {name} | " + " | ".join(f"{error:.1e}" for error in errors.amax(0)) + " |"
+            if dist.get_rank() == 0:
+                print(text, flush=True)
+            text = ""
+    return failures
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--seq-len", type=int, default=2051, help="tokens of the whole sequence (default: %(default)s)")
+    parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     parallel.start()
     try:
-        device = parallel.pick_device("auto")
+        with parallel.sync_errors():
+            device = parallel.pick_device("auto")
+            check_sequence_length(args.seq_len)
         failures = check(device, args.seq_len, args.head_dim)
-    except (ConfigError, ValueError) as error:
+    except ConfigError as error:
         failures = [f"error: {error}"]
     if dist.get_rank() == 0:
-        print("\n".join(failures) or "every error is within its tolerance", file=sys.stderr if failures else sys.stdout)
+        print("\n".join(failures) or "every error is within its limit", file=sys.stderr if failures else sys.stdout)
     dist.barrier()
     parallel.stop()
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -25,10 +25,16 @@ import torch
 
 from ringattn import Layout, Mask
 from ringattn.layout import KINDS
-from ringattn.planning.cost_model import FLOPS_A_BYTE, STEP_SECONDS, SUM_FLOPS_A_BYTE, Fabric
-from ringattn.planning.rank_plan import SCHEDULES, Work, backward_work, forward_work, part_of_heads, passes, plan
-from ringattn.planning.ulysses_degree import best_ulysses, exchange_seconds, exposed_seconds
-from ringattn.ulysses import key_copies, parts_of
+from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
+from ringattn.planning.rank_plan import SCHEDULES, get_plan
+from ringattn.planning.ulysses_degree import (
+    all_to_all_seconds,
+    best_ulysses_degree,
+    exposed_seconds,
+    head_chunks_for_overlap,
+    key_copies,
+)
+from ringattn.planning.workload import Work, backward_work, forward_work, head_chunk, head_chunks_for_memory
 
 SHAPE = "seq_len", "heads", "kv_heads", "dim", "ranks"
 TIMES = "forward_ms", "forward_backward_ms"
@@ -46,8 +52,8 @@ class Cluster:
 
     forward_flops: float = 650e12
     backward_flops: float = 588e12
-    forward_sums: float = 650e12 / SUM_FLOPS_A_BYTE["forward"]  # bytes of partial results that a GPU adds up
-    backward_sums: float = 588e12 / SUM_FLOPS_A_BYTE["backward"]
+    forward_sums: float = 650e12 / MERGE_FLOPS_PER_BYTE["forward"]  # bytes of partial results that a GPU adds up
+    backward_sums: float = 588e12 / MERGE_FLOPS_PER_BYTE["backward"]
     nvlink: float = 330e9
     nvlink_latency: float = 12e-6
     node: int = 8  # GPUs of a node
@@ -55,8 +61,8 @@ class Cluster:
     network_latency: float = 60e-6
     forward_launch: float = 250e-6  # of a host, to start a step
     backward_launch: float = 460e-6
-    forward_ends: float = STEP_SECONDS["forward"]  # of a GPU, for the beginning and the end of a step
-    backward_ends: float = STEP_SECONDS["backward"]
+    forward_ends: float = STEP_OVERHEAD["forward"]  # of a GPU, for the beginning and the end of a step
+    backward_ends: float = STEP_OVERHEAD["backward"]
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -64,15 +70,15 @@ class Cluster:
             if not (value > 0 or may_be_zero and value == 0):
                 raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
-    def fabric(self, span: int, flops: float) -> Fabric:
+    def interconnect(self, span: int, flops: float) -> Interconnect:
         """What joins a ring over `span` neighbouring GPUs."""
         near, far = self.fabrics(flops)
         return near if span <= self.node else far
 
-    def fabrics(self, flops: float) -> tuple[Fabric, Fabric]:
+    def fabrics(self, flops: float) -> tuple[Interconnect, Interconnect]:
         """What joins the GPUs of a node, and those of several."""
-        near = Fabric("nvlink", True, self.nvlink, self.nvlink_latency, flops)
-        return near, Fabric("network", False, self.network, self.network_latency, flops)
+        near = Interconnect("nvlink", True, self.nvlink, self.nvlink_latency, flops)
+        return near, Interconnect("network", False, self.network, self.network_latency, flops)
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ class Layer:
         """In how many parts a rank's heads are exchanged and attended with."""
         if self.ulysses == 1:
             return 1
-        return parts_of(self.batch * (self.seq_len // self.ring), *(heads // self.ulysses for heads in self.sent_heads))
+        return head_chunks_for_overlap(self.batch * (self.seq_len // self.ring), *(heads // self.ulysses for heads in self.sent_heads))
 
     def _shapes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """q and k with the heads of a part that a rank of the ring has."""
@@ -138,15 +144,15 @@ class Layer:
         return tuple(meta(self.batch, rows, heads // shares, self.dim) for heads in self.sent_heads)
 
     @property
-    def passes(self) -> int:
+    def num_head_chunks(self) -> int:
         """Of a part."""
         q, k = self._shapes()
-        return passes(q, k, k, self.pairs(self.seq_len) / self.ring)
+        return head_chunks_for_memory(q, k, k, self.pairs(self.seq_len) / self.ring)
 
     def works(self) -> tuple[Work, Work]:
         """Of a pass of the forward and of one of the backward."""
         count = self.passes
-        q, k = (part_of_heads(x, count) for x in self._shapes())
+        q, k = (head_chunk(x, count) for x in self._shapes())
         return forward_work(q, k, k), backward_work(q, k, k)
 
 
@@ -195,32 +201,32 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
     sums = cluster.forward_sums, cluster.backward_sums
     directions = []
     for work, speed, launch, end, sum_speed in zip(layer.works(), flops, launches, ends, sums, strict=True):
-        part = ring_pass(layer, work, cluster.fabric(layer.ranks, speed)).times(layer.passes)
+        part = ring_pass(layer, work, cluster.interconnect(layer.ranks, speed)).times(layer.passes)
         part = part.ended(end, sum_speed).started_by(launch)
         directions.append(part.times(layer.parts) + exchange(layer, cluster, part.seconds))
     return tuple(directions)
 
 
-def ring_pass(layer: Layer, work: Work, fabric: Fabric) -> Cost:
+def ring_pass(layer: Layer, work: Work, interconnect: Interconnect) -> Cost:
     """A pass of the layer's schedule; of the faster one for "auto"."""
     names = ("kv", "state") if layer.schedule == "auto" else (layer.schedule,)
     exact = layer.ring <= EXACT_RANKS and layer.seq_len * layer.ring <= EXACT_ROWS
     steps = planned if exact else closed_form
-    return min((steps(layer, name, work, fabric) for name in names), key=lambda cost: cost.seconds)
+    return min((steps(layer, name, work, interconnect) for name in names), key=lambda cost: cost.seconds)
 
 
-def planned(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
+def planned(layer: Layer, name: str, work: Work, interconnect: Interconnect) -> Cost:
     """The schedule that would run, step by step."""
     mask = Mask(layer.mask == "causal", layer.window)
-    own = plan(mask, Layout(layer.layout, layer.seq_len, layer.ring), 0, torch.device("cpu"))
-    hops = own.costs(name, work, fabric)
+    own = get_plan(mask, Layout(layer.layout, layer.seq_len, layer.ring), 0, torch.device("cpu"))
+    hops = own.costs(name, work, interconnect)
     traveller, result = getattr(work.row_bytes, name)
-    sent = own.schedule(name, result > 0, fabric.all_pairs).bytes_sent(traveller, result)
+    sent = own.schedule(name, result > 0, interconnect.all_pairs).bytes_sent(traveller, result)
     seconds = (sum(getattr(hop, name) for hop in hops) for name in ("compute", "seconds"))
-    return Cost(*seconds, layer.batch * max(sent), len(hops), own.sum_bytes(work))
+    return Cost(*seconds, layer.batch * max(sent), len(hops), own.merge_bytes(work))
 
 
-def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
+def closed_form(layer: Layer, name: str, work: Work, interconnect: Interconnect) -> Cost:
     """What any rank needs of a block travels as far as any is needed; the busiest rank has the same work at every step."""
     rows, hops = layer.seq_len / layer.ring, layer.ring - 1
     moving = rows
@@ -232,9 +238,9 @@ def closed_form(layer: Layer, name: str, work: Work, fabric: Fabric) -> Cost:
             moving = min(rows, layer.window - 1)
     sizes = getattr(work.row_bytes, name)
     sent = layer.batch * moving * sum(sizes)
-    communication = sent / fabric.bytes_per_second + sum(size > 0 for size in sizes) * fabric.latency
-    visiting = FLOPS_A_BYTE * work.query_bytes * (rows + hops * moving) if name == "state" else 0
-    compute = layer.batch * (pairs * work.pair_flops + visiting) / fabric.flops / (hops + 1)
+    communication = sent / interconnect.bytes_per_second + sum(size > 0 for size in sizes) * interconnect.latency
+    visiting = FLOPS_PER_HBM_BYTE * work.query_bytes * (rows + hops * moving) if name == "state" else 0
+    compute = layer.batch * (pairs * work.pair_flops + visiting) / interconnect.flops / (hops + 1)
     summed = layer.batch * hops * moving * (work.row_bytes.state[1] + work.row_bytes.kv[1])
     return Cost((hops + 1) * compute, hops * max(compute, communication) + compute, hops * sent, hops + 1, summed)
 
@@ -248,12 +254,12 @@ def exchange(layer: Layer, cluster: Cluster, attention: float) -> Cost:
     rows = layer.batch * layer.seq_len / layer.ranks
     to_each = rows * 2 * sum(layer.sent_heads) * layer.dim * SIZE / layer.ulysses
     host = min(layer.ranks, cluster.node)
-    seconds = exchange_seconds(to_each / layer.parts, layer.ulysses, host, *cluster.fabrics(cluster.forward_flops))
+    seconds = all_to_all_seconds(to_each / layer.parts, layer.ulysses, host, *cluster.fabrics(cluster.forward_flops))
     return Cost(0.0, exposed_seconds(layer.parts, attention, seconds), (layer.ulysses - 1) * to_each)
 
 
 def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
-    """The layer with U of a number, or of "auto": `best_ulysses`.
+    """The layer with U of a number, or of "auto": `best_ulysses_degree`.
 
     Raises:
         ValueError: no number, or one that does not divide the ranks and the heads.
@@ -263,7 +269,7 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)  # of two products, then five
         mask, (near, far) = Mask(layer.mask == "causal", layer.window), cluster.fabrics(flops)
         joined = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
-        best = best_ulysses(q, k, k, mask=mask, layout=layer.layout, schedule=layer.schedule, **joined)
+        best = best_ulysses_degree(q, k, k, mask=mask, layout=layer.layout, schedule=layer.schedule, **joined)
         return replace(layer, ulysses=best)
     if not text.isdecimal():
         raise ValueError(f"--ulysses {text}: give a number of ranks, or 'auto'")
