@@ -1,7 +1,5 @@
-"""Attention kernels for one device: forward and backward over interval masks.
+"""Attention kernels for one device: forward and backward under interval masks, without any communication.
 
-Every family of kernels offers the same two functions, `forward` and `backward`, with the contract written down in
-`ringattn.kernels.reference`; `ringattn.kernels.dispatch` picks one by device, dtype and shape. Nothing here knows a process group.
+Every backend provides two functions, `forward` and `backward`, which `ringattn.kernels.reference` specifies.
+`ringattn.kernels.dispatch` selects a backend by device, dtype and shape, and checks the arguments.
 """
-
-OWNER = "ringattn"  # a package of the same name exists elsewhere: ringattn checks that it got this one

@@ -1,4 +1,4 @@
-"""Block-sparse attention: which (query block, key block) pairs are seen at all, on top of the intervals."""
+"""Block-sparse attention: which blocks of keys each block of queries attends to, in addition to the intervals."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,21 +7,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+# The size of a block must be a multiple of this. A tile may not cross the border between two blocks, and the sides of tiles are
+# powers of two, so tiles with sides of 64 fit into blocks of every allowed size.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """The rows of a query block see a key block only if the pair is kept, and of that block what their intervals allow.
+    """A mask over pairs of blocks. Queries attend to a block of keys if the pair is kept, and there within their intervals.
 
-    The lists that the kernels walk along are derived once and kept here: build the mask once and pass it to every call.
+    The lists of kept blocks that the kernels iterate over are derived once and cached in this object. Therefore create a block
+    mask once and pass it to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: rows of a block, a multiple of 64; 128 and its multiples let the kernels use their best tiles.
+        size: number of queries or keys in a block, a multiple of 64. With multiples of 128, the kernels can use their fastest
+            tiles.
 
     Raises:
-        ValueError: no tensor, another dtype, number of dimensions or size. Calls refuse what does not fit their q and k.
+        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. Whether the
+            mask fits q and k is checked by the calls it is passed to.
     """
 
     keep: Tensor
@@ -29,43 +34,53 @@ class BlockMask:
 
     def __post_init__(self) -> None:
         if not isinstance(self.keep, Tensor):
-            raise ValueError(f"block mask is a {type(self.keep).__name__}: give a tensor of booleans")
+            raise ValueError(f"the block mask is a {type(self.keep).__name__}: give a tensor of booleans")
         if self.keep.dtype != torch.bool or self.keep.dim() != 4:
             raise ValueError(
-                f"block mask is {self.keep.dtype} of shape {tuple(self.keep.shape)}, "
+                f"the block mask is {self.keep.dtype} of shape {tuple(self.keep.shape)}, "
                 "but must be torch.bool (batch or 1, query heads or 1, query blocks, key blocks)"
             )
         if isinstance(self.size, float) or self.size <= 0 or self.size % SIZE_UNIT:
-            raise ValueError(
-                f"blocks of {self.size} rows: the size must be a multiple of {SIZE_UNIT}, as tiles may not cross blocks"
-            )
+            raise ValueError(f"block size={self.size}: must be a multiple of {SIZE_UNIT}, because no tile may cross two blocks")
 
     @cached_property
     def _key_lists(self) -> dict[int, Tensor]:
+        # This cache is a property and not a field, so that a copy of the object field by field starts with an empty cache.
         return {}
 
-    def cut(self, rows: slice, keys: slice) -> "BlockMask":
-        """The mask of these query rows and key rows alone; both slices start at a block, or ValueError is raised."""
-        if rows.start % self.size or keys.start % self.size:
-            raise ValueError(f"rows from {rows.start} and keys from {keys.start} do not start at a block of {self.size}")
-        rows, keys = (slice(x.start // self.size, -(-x.stop // self.size)) for x in (rows, keys))
-        return BlockMask(self.keep[:, :, rows, keys], self.size)
+    def restrict(self, queries: slice, keys: slice) -> "BlockMask":
+        """Return the mask of these queries and keys alone.
+
+        Raises:
+            ValueError: a slice does not start at the beginning of a block.
+        """
+        if queries.start % self.size or keys.start % self.size:
+            raise ValueError(
+                f"queries from {queries.start} and keys from {keys.start}: both must start at a multiple of the block size "
+                f"{self.size}"
+            )
+        queries, keys = (slice(x.start // self.size, -(-x.stop // self.size)) for x in (queries, keys))
+        return BlockMask(self.keep[:, :, queries, keys], self.size)
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
-        """The mask written out as booleans (B or 1, Hq or 1, Nq, Nk): for the reference and for tests, never for training."""
+        """Write out the mask as bool (B or 1, Hq or 1, Nq, Nk), for the reference and for tests, never for training."""
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
     @cached_property
     def query_lists(self) -> Tensor:
-        """For every query block its kept key blocks, see `_lists`: (B or 1, Hq or 1, query blocks, key blocks + 1, 2)."""
+        """The kept key blocks of every query block: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), see `_lists`."""
         return _lists(self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """For every key block the pairs (query block, query head of the key head's group of `group`) that keep it.
+        """List, for every key block and key head, the pairs (query block, query head of the group) that keep the block.
 
-        Shape (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), see `_lists`; the number of a pair is
-        query block * group + head.
+        Args:
+            group: number of query heads per key head, Hq / Hkv.
+
+        Returns:
+            int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), see `_lists`. The index of a pair is
+            query block * group + head within the group.
         """
         if group not in self._key_lists:
             heads = self.keep.shape[1]
@@ -75,7 +90,16 @@ class BlockMask:
 
 
 def _lists(keep: Tensor) -> Tensor:
-    """int32 (..., C + 1, 2) of bool (..., C): entry c is how many of the first c columns are kept, and the c-th kept column."""
+    """Turn each row of a mask into a list of its kept columns.
+
+    Args:
+        keep: bool (..., C).
+
+    Returns:
+        int32 (..., C + 1, 2). Entry c holds two independent numbers: how many of the first c columns are kept, and the index of
+        the c-th kept column. Side by side, a kernel finds both with one pointer.
+    """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
+    # A stable sort of "not kept" moves the kept columns to the front and leaves them in order.
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))
     return torch.stack((counts, columns), -1)

@@ -1,7 +1,8 @@
-"""Attention tile by tile in plain PyTorch: what CPU ranks train with. Memory grows with the tile, never with Nq * Nk.
+"""Attention tile by tile in plain PyTorch, the backend for CPUs. Memory grows with the tile size, never with Nq * Nk.
 
-The loops of the Triton kernels around the maths of `ringattn.kernels.reference`: for every query tile, the key tiles that its intervals
-touch are folded into the running state. With a block mask the tiles are its blocks. Contract and shapes: `ringattn.kernels.reference`.
+The loops are those of the Triton kernels, and the maths inside a tile is that of `ringattn.kernels.reference`. For every tile
+of queries, the tiles of keys that its intervals reach are accumulated into the running state. With a block mask, the tiles are
+its blocks. The arguments and results are those of `ringattn.kernels.reference`.
 """
 
 from collections.abc import Iterator
@@ -9,14 +10,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ringattn.kernels import reference, validation
+from ringattn.kernels import reference
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Gradients, State, state_dtype
 
-QUERY_TILE = 256
-KEY_TILE = 512
+QUERY_TILE = 256  # queries per tile, without a block mask
+KEY_TILE = 512  # keys per tile, without a block mask
 
 
 def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
@@ -26,20 +27,21 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 
 
 def _key_tiles(
-    rows: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
+    queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
 ) -> Iterator[tuple[slice, Intervals, dict]]:
-    """The key tiles that the query rows touch, each with the intervals and the options inside that tile."""
+    """Yield the tiles of keys that a tile of queries attends to, with the intervals and the options inside that tile."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
-    start, stop = int(lo[:, rows.start].min()), int(hi[:, rows.stop - 1].max())
+    # lo and hi never decrease along the queries, so the first query has the smallest lo and the last query the largest hi.
+    start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
         keys = slice(first, min(first + size, stop))
-        pair_blocks = None if blocks is None else blocks.cut(rows, keys)
-        if pair_blocks is None or pair_blocks.keep.any():
-            options = dict(dropout=None if dropout is None else dropout.cut(rows, keys), blocks=pair_blocks)
-            yield keys, intervals.cut(rows, keys), options
+        tile_blocks = None if blocks is None else blocks.restrict(queries, keys)
+        if tile_blocks is None or tile_blocks.keep.any():
+            tile_dropout = None if dropout is None else dropout.restrict(queries, keys)
+            yield keys, intervals.restrict(queries, keys), {"dropout": tile_dropout, "blocks": tile_blocks}
 
 
 def forward(
@@ -55,17 +57,15 @@ def forward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
-    """See `ringattn.kernels.reference.forward`."""
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_options(q, k, dropout, blocks, precision)
+    """See `ringattn.kernels.reference.forward`. `state` is updated in place."""
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
-    for rows in _query_tiles(q.shape[1], blocks):
-        tile = tuple(x[:, rows] for x in state)
-        for keys, part, options in _key_tiles(rows, intervals, dropout, blocks):
-            tile = reference.forward(q[:, rows], k[:, keys], v[:, keys], part, scale, tile, **options)
-        for whole, part in zip(state, tile, strict=True):
-            whole[:, rows] = part
+    for queries in _query_tiles(q.shape[1], blocks):
+        tile_state = tuple(x[:, queries] for x in state)
+        for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
+            tile_state = reference.forward(q[:, queries], k[:, keys], v[:, keys], tile_intervals, scale, tile_state, **options)
+        for x, y in zip(state, tile_state, strict=True):
+            x[:, queries] = y
     return reference.finalize(state, q.dtype) if final else state
 
 
@@ -88,17 +88,16 @@ def backward(
     precision: str = "ieee",
 ) -> Gradients:
     """See `ringattn.kernels.reference.backward`."""
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_options(q, k, dropout, blocks, precision)
-    given, like = (dq, dk, dv), (q, k, v)
-    dtype = state_dtype(q.dtype)
+    given = dq, dk, dv
+    # Without an accumulator, sum in the dtype of states all the same and round once at the end.
     dq, dk, dv = (
-        torch.zeros(y.shape, dtype=dtype, device=y.device) if x is None else x for x, y in zip(given, like, strict=True)
+        torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
+        for x, like in zip(given, (q, k, v), strict=True)
     )
-    for rows in _query_tiles(q.shape[1], blocks):
-        by_row = [x[:, rows] for x in (dout, lse, delta)]
-        for keys, part, options in _key_tiles(rows, intervals, dropout, blocks):
-            grads = dq[:, rows], dk[:, keys], dv[:, keys]
-            reference.backward(q[:, rows], k[:, keys], v[:, keys], *by_row, part, scale, *grads, **options)
+    for queries in _query_tiles(q.shape[1], blocks):
+        outputs = [x[:, queries] for x in (dout, lse, delta)]
+        for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
+            sums = dq[:, queries], dk[:, keys], dv[:, keys]
+            reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
     fresh = grad_dtype or q.dtype
-    return tuple(x.to(fresh) if into is None else x for into, x in zip(given, (dq, dk, dv), strict=True))
+    return tuple(x.to(fresh) if accumulator is None else x for accumulator, x in zip(given, (dq, dk, dv), strict=True))

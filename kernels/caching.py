@@ -1,4 +1,8 @@
-"""What a function has answered before, for functions that compiled code may ask, too."""
+"""A cache for functions that torch.compile may also trace.
+
+The cache is a file of its own because `ringattn.layout` and `ringattn.kernels.dispatch` both use it, and a layout must not
+import the code that selects kernels.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache, wraps
@@ -9,17 +13,20 @@ import torch
 F = TypeVar("F", bound=Callable)
 
 
-def remembered(maxsize: int) -> Callable[[F], F]:
-    """`functools.lru_cache`, of which `torch.compile` sees nothing: it would look through it, and warn."""
+def cached(maxsize: int) -> Callable[[F], F]:
+    """Return a decorator like `functools.lru_cache(maxsize)` that calls the function itself while torch.compile traces it.
+
+    torch.compile would look through an `lru_cache` and print a warning.
+    """
 
     def decorate(function: F) -> F:
-        cached = lru_cache(maxsize)(function)
+        cache = lru_cache(maxsize)(function)
 
         @wraps(function)
         def call(*args, **options):
-            return function(*args, **options) if torch.compiler.is_compiling() else cached(*args, **options)
+            return function(*args, **options) if torch.compiler.is_compiling() else cache(*args, **options)
 
-        call.cache_clear = cached.cache_clear
+        call.cache_clear = cache.cache_clear
         return call
 
     return decorate

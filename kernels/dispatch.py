@@ -1,35 +1,47 @@
-"""One function a direction: picks the kernel by device, dtype and shape, and can say why."""
+"""The entry point of the kernels: select a backend by device, dtype and shape, check the arguments, call the kernel.
+
+    backend      runs on                      computes
+    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 128
+    triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
+    blockwise    anything                     everything, tile by tile in PyTorch
+    reference    anything                     everything, but writes out all scores: for tests
+
+"auto" selects the first backend of this table that can run the call, but never the reference. `ringattn.kernels.reference`
+specifies what all backends compute.
+"""
 
 import importlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels import reference
+from ringattn.kernels import reference, validation
 from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.caching import remembered
+from ringattn.kernels.caching import cached
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients, State
-from ringattn.kernels.validation import MAX_HEAD_DIM
 
-BACKENDS = ("auto", "hopper", "triton", "tiled", "reference")
+BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
+DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A kernel family and the reason it was picked."""
+    """The backend that computes a call, and the reason why it was selected."""
 
-    backend: str  # hopper | triton | tiled | reference
-    why: str
+    backend: str  # hopper | triton | blockwise | reference
+    reason: str
 
 
-@remembered(maxsize=256)
+@cached(maxsize=256)
 def choose_backend(
     device: torch.device,
     dtype: torch.dtype,
@@ -37,83 +49,82 @@ def choose_backend(
     dims: tuple[int, int] = (128, 128),
     plain: bool = True,
 ) -> Choice:
-    """The kernel family for tensors of `dtype` on `device`; a `backend` other than "auto" is honoured or refused.
+    """Select the backend for tensors of `dtype` on `device`.
 
     Args:
+        backend: "auto", or the backend to use.
         dims: head dims (D, Dv).
-        plain: whether there are keys, and neither dropout nor a block mask.
+        plain: whether the call has at least one key, no dropout and no block mask.
 
     Raises:
-        ValueError: an unknown backend, or one that cannot run this.
+        ValueError: the backend is unknown or cannot run such a call.
     """
+    if backend in DEPRECATED_BACKENDS:
+        new_name = DEPRECATED_BACKENDS[backend]
+        warnings.warn(f"backend={backend!r} is deprecated: use backend={new_name!r}", DeprecationWarning, stacklevel=3)
+        backend = new_name
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if backend == "triton" and dtype not in TRITON_DTYPES:
-        raise ValueError(f"the Triton kernels have no {dtype}: use fp16, bf16 or fp32, or backend='tiled'")
-    no_triton = None if 1 <= min(dims) <= max(dims) <= MAX_HEAD_DIM else f"head dims {dims[0]} and {dims[1]}"
-    if backend == "triton" and no_triton:
-        raise ValueError(f"the Triton kernels take head dims from 1 to {MAX_HEAD_DIM}, not {no_triton}: use backend='tiled'")
-    if backend == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"the Triton kernels do not run on {device.type}: use backend='tiled', or 'auto'")
-    if backend == "hopper":
-        reason = _no_hopper(device, dtype, dims, plain)
-        if reason is not None:
-            raise ValueError(f"the Hopper kernels cannot run: {reason}; use the portable ones, backend='triton'")
+    if backend == "triton" and (obstacle := _triton_obstacle(device, dtype, dims)):
+        raise ValueError(f"backend='triton' is unavailable: {obstacle}; use backend='blockwise' or 'auto'")
+    if backend == "hopper" and (obstacle := _hopper_obstacle(device, dtype, dims, plain)):
+        raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
     if backend != "auto":
-        return Choice(backend, "asked for")
+        return Choice(backend, "requested")
     if device.type != "cuda":
-        return Choice("tiled", f"no GPU kernel runs on {device.type}")
+        return Choice("blockwise", f"no GPU kernel runs on {device.type}")
+    if obstacle := _triton_obstacle(device, dtype, dims):
+        return Choice("blockwise", obstacle)
+    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
+        return Choice("triton", f"the Hopper kernels are unavailable: {obstacle}")
+    return Choice("hopper", "fastest on sm_90")
+
+
+def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+    """Return why the Triton kernels cannot run, or None if they can."""
     if dtype not in TRITON_DTYPES:
-        return Choice("tiled", f"{dtype} has no Triton kernel")
-    if no_triton:
-        return Choice("tiled", f"no Triton kernel has {no_triton}")
-    reason = _no_hopper(device, dtype, dims, plain)
-    return Choice("hopper", "fastest on sm_90") if reason is None else Choice("triton", f"no Hopper kernel: {reason}")
+        return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
+    if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
+        return f"the Triton kernels take head dims from 1 to {validation.MAX_HEAD_DIM}, not head dims {dims[0]} and {dims[1]}"
+    if device.type == "cuda":
+        return None
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return f"the Triton kernels do not run on {device.type}"
+    return "Triton's interpreter computes bf16 incorrectly" if dtype == torch.bfloat16 else None
 
 
-def _no_hopper(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Why the Hopper kernels cannot run; None if they can."""
+def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
+    """Return why the Hopper kernels cannot run, or None if they can."""
     if device.type != "cuda":
-        return f"they do not run on {device.type}"
+        return f"the Hopper kernels do not run on {device.type}"
     if not plain:
-        return "they have no dropout and no block masks, and want at least one key"
+        return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
     try:
         hopper = importlib.import_module("ringattn.kernels.hopper.common")
     except ImportError as error:
-        return f"this triton has no Gluon that it knows ({error})"
-    return hopper.refusal(device, dtype, dims)
+        return f"this release of Triton has no Gluon that the Hopper kernels support ({error})"
+    return hopper.unsupported_reason(device, dtype, dims)
 
 
-def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
+def _choose_forward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
     plain = dropout is None and blocks is None and v.shape[1] > 0
     return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
 
 
 def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
-    chosen = _choose(q, v, backend, dropout, blocks)
+    chosen = _choose_forward(q, v, backend, dropout, blocks)
     if chosen == "hopper" and torch.are_deterministic_algorithms_enabled():
         if backend == "hopper":
-            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms need backend='triton'")
+            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms require backend='triton'")
         return "triton"
     return chosen
 
 
-_MODULES = {
-    "reference": dict.fromkeys(("forward", "backward"), "ringattn.kernels.reference"),
-    "tiled": dict.fromkeys(("forward", "backward"), "ringattn.kernels.blockwise"),
-    "hopper": {"forward": "ringattn.kernels.hopper.forward", "backward": "ringattn.kernels.hopper.backward"},
-    "triton": {
-        "forward": "ringattn.kernels.triton.forward",
-        "backward": "ringattn.kernels.triton.backward",
-        "total": "ringattn.kernels.triton.merge",
-    },
-}
-
-
 @cache
-def _module(backend: str, direction: str):
-    # imported on first use: a CPU rank never loads Triton
-    return importlib.import_module(_MODULES[backend][direction])
+def _module(backend: str, name: str) -> ModuleType:
+    """Import a module of a backend on first use, so that a CPU rank never loads Triton."""
+    path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
+    return importlib.import_module(f"ringattn.kernels.{path}")
 
 
 def forward(
@@ -131,12 +142,35 @@ def forward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """`ringattn.kernels.reference.forward` by the chosen kernel.
+    """Attention of one block of queries to one block of keys, by the selected backend.
 
-    `shares_sms` says that other kernels, such as NCCL's, may hold processors meanwhile. Programs of the Hopper kernels, which
-    otherwise get shares of the work before they start, then each do one item as they find room.
+    Args:
+        q: (B, Nq, Hq, D). The dtype and the device select the backend; strides may be any.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
+        intervals: for every query, the range [lo, hi) of keys that it may attend to.
+        scale: multiplies the scores before the softmax, usually D ** -0.5.
+        state: (m, l, o) of these queries over the keys of earlier calls, contiguous, in the dtype of states: m and l
+            (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may reuse its memory for the result. None: no earlier keys.
+        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
+        backend: one of BACKENDS.
+        dropout: which softmax probabilities to drop. None: none.
+        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. None: all.
+        precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
+            program per SM, and each program is assigned its share of the work in advance. With `shares_sms`, every work tile
+            has a program of its own, which starts when an SM is free. Other backends ignore this argument.
+
+    Returns:
+        The state (m, l, o) over the earlier keys and these, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse
+        (B, Nq, Hq) in the dtype of states. All are contiguous.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together, or a backend that cannot run the call.
     """
-    chosen = _choose(q, v, backend, dropout, blocks)
+    validation.check_inputs(q, k, v, intervals, dropout, blocks)
+    if state is not None:
+        validation.check_state(state, q, v)
+    chosen = _choose_forward(q, v, backend, dropout, blocks)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
@@ -144,7 +178,16 @@ def forward(
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """`ringattn.kernels.reference.row_delta`, fused where the Triton kernels run."""
+    """Compute delta = rowsum(dout * out) - dlse, in one kernel where the Triton kernels run.
+
+    Args:
+        out, dout: (B, N, Hq, Dv) of one dtype.
+        dlse: (B, N, Hq) in the dtype of states, or None.
+        backend: one of BACKENDS.
+
+    Returns:
+        delta (B, N, Hq) in the dtype of states.
+    """
     chosen = choose_backend(out.device, out.dtype, backend).backend
     return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
@@ -169,14 +212,29 @@ def backward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> Gradients:
-    """`ringattn.kernels.reference.backward` by the chosen kernel. `delta` may also be (out, dlse), of which `row_delta` would make it.
+    """Gradients of one block of queries and one block of keys, by the selected backend.
 
-    The Hopper kernels sum dq in no fixed order: its last bits may differ from run to run. All others give the same bits
-    always, and are used under `torch.use_deterministic_algorithms(True)`. `shares_sms` as in `forward`.
+    The Hopper kernels sum dq in no fixed order, so its last bits may differ from run to run. All other backends always give the
+    same bits, and "auto" selects one of them under `torch.use_deterministic_algorithms(True)`.
+
+    Args:
+        q, k, v, intervals, scale, backend, dropout, blocks, precision, shares_sms: as for `forward`.
+        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
+        lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including those of other blocks.
+        delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse) from which `row_delta` would compute it.
+        dq, dk, dv: accumulators with the shapes of q, k and v, contiguous, in the dtype of states. The gradients are added to
+            them. None: a new tensor is returned.
+        grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
+
+    Returns:
+        (dq, dk, dv), each either the accumulator or a new contiguous tensor.
 
     Raises:
-        ValueError: what `choose_backend` refuses; backend "hopper" under deterministic algorithms.
+        ValueError: shapes, dtypes or devices that do not fit together, a backend that cannot run the call, or backend "hopper"
+            under deterministic algorithms.
     """
+    validation.check_inputs(q, k, v, intervals, dropout, blocks)
+    validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     chosen = _choose_backward(q, v, backend, dropout, blocks)
     if chosen != "hopper" and isinstance(delta, tuple):
         out, dlse = delta
@@ -187,27 +245,50 @@ def backward(
     return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
-def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """`ringattn.kernels.reference.total`, on GPUs fused for fp32 sums of one batch row."""
+def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Add partial gradients of several ranks, see `ringattn.kernels.reference.sum_partials`.
+
+    On GPUs, one kernel adds fp32 partial gradients of a single batch entry in one pass over memory.
+    """
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
-        return _module("triton", "total").total(base, parts, dtype)
-    return reference.total(base, parts, dtype)
+        return _module("triton", "merge").sum_partials(base, parts, dtype)
+    return reference.sum_partials(base, parts, dtype)
 
 
-class BlockwiseBackward:
-    """The backward of the same queries over one block of keys after the other, as a ring brings them.
+class IncrementalBackward:
+    """The backward of the same queries over one block of keys after another, as a ring delivers them.
 
-    dq is gathered in the state dtype and rounded once. The Hopper kernels have their own, see `blockwise_backward`.
+    dq is accumulated in the dtype of states and rounded once. The Hopper kernels prepare the queries once for all blocks.
 
     Args:
-        q, dout, lse, delta, scale, backend, precision: as for `backward`; lse is that over all blocks.
+        q: (B, Nq, Hq, D).
+        v: values (B, Nk, Hkv, Dv) of any block; only the head dim and whether there are keys matter here.
+        dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`; lse is over the keys of all blocks.
+        plain: whether no block has dropout.
     """
 
     def __init__(
-        self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, backend: str = "auto", precision: str = "ieee"
+        self,
+        q: Tensor,
+        v: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        delta: Delta,
+        scale: float,
+        backend: str = "auto",
+        *,
+        plain: bool = True,
+        precision: str = "ieee",
+        shares_sms: bool = False,
     ) -> None:
-        self.rows, self.scale, self.backend, self.precision = (q, dout, lse, delta), scale, backend, precision
+        self._hopper = None
         self._dq: Tensor | None = None
+        if plain and _choose_backward(q, v, backend, None, None) == "hopper":
+            self._hopper = _module("hopper", "backward").IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
+        elif isinstance(delta, tuple):
+            delta = row_delta(delta[0], dout, delta[1], backend)
+        self._queries, self._scale = (q, dout, lse, delta), scale
+        self._options = {"backend": backend, "precision": precision}
 
     def add(
         self,
@@ -218,36 +299,32 @@ class BlockwiseBackward:
         dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(dk, dv) of one block in the state dtype, added into those that are given."""
-        q, dout, lse, delta = self.rows
+        """Add one block of keys to dq and return its (dk, dv).
+
+        Args:
+            k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+            intervals: of the queries over the keys of this block.
+            dk, dv: accumulators with the shapes of k and v in the dtype of states, or None.
+            dropout: of the queries and the keys of this block.
+
+        Returns:
+            (dk, dv) in the dtype of states: the accumulators, or new tensors.
+        """
+        q, dout, lse, delta = self._queries
+        exact = reference.state_dtype(q.dtype)
+        if self._hopper is not None:
+            validation.check_inputs(q, k, v, intervals, dropout)
+            validation.check_gradients(q, k, v, dout, lse, delta, (None, dk, dv), exact)
+            return self._hopper.add(k, v, intervals, dk, dv, dropout)
         self._dq, dk, dv = backward(
-            q, k, v, dout, lse, delta, intervals, self.scale, self._dq, dk, dv, self.backend,
-            grad_dtype=reference.state_dtype(q.dtype), dropout=dropout, precision=self.precision,
+            q, k, v, dout, lse, delta, intervals, self._scale, self._dq, dk, dv,
+            grad_dtype=exact, dropout=dropout, **self._options,
         )  # fmt: skip
         return dk, dv
 
     def finish(self) -> Tensor:
-        """dq over all blocks so far, in q's dtype."""
-        q = self.rows[0]
+        """Return dq (B, Nq, Hq, D) over all blocks so far, in q's dtype."""
+        if self._hopper is not None:
+            return self._hopper.finish()
+        q = self._queries[0]
         return torch.zeros_like(q) if self._dq is None else self._dq.to(q.dtype)
-
-
-def blockwise_backward(
-    q: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Delta,
-    scale: float,
-    backend: str = "auto",
-    *,
-    plain: bool = True,
-    precision: str = "ieee",
-    shares_sms: bool = False,
-) -> BlockwiseBackward:
-    """The `BlockwiseBackward` of the chosen kernels, for values like `v`. `delta` may be (out, dlse); `plain`: no dropout."""
-    if plain and _choose_backward(q, v, backend, None, None) == "hopper":
-        return _module("hopper", "backward").BlockwiseBackward(q, dout, lse, delta, scale, precision, shares_sms)
-    if isinstance(delta, tuple):
-        delta = row_delta(delta[0], dout, delta[1], backend)
-    return BlockwiseBackward(q, dout, lse, delta, scale, backend, precision)

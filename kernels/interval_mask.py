@@ -1,7 +1,11 @@
-"""Interval masks: query row i may see the key rows [lo[i], hi[i]) and no others.
+"""Interval masks: query i may attend to the keys [lo[i], hi[i]) and to no others.
 
-`lo` and `hi` are int32 tensors of shape (B or 1, Nq) that never decrease along a row, 0 <= lo, hi <= Nk; lo >= hi is an
-empty row. Causal, window, document and full masks and their intersections, on any sorted shard, all have this form.
+`lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
+hi, the interval is empty and the query attends to no key. Causal, sliding-window, document and full masks and their
+intersections have this form, on every shard whose positions are sorted.
+
+A mask is a matrix of queries and keys. Where a function works on a mask and on its transpose in the same way, this module calls
+them rows and columns.
 """
 
 from dataclasses import dataclass, field
@@ -12,56 +16,69 @@ from torch import Tensor
 
 from ringattn.kernels import tile_scheduler
 
-CUT = 4  # tiles of rows that a bound must jump by, from one row to the next, for tiles to end there
+# Tiles end where a long document ends: where a bound jumps by at least this many tiles of rows from one row to the next. Shorter
+# documents share tiles.
+DOCUMENT_JUMP = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """One mask, and what follows from it alone, computed once on the host: build it once a mask and pass it to every call.
+    """One mask, together with the tables that the kernels derive from it.
 
-    Made by `Intervals.of` or `full`. Two are equal only if they are one object.
+    The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
+    intervals once per mask, with `Intervals.of` or `full`, and pass them to every call. Two objects are never equal.
+
+    Attributes:
+        lo, hi: int32 (B or 1, rows), on the device of the kernels.
+        num_keys: number of columns.
+        host: lo and hi on the CPU.
+        wait: whether the host waits until a copy to the device has arrived.
+        of_keys: whether the rows are keys and the columns are queries, see `transposed`.
     """
 
-    lo: Tensor  # int32 (1 or B, rows), on the device of the kernels
+    lo: Tensor
     hi: Tensor
     num_keys: int
-    host: tuple[Tensor, Tensor] = field(repr=False)  # lo and hi on the CPU
-    wait: bool  # for copies to the device
-    of_keys: bool = False  # whether the rows are keys, and the "keys" queries: see `transposed`
-    _tables: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)  # by the method's name and arguments
+    host: tuple[Tensor, Tensor] = field(repr=False)
+    wait: bool
+    of_keys: bool = False
+    # The key is the name of the method that computed a table, followed by the method's arguments.
+    _tables: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
-        """The mask of these bounds, for kernels on `device`.
+        """Create the mask with these bounds, for kernels on `device`.
 
         Args:
             lo, hi: integers (1 or B, Nq) on the CPU.
             num_keys: Nk.
-            wait: whether the host waits until copies, those of tables too, have arrived. If not, they are queued in the current
-                stream, and the mask may be used in this stream only.
+            device: where the kernels run.
+            wait: whether the host waits until copies to the device, including those of tables, have arrived. Otherwise they are
+                queued on the current stream, and the mask may only be used on this stream.
 
         Raises:
-            ValueError: bounds of unlike shapes, elsewhere than on the CPU, that decrease along a row or leave [0, num_keys].
+            ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave
+                [0, num_keys].
         """
         if lo.dim() != 2 or lo.shape != hi.shape:
-            raise ValueError(f"lo has shape {tuple(lo.shape)}, hi {tuple(hi.shape)}: both must be (1 or batch, query rows)")
+            raise ValueError(f"lo has shape {tuple(lo.shape)}, hi {tuple(hi.shape)}: both must be (1 or batch, queries)")
         for name, x in (("lo", lo), ("hi", hi)):
             if x.device.type != "cpu" or x.is_floating_point():
-                raise ValueError(f"{name} is {x.dtype} on {x.device}, but bounds must be integers on the CPU")
+                raise ValueError(f"{name} is {x.dtype} on {x.device}: must be integers on the CPU")
             if x.numel() and (x[:, 0].min() < 0 or x[:, -1].max() > num_keys or (x.diff() < 0).any()):
-                raise ValueError(f"{name} must never decrease along a row, and stay within [0, {num_keys}]")
-        return cls._placed((lo, hi), num_keys, device, wait)
+                raise ValueError(f"{name} must never decrease from one query to the next and must stay within [0, {num_keys}]")
+        return cls._create((lo, hi), num_keys, device, wait)
 
     @classmethod
-    def _placed(
+    def _create(
         cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, wait: bool, of_keys: bool = False
     ) -> "Intervals":
         host = tuple(x.to(torch.int32).contiguous() for x in host)
-        return cls(*(_copy(x, device, wait) for x in host), num_keys, host, wait, of_keys)
+        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
 
     @property
     def batch(self) -> int:
-        """How many masks there are: one for each batch entry, or 1 for all."""
+        """The number of masks: one for each batch entry, or 1 for all of them."""
         return self.lo.shape[0]
 
     @property
@@ -74,154 +91,164 @@ class Intervals:
 
     @cached_property
     def transposed(self) -> "Intervals":
-        """The same mask seen from the keys: key j is seen by the query rows [lo[j], hi[j])."""
+        """The transposed mask: key j may be attended to by the queries [lo[j], hi[j])."""
         bounds = transpose(*self.host, self.num_keys)
-        return self._placed(bounds, self.num_rows, self.device, self.wait, not self.of_keys)
+        return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys)
 
-    def cut(self, rows: slice, keys: slice) -> "Intervals":
-        """The mask of these rows and keys alone, counted from the first of each; both slices have a start and a stop."""
+    def restrict(self, rows: slice, keys: slice) -> "Intervals":
+        """Return the mask of these rows and columns alone, numbered from 0. Both slices must have a start and a stop."""
+        num_keys = keys.stop - keys.start
+        bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
+        return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
 
-        def part(bound: Tensor) -> Tensor:
-            return (bound[:, rows] - keys.start).clamp(0, keys.stop - keys.start)
+    def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
+        """Split the rows into tiles, in the order in which programs should process them.
 
-        bounds = tuple(part(x) for x in self.host)
-        return self._placed(bounds, keys.stop - keys.start, self.device, self.wait, self.of_keys)
+        The bounds never decrease. Therefore the rows [first, end) of a tile together attend to the columns
+        [lo of the first row, hi of the last row), and all of them attend to [lo of the last row, hi of the first row). The loop
+        of a tile takes `step` columns per step, and step i starts at column begin + i * step. In the first num_masked_prefix
+        steps scores must be masked. In the next num_unmasked steps all rows attend to all columns. In the remaining steps
+        scores must be masked again.
 
-    def tiles(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
-        """The tiles of at most `rows` rows that cover all rows, in the order in which programs take them.
-
-        Bounds never decrease, so the rows [first, end) of a tile together see the keys [lo of the first, hi of the last),
-        and all of them see [lo of the last, hi of the first). The tile walks over steps of `step` keys, step i from key
-        begin + i * step on: num_masked_prefix steps to mask, then num_unmasked that all rows see, then the rest to mask.
-
-        Tiles end where a document does: one that reached over its end would walk over the whole history of a long document
-        for few of its rows. Between these cuts tiles are laid such that the one with fewer rows is where walks are short under
-        a causal mask: rows end with a whole tile, rows of a transposed mask begin with one.
+        Tiles end where a document ends. A tile that continued into the next document would go through the whole history of
+        a long document for the sake of a few rows. Between the ends of documents, the tile that has fewer rows is the one whose
+        loop is short under a causal mask: the first tile of queries, or the last tile of keys.
 
         Args:
-            rows: of a tile.
-            step: keys of a step.
-            cut: whether tiles end where documents do. Else tile i has the rows from i * rows on.
-            aligned: whether begin is a multiple of `step`, at or before the first key that is seen.
+            rows: maximal number of rows of a tile.
+            step: number of columns of a step.
+            split_documents: whether tiles end where documents end. Otherwise tile i starts at row i * rows.
+            aligned: whether begin is a multiple of `step`, at or before the first column that a row attends to.
 
         Returns:
-            int32 (batch, T, 6) on the device: first, end, begin, num_masked_prefix, num_unmasked, num_masked, the latter the number of all
-            steps to mask. The longest walks come first; empty tiles, all 0, fill up entries that have fewer.
+            int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, which is the
+            number of all masked steps, including the prefix. The longest loops come first. Batch entries with fewer tiles are
+            padded with zeros.
         """
-        key = "tiles", rows, step, cut, aligned
+        key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
-            self._tables[key] = _copy(self._lay(rows, step, cut, aligned), self.device, self.wait)
+            table = self._tiles_on_host(rows, step, split_documents, aligned)
+            self._tables[key] = _to_device(table, self.device, self.wait)
         return self._tables[key]
 
-    def _lay(self, rows: int, step: int, cut: bool = True, aligned: bool = False) -> Tensor:
-        """`tiles`, on the CPU."""
-        pieces = tile_scheduler.cut_rows(self.host[self.of_keys], CUT * rows if cut else self.num_keys + 1)
-        first, end = tile_scheduler.lay(*pieces, rows, from_end=cut and not self.of_keys)
-        walks = tile_scheduler.walks(*self.host, first, end, step, step if aligned else 1)
-        return tile_scheduler.by_length(first, end, walks, *self.lo.shape)
+    def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
+        """Compute `tiles` on the CPU."""
+        # The start of a document shows in lo of the queries, and in hi of the keys.
+        bound = self.host[1] if self.of_keys else self.host[0]
+        pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
+        first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
+        loops = tile_scheduler.tile_loops(*self.host, first, end, step, step if aligned else 1)
+        return tile_scheduler.tile_table(first, end, loops, *self.lo.shape)
 
     @cached_property
-    def num_seeing(self) -> int:
-        """How many rows, of all masks together, see some key."""
+    def num_nonempty_rows(self) -> int:
+        """The number of rows whose interval is not empty, summed over all masks."""
         lo, hi = self.host
         return int((lo < hi).sum())
 
     @property
-    def all_see(self) -> bool:
-        """Whether every row sees some key."""
-        return self.num_seeing == self.lo.numel()
+    def all_rows_nonempty(self) -> bool:
+        """Whether no interval is empty."""
+        return self.num_nonempty_rows == self.lo.numel()
 
-    def lay_as(self, other: "Intervals") -> None:
-        """Make the tables that were asked of `other`, and of its transpose: those of a mask that kernels will use alike."""
-        for kind, *options in other._tables:
-            getattr(self, kind)(*options)
+    def prepare_like(self, other: "Intervals") -> None:
+        """Compute the tables that were computed for `other` and for its transpose, because the same kernels will be called."""
+        for method, *arguments in other._tables:
+            getattr(self, method)(*arguments)
+        # `transposed` is in the dictionary of the object once it has been computed.
         if "transposed" in vars(other):
-            self.transposed.lay_as(other.transposed)
+            self.transposed.prepare_like(other.transposed)
 
-    def items(
+    def work_tiles(
         self,
         rows: int,
         step: int,
         batch: int,
         heads: int,
-        sections: int,
+        num_head_groups: int,
         programs: int,
-        seeing: bool = False,
+        skip_empty: bool = False,
         group: int | None = None,
     ) -> Tensor:
-        """The tiles of all heads, dealt out to programs: see `ringattn.kernels.tile_scheduler.deal`.
+        """Assign the tiles of all heads to programs, see `ringattn.kernels.tile_scheduler.assign_work_tiles`.
 
         Args:
             rows, step: as for `tiles`.
-            batch: entries; one mask serves all, or each has its own.
-            heads: of an entry.
-            sections: in which the heads of the whole batch are worked off.
-            programs: at most as many take items.
-            seeing: whether tiles whose rows see no key are left out.
-            group: of the backward, whose walks are aligned: how many query heads in turn walk over the steps of an item.
+            batch: number of batch entries. They all have the same mask, or each has its own.
+            heads: number of heads of a batch entry.
+            num_head_groups: number of groups of heads that are processed one after another, so that the operands of a group
+                stay in L2.
+            programs: maximal number of programs.
+            skip_empty: whether to leave out tiles in which all intervals are empty.
+            group: None in the forward. In the backward, whose loops are aligned, the number of query heads of a group, each of
+                which goes through all steps of a work tile.
 
         Returns:
-            int32 (n, programs, 8) on the device.
+            int32 (n, programs, 8), on the device.
         """
-        key = "items", rows, step, batch, heads, sections, programs, seeing, group
+        key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group
         if key not in self._tables:
-            tiles = self._lay(rows, step, aligned=group is not None)
-            items = tile_scheduler.in_sections(tiles.expand(batch, -1, -1), heads, sections)
-            if seeing:
-                items = items[items[:, 4] + items[:, 5] > 0]
+            tiles = self._tiles_on_host(rows, step, aligned=group is not None)
+            work_tiles = tile_scheduler.order_by_head_group(tiles.expand(batch, -1, -1), heads, num_head_groups)
+            if skip_empty:
+                work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
             if group is None:
-                items = tile_scheduler.split_last(items, programs, rows)
-                times = tile_scheduler.forward_times(items)
+                work_tiles = tile_scheduler.split_last_wave(work_tiles, programs, rows)
+                times = tile_scheduler.forward_times(work_tiles)
             else:
-                times = tile_scheduler.backward_times(items, group)
-            self._tables[key] = _copy(tile_scheduler.deal(items, times, programs), self.device, self.wait)
+                times = tile_scheduler.backward_times(work_tiles, group)
+            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs)
+            self._tables[key] = _to_device(table, self.device, self.wait)
         return self._tables[key]
 
 
 def full(num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Intervals:
-    """The mask under which every query sees every key."""
+    """Return the mask under which every query attends to every key."""
     lo = torch.zeros(1, num_queries, dtype=torch.int32, device="cpu")
     return Intervals.of(lo, torch.full_like(lo, num_keys), num_keys, device)
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-    """The same mask seen from the keys: key j is seen by the query rows [query_lo[j], query_hi[j]).
+    """Transpose a mask: key j may be attended to by the queries [query_lo[j], query_hi[j]).
 
-    Because lo and hi never decrease, the rows with hi > j are a suffix and the rows with lo <= j a prefix.
+    Because lo and hi never decrease, the queries with hi > j are a suffix of all queries, and those with lo <= j are a prefix.
 
     Args:
         lo, hi: int32 (B or 1, Nq), non-decreasing.
         num_keys: Nk.
 
     Returns:
-        query_lo, query_hi: int32 (B or 1, Nk), non-decreasing; query_lo >= query_hi where no query sees the key.
+        query_lo, query_hi: int32 (B or 1, Nk), non-decreasing. query_lo >= query_hi if no query attends to the key.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """How many of the bounds of each row of (B, N) are at most j, for every key j: int32 (B, Nk)."""
+    """Count, for every batch entry and every key j, how many bounds are at most j: int32 (B, Nk) from (B, N)."""
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
+    # One bincount serves all entries, because the bounds of entry b are moved to [b * size, (b + 1) * size).
     counts = torch.bincount((bound + entry * size).flatten(), minlength=batch * size)
     return counts.view(batch, size)[:, :num_keys].cumsum(1, dtype=torch.int32)
 
 
 def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
-    """The mask written out as booleans (B or 1, Nq, Nk): for the reference and for tests, never for training."""
+    """Write out a mask as bool (B or 1, Nq, Nk), for the reference and for tests, never for training."""
     keys = torch.arange(num_keys, device=lo.device)
     return (lo[..., None] <= keys) & (keys < hi[..., None])
 
 
-def _copy(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """`x` of the CPU on `device`.
+def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
+    """Copy a CPU tensor to `device`.
 
     Raises:
-        RuntimeError: while a CUDA graph is being captured: it would copy anew from memory that is given back.
+        RuntimeError: a CUDA graph is being captured. Every replay of the graph would repeat the copy, from memory that has been
+            freed by then.
     """
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("this mask was not used with these shapes: call it once before it is captured in a CUDA graph")
+        raise RuntimeError("this mask was not used with these shapes yet: call it once before capturing it in a CUDA graph")
     if on_gpu and not wait:
-        x = x.pin_memory()  # or the host would wait for the stream
+        # A copy from pageable memory would make the host wait for all earlier work of the stream.
+        x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

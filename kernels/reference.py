@@ -1,19 +1,24 @@
-"""Attention in plain PyTorch, scores written out: the specification that every kernel is held to.
+"""Attention in plain PyTorch, with all scores written out: the specification of every kernel.
 
-Shapes, for every kernel module alike (B batch, Nq and Nk rows, Hq query heads, Hkv key heads dividing Hq, head dims D and Dv):
+Every kernel module uses the same shapes. B is the batch size, Nq and Nk count queries and keys, Hq and Hkv count query heads
+and key heads, Hkv divides Hq, and D and Dv are head dims:
 
-    q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16, fp32 (here also fp64)
-    intervals                                                      the mask, see ringattn.kernels.interval_mask
+    q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
+    intervals                                                      the mask, see `ringattn.kernels.interval_mask`
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
-    lse, delta (B, Nq, Hq)                                         the same dtype as the state
+    lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-With s = scale * q k^T over the keys seen so far, m is the row maximum, l = sum exp(s - m), o = sum exp(s - m) v. A row that has
-seen no key is the empty state (-inf, 0, 0); its output is 0 and its lse -inf. Query head h reads key head h // (Hq / Hkv).
-The Hopper kernels take as m another number near the scores: whatever it is, l and o relative to it stand for the same sums.
+With s = scale * q k^T over the keys seen so far, the state of a query is its maximum m, l = sum exp(s - m) and
+o = sum exp(s - m) v. A query that has not attended to any key has the empty state (-inf, 0, 0), the output 0 and the lse -inf.
+Query head h uses key head h // (Hq / Hkv). The Hopper kernels may use another reference value near the scores as m. Its l and o
+are then relative to that value and represent the same sums.
 
-Both functions take three options. `dropout` drops probabilities: o sums those kept, scaled; m, l and lse do not change.
-`blocks` hides blocks of keys from blocks of queries. `precision` is that of products of fp32 inputs: "ieee", or "tf32", which
-lets the Triton kernels round their operands to 11 bits; this module and `ringattn.kernels.blockwise` always compute exactly.
+Both functions take three options. `dropout` drops probabilities: o sums the kept ones, scaled, while m, l and lse do not
+change. `blocks` masks pairs of blocks. `precision` is the precision of products of fp32 inputs, "ieee" or "tf32". With "tf32"
+the Triton kernels may round the operands to 11 bits of mantissa. This module and `ringattn.kernels.blockwise` always compute
+exactly.
+
+The functions do not check their arguments. Call them through `ringattn.kernels.dispatch`, which does.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,28 +27,28 @@ from functools import wraps
 import torch
 from torch import Tensor
 
-from ringattn.kernels import validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout, keep_mask
 from ringattn.kernels.interval_mask import Intervals, dense
 
-State = tuple[Tensor, Tensor, Tensor]
+State = tuple[Tensor, Tensor, Tensor]  # m, l, o
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
-Delta = Tensor | tuple[Tensor, Tensor | None]  # or (out, dlse), for those kernels that make it from them
+# delta itself, or (out, dlse) for kernels that compute delta from them.
+Delta = Tensor | tuple[Tensor, Tensor | None]
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states, lse and gradient accumulators for inputs of `dtype`: fp32, or fp64 for fp64."""
+    """Return the dtype of states, lse and gradient accumulators for inputs of `dtype`: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def under_autocast(device: torch.device) -> bool:
-    """Whether `torch.autocast` is on for tensors on `device`."""
+    """Return whether `torch.autocast` is on for tensors on `device`."""
     return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
 
 
-def _as_it_says(function: Callable) -> Callable:
-    """`function` of q and more with products in its own dtypes, which `torch.autocast` would round."""
+def _without_autocast(function: Callable) -> Callable:
+    """Make `function` compute matrix products in the dtypes of its tensors, which `torch.autocast` would round."""
 
     @wraps(function)
     def call(q: Tensor, *arguments, **options):
@@ -56,26 +61,27 @@ def _as_it_says(function: Callable) -> Callable:
 
 
 def empty_state(q: Tensor, value_dim: int) -> State:
-    """The state of query rows `q` (B, Nq, Hq, D) that have seen no key: (-inf, 0, 0)."""
+    """Return the state (-inf, 0, 0) of queries q (B, Nq, Hq, D) that have not attended to any key."""
     dtype = state_dtype(q.dtype)
     m = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return m, torch.zeros_like(m), torch.zeros(*q.shape[:3], value_dim, dtype=dtype, device=q.device)
 
 
 def merge(a: State, b: State) -> State:
-    """The state of the union of two disjoint sets of keys. Associative, commutative, with the empty state as identity.
+    """Merge the states of the same queries over two disjoint sets of keys (Milakov and Gimelshein 2018, section 3.1).
 
-    m = max(m_a, m_b), and each side is rescaled by alpha = exp(m_side - m) (Milakov and Gimelshein 2018, section 3.1).
+    m = max(m_a, m_b), and each side is rescaled by alpha = exp(m_side - m). The operation is associative and commutative, and
+    the empty state is its identity.
     """
     m = torch.maximum(a[0], b[0])
-    # a row empty on both sides has m = -inf: subtract 0 there, so that exp(-inf - 0) = 0 and never exp(-inf + inf) = NaN
-    origin = m.masked_fill(m == float("-inf"), 0.0)
-    alpha_a, alpha_b = torch.exp(a[0] - origin), torch.exp(b[0] - origin)
+    # A query that is empty on both sides has m = -inf. Subtract 0 there: exp(-inf - 0) is 0, whereas exp(-inf + inf) is NaN.
+    reference_max = m.masked_fill(m == float("-inf"), 0.0)
+    alpha_a, alpha_b = torch.exp(a[0] - reference_max), torch.exp(b[0] - reference_max)
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
 
 
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a state: out = o / l in `dtype`, lse = m + log l in the state's dtype; an empty row gives (0, -inf)."""
+    """Return (out, lse): out = o / l in `dtype`, lse = m + log l in the dtype of the state. An empty state gives (0, -inf)."""
     m, l, o = state
     empty = l == 0
     out = o / l.masked_fill(empty, 1.0)[..., None]
@@ -83,34 +89,34 @@ def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
-    """Masked scores (B, Hkv, G, Nq, Nk) in the state dtype, -inf where the key is not seen; G = Hq / Hkv."""
-    q, k = _by_group(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
+    """Return the scores (B, Hkv, G, Nq, Nk), G = Hq / Hkv, in the dtype of states; -inf where the pair is masked."""
+    q, k = _to_head_groups(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
     mask = dense(intervals.lo, intervals.hi, intervals.num_keys)[:, None, None]
     if blocks is not None:
-        seen = blocks.dense(q.shape[3], k.shape[-1])
-        mask = mask & (seen.unflatten(1, q.shape[1:3]) if seen.shape[1] > 1 else seen[:, :, None])
+        kept = blocks.dense(q.shape[3], k.shape[-1])
+        mask = mask & (kept.unflatten(1, q.shape[1:3]) if kept.shape[1] > 1 else kept[:, :, None])
     return (scale * (q @ k)).masked_fill(~mask, float("-inf"))
 
 
 def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """`x` (B, Hkv, G, Nq, Nk) where kept, scaled, and 0 where dropped."""
+    """Return x (B, Hkv, G, Nq, Nk) scaled where kept, and 0 where dropped."""
     if dropout is None:
         return x
     keep = keep_mask(dropout, x.shape[0], x.shape[1] * x.shape[2]).unflatten(1, x.shape[1:3])
     return (x * dropout.factor).masked_fill(~keep, 0.0)
 
 
-def _by_group(x: Tensor, num_key_heads: int) -> Tensor:
-    """(B, N, Hq, D) -> (B, Hkv, G, N, D) in the state dtype."""
+def _to_head_groups(x: Tensor, num_key_heads: int) -> Tensor:
+    """(B, N, Hq, D) -> (B, Hkv, G, N, D), in the dtype of states."""
     return x.to(state_dtype(x.dtype)).unflatten(2, (num_key_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
-def _by_row(x: Tensor) -> Tensor:
+def _from_head_groups(x: Tensor) -> Tensor:
     """(B, Hkv, G, N, D) -> (B, N, Hq, D)."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@_as_it_says
+@_without_autocast
 def forward(
     q: Tensor,
     k: Tensor,
@@ -124,24 +130,20 @@ def forward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
-    """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
+    """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
 
     Args:
-        q, k, v, intervals: as in the module's docstring; any strides with a contiguous last dimension.
-        scale: factor on the scores, usually D ** -0.5.
-        state: what the rows have seen before; it is consumed, its memory may be reused for the result.
+        q: (B, Nq, Hq, D); any strides.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
+        intervals: for every query, the range [lo, hi) of keys that it may attend to.
+        scale: multiplies the scores before the softmax, usually D ** -0.5.
+        state: (m, l, o) of the queries over earlier keys. A kernel may reuse its memory for the result. None: the empty state.
         final: whether these are the last keys.
-        dropout, blocks, precision: see the module's docstring; default: off, off, "ieee".
+        dropout, blocks, precision: see the module's docstring. By default there is no dropout and no block mask.
 
     Returns:
-        The new state, or with `final` the pair (out in q's dtype, lse); contiguous.
-
-    Raises:
-        ValueError: shapes, dtypes, devices, intervals or a scale that contradict each other; `dropout` or `blocks` do not fit q
-            and k, or an unknown precision.
+        The new state (m, l, o), or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All are contiguous.
     """
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_options(q, k, dropout, blocks, precision)
     scores = _scores(q, k, intervals, scale, blocks)
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
@@ -149,7 +151,7 @@ def forward(
         m = scores.amax(-1, keepdim=True)
         p = torch.exp(scores - m.masked_fill(m == float("-inf"), 0.0))
         o = _drop(p, dropout) @ v.to(p.dtype).permute(0, 2, 1, 3)[:, :, None]
-        new = (_by_row(m)[..., 0], _by_row(p.sum(-1, keepdim=True))[..., 0], _by_row(o))
+        new = (_from_head_groups(m)[..., 0], _from_head_groups(p.sum(-1, keepdim=True))[..., 0], _from_head_groups(o))
     if state is not None:
         new = merge(state, new)
     new = tuple(x.contiguous() for x in new)
@@ -157,16 +159,17 @@ def forward(
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """delta = rowsum(dout * out) - dlse, of shape (B, Nq, Hq): all that the backward needs to know of `out`.
+    """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states.
 
-    From d lse / d s = p, a gradient dlse of lse enters ds = p * (dp - delta) as a change of delta.
+    The backward needs `out` (B, Nq, Hq, Dv) only for delta. Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse enters
+    ds = p * (dp - delta) as a change of delta.
     """
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
     return delta if dlse is None else delta - dlse
 
 
-@_as_it_says
+@_without_autocast
 def backward(
     q: Tensor,
     k: Tensor,
@@ -185,44 +188,46 @@ def backward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> Gradients:
-    """This block's gradients (dq, dk, dv), with the probabilities recomputed as p = exp(s - lse).
+    """Gradients of one block of queries and one block of keys, with the probabilities recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
-    With dropout p in dv and dout v^T are dropped and scaled, delta and lse are as they are.
+    With dropout, p in dv and dout v^T are dropped and scaled, whereas delta and lse do not change.
 
     Args:
-        q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`. `dout` (B, Nq, Hq, Dv) has q's dtype.
-        lse: over all keys of the row, those of other blocks included. delta: from `row_delta`.
-        dq, dk, dv: accumulators in the state dtype with the shapes of q, k, v, contiguous; added into and returned. None: a
-            fresh tensor is returned, a contiguous one.
-        grad_dtype: of fresh gradients: q's dtype (None) or the state dtype.
+        q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`.
+        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
+        lse: (B, Nq, Hq), over all keys of every query, including those of other blocks.
+        delta: (B, Nq, Hq), from `row_delta`.
+        dq, dk, dv: accumulators with the shapes of q, k and v in the dtype of states, contiguous. The gradients are added to
+            them. None: a new contiguous tensor is returned.
+        grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
 
-    Raises:
-        ValueError: as for `forward`.
+    Returns:
+        (dq, dk, dv): the accumulators, or new tensors.
     """
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_options(q, k, dropout, blocks, precision)
     num_key_heads, dtype = k.shape[2], q.dtype
-    lse, delta = (_by_group(x[..., None], num_key_heads) for x in (lse, delta))
+    lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
-    q, dout = _by_group(q, num_key_heads), _by_group(dout, num_key_heads)
+    q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
-    new_dq = scale * _by_row(ds @ k)
+    new_dq = scale * _from_head_groups(ds @ k)
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
-    given, new = (dq, dk, dv), (new_dq, new_dk, new_dv)
-    fresh = grad_dtype or dtype
-    return tuple(x.to(fresh).contiguous() if into is None else into.add_(x) for into, x in zip(given, new, strict=True))
+    return tuple(
+        new.to(grad_dtype or dtype).contiguous() if accumulator is None else accumulator.add_(new)
+        for accumulator, new in zip((dq, dk, dv), (new_dq, new_dk, new_dv), strict=True)
+    )
 
 
-def total(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """`base` plus all `parts`, rounded once to `dtype`. `base` is used up.
+def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
+    """Add partial gradients that other ranks computed to this rank's own, and round the sum once.
 
     Args:
-        base: (B, N, H, D) in the state dtype, contiguous.
-        parts: (first, x): x (B, n, H, D), contiguous, is added to the rows of `base` from `first` on.
+        base: (B, N, H, D) in the dtype of states, contiguous. Its memory may be overwritten.
+        parts: pairs (first, x), where x (B, n, H, D), contiguous, is added to the n tokens of `base` from `first` on.
+        dtype: the dtype of the result.
     """
     for first, x in parts:
         base[:, first : first + x.shape[1]] += x

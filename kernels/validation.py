@@ -1,4 +1,12 @@
-"""Refusals shared by all kernel modules: each says what was given, what is allowed and what to do."""
+"""The rules about arguments: each rule and its message exists once.
+
+The public calls in `ringattn` check everything a user passes with `check_tensors`, `check_scale`, `check_dropout` and
+`check_precision`, before any work starts. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
+`check_state` and `check_gradients`: these catch mistakes of the code between the public calls and the kernels. The kernel
+modules themselves check nothing.
+
+Every function returns None or raises a ValueError, which states the value given, what is required and what to do.
+"""
 
 import math
 
@@ -8,15 +16,19 @@ from torch import Tensor
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import Delta, State, state_dtype
 
+# The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
+
+# How the Triton kernels compute products of fp32 inputs: exactly, or with the operands rounded to 11 bits of mantissa.
 PRECISIONS = ("ieee", "tf32")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv), as the public calls receive them.
+    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) as a user passes them to a public call.
 
     Raises:
         ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
@@ -77,98 +89,102 @@ def check_precision(precision: str) -> None:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 
 
+def check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
+) -> None:
+    """Check what the forward and the backward have in common, except for dtypes and settings.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        intervals: must be for Nq queries and Nk keys and for 1 or B batch entries, on q's device.
+        dropout: its positions must be (Nq,) and (Nk,), on q's device.
+        blocks: the mask must be (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)), on q's device.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    check_shapes(q, k, v)
+    (batch, num_queries, num_heads), num_keys, device = q.shape[:3], k.shape[1], q.device
+    if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
+        raise ValueError(
+            f"the intervals are for {intervals.num_rows} queries, {intervals.num_keys} keys and {intervals.batch} batch "
+            f"entries, but q and k have {num_queries} queries and {num_keys} keys in a batch of {batch}: give intervals for "
+            f"these queries and keys, and for 1 or {batch} batch entries"
+        )
+    if intervals.device != device:
+        raise ValueError(f"the intervals are on {intervals.device}, but q is on {device}: create them for q's device")
+    if dropout is not None:
+        _require("query_positions", dropout.query_positions, (num_queries,), torch.int32, device)
+        _require("key_positions", dropout.key_positions, (num_keys,), torch.int32, device)
+    if blocks is not None:
+        masks = (1 if blocks.keep.shape[0] == 1 else batch), (1 if blocks.keep.shape[1] == 1 else num_heads)
+        num_blocks = (-(-n // blocks.size) for n in (num_queries, num_keys))
+        _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
+
+
+def check_state(state: State, q: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless `state` is a contiguous (m, l, o) of the queries `q`, in the dtype of states.
+
+    m and l must be (B, Nq, Hq) and o (B, Nq, Hq, Dv).
+    """
+    rows, dtype = q.shape[:3], state_dtype(q.dtype)
+    for name, x, shape in zip("mlo", state, (rows, rows, (*rows, v.shape[3])), strict=True):
+        _require_accumulator(name, x, shape, dtype, q.device)
+
+
+def check_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Delta,
+    accumulators: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grad_dtype: torch.dtype | None,
+) -> None:
+    """Check the arguments that the backward takes in addition to those of the forward.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        dout: must be (B, Nq, Hq, Dv) in q's dtype.
+        lse: must be (B, Nq, Hq) in the dtype of states.
+        delta: must be like lse, or a tuple of out, which must be like dout, and dlse, which must be None or like lse.
+        accumulators: dq, dk and dv; each must be None or a contiguous tensor with the shape of q, k or v in the dtype of
+            states.
+        grad_dtype: must be None, q's dtype or the dtype of states.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
+    outputs, scalars = [("dout", dout)], [("lse", lse)]
+    if isinstance(delta, tuple):
+        outputs.append(("out", delta[0]))
+        scalars.append(("dlse", delta[1]))
+    else:
+        scalars.append(("delta", delta))
+    for name, x in outputs:
+        _require(name, x, (*rows, v.shape[3]), dtype, device)
+    for name, x in scalars:
+        if x is not None:
+            _require(name, x, rows, exact, device)
+    if grad_dtype not in (None, dtype, exact):
+        raise ValueError(f"grad_dtype={grad_dtype}: must be None, q's dtype {dtype} or {exact}")
+    for name, x, like in zip(("dq", "dk", "dv"), accumulators, (q, k, v), strict=True):
+        if x is not None:
+            _require_accumulator(name, x, like.shape, exact, device)
+
+
 def _require(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     if x.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, but q, k and v imply {tuple(shape)}")
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, but q, k and v require {tuple(shape)}")
     if x.dtype != dtype:
-        raise ValueError(f"{name} is {x.dtype}, but must be {dtype}: k, v, dout as q, positions int32, partial results fp32")
+        raise ValueError(f"{name} is {x.dtype}, but must be {dtype}: convert it with {name}.to({dtype})")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device}, but q is on {device}: move all arguments to one device")
 
 
-def _require_updatable(name: str, x: Tensor) -> None:
+def _require_accumulator(name: str, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    _require(name, x, shape, dtype, device)
     if not x.is_contiguous():
-        raise ValueError(f"{name} is updated in place and must be contiguous: pass {name}.contiguous() and keep it")
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float) -> None:
-    """Raise ValueError unless the shapes, devices and dtypes of `ringattn.kernels.reference` hold; any float dtype passes."""
-    if not q.dim() == k.dim() == v.dim() == 4:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k and v have shapes {shapes}, but each must be (batch, rows, heads, head dim)")
-    (batch, num_queries, num_heads, head_dim), (_, num_keys, num_key_heads, _) = q.shape, k.shape
-    dtype, device = q.dtype, q.device
-    _require("k", k, (batch, num_keys, num_key_heads, head_dim), dtype, device)
-    _require("v", v, (batch, num_keys, num_key_heads, v.shape[3]), dtype, device)
-    if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(f"{num_heads} query heads cannot be shared out over {num_key_heads} key heads: Hq % Hkv must be 0")
-    if (intervals.num_rows, intervals.num_keys) != (num_queries, num_keys) or intervals.batch not in (1, batch):
-        raise ValueError(
-            f"{intervals.batch} intervals of {intervals.num_rows} queries and {intervals.num_keys} keys, but q and k have "
-            f"{num_queries} and {num_keys} rows in a batch of {batch}: give 1 or {batch}, of these rows"
-        )
-    if intervals.device != device:
-        raise ValueError(f"the intervals are on {intervals.device}, but q is on {device}: make them for q's device")
-    if not 0 < scale < math.inf:
-        raise ValueError(f"scale is {scale}, but must be positive and finite: for a negative scale negate q")
-
-
-def check_supported(q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless the dtype and the head dims are ones that the Triton kernels take."""
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"{q.dtype} inputs: the Triton kernels take fp16, bf16 and fp32; use ringattn.kernels.reference for fp64"
-        )
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
-        raise ValueError("bf16 on the CPU: Triton's interpreter computes it wrongly; use fp32, or ringattn.kernels.reference")
-    for name, head_dim in (("query", q.shape[-1]), ("value", v.shape[-1])):
-        if not 1 <= head_dim <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{name} head dim {head_dim}: the Triton kernels take 1 to {MAX_HEAD_DIM}; "
-                "use more heads of a smaller dim, or ringattn.kernels.reference"
-            )
-
-
-def check_state(state: tuple[Tensor, Tensor, Tensor], q: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless `state` is a contiguous fp32 (m, l, o) of the query rows `q`."""
-    rows = q.shape[:3]
-    for name, x, shape in zip("mlo", state, (rows, rows, (*rows, v.shape[-1])), strict=True):
-        _require(name, x, shape, torch.float32, q.device)
-        _require_updatable(name, x)
-
-
-def check_gradients(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: Tensor | tuple[Tensor, Tensor | None],
-    given: tuple[Tensor | None, ...], grad_dtype: torch.dtype | None,
-) -> None:  # fmt: skip
-    """Raise ValueError unless the arguments that `backward` has beyond `forward` fit q, k and v."""
-    rows, dtype, device = q.shape[:3], q.dtype, q.device
-    _require("dout", dout, (*rows, v.shape[3]), dtype, device)
-    _require("lse", lse, rows, torch.float32, device)
-    if isinstance(delta, Tensor):
-        _require("delta", delta, rows, torch.float32, device)
-    else:
-        out, dlse = delta
-        _require("out", out, dout.shape, dtype, device)
-        if dlse is not None:
-            _require("dlse", dlse, rows, torch.float32, device)
-    if grad_dtype not in (None, dtype, torch.float32):
-        raise ValueError(f"grad_dtype is {grad_dtype}, but fresh gradients have q's {dtype} (None) or torch.float32")
-    for name, x, like in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
-        if x is not None:
-            _require(name, x, like.shape, torch.float32, device)
-            _require_updatable(name, x)
-
-
-def check_options(q: Tensor, k: Tensor, dropout: Dropout | None, blocks: BlockMask | None, precision: str) -> None:
-    """Raise ValueError unless the optional arguments fit q and k."""
-    if dropout is not None:
-        _require("query_positions", dropout.query_positions, (q.shape[1],), torch.int32, q.device)
-        _require("key_positions", dropout.key_positions, (k.shape[1],), torch.int32, q.device)
-    if blocks is not None:
-        shape = blocks.keep.shape
-        batch, num_heads = 1 if shape[0] == 1 else q.shape[0], 1 if shape[1] == 1 else q.shape[2]
-        num_blocks = (-(-x.shape[1] // blocks.size) for x in (q, k))
-        _require("the block mask", blocks.keep, (batch, num_heads, *num_blocks), torch.bool, q.device)
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+        raise ValueError(f"{name} is updated in place and must be contiguous: pass {name}.contiguous() and keep that tensor")

@@ -1,4 +1,17 @@
-"""What the Triton forward and backward share: tile sizes, the walk over the tiles of an interval, loads, arguments."""
+"""What the Triton forward and backward have in common: tile sizes, the loop over the tiles of an interval, loads and arguments.
+
+A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. In the forward and for
+dQ, the rows are queries and the columns are keys. For dK and dV it is the reverse. The loop is described by four numbers, which
+are passed around as the tuple `loop`:
+
+    begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
+    num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
+    num_unmasked         the tiles after them, in which all rows attend to all columns
+    num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
+
+Each kernel runs two loops, first over the unmasked tiles and then over the masked ones, so that the code of the first contains
+no mask. Helpers that take MASKED refer to the i-th tile of one of these two loops.
+"""
 
 import math
 from typing import NamedTuple
@@ -15,12 +28,16 @@ from ringattn.kernels.reference import Gradients, State
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
-LAST_HEADS = tl.constexpr(8)  # see `schedule`
-MAX_ROW_STRIDE = 2**22  # offsets inside a tile (up to 256 rows) are computed in int32
+
+# Number of heads at the end of the grid whose tiles are interleaved, see `program_tile`.
+INTERLEAVED_HEADS = tl.constexpr(8)
+
+# Offsets inside a tile of up to 256 rows are computed in int32, so the stride of a row must be smaller than this.
+MAX_ROW_STRIDE = 2**22
 
 
 class Tile(NamedTuple):
-    """Query rows and key rows that one step works on, and Triton's launch options for it."""
+    """The numbers of queries and keys that one step of a loop works on, and Triton's launch options for this size."""
 
     queries: int
     keys: int
@@ -28,36 +45,47 @@ class Tile(NamedTuple):
     num_stages: int
 
     def options(self) -> dict[str, int]:
-        """The keyword arguments of a kernel launch that this tile stands for."""
+        """Return the keyword arguments of a kernel launch for this tile."""
         return dict(QUERIES=self.queries, KEYS=self.keys, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
-# By padded head dim, the fastest measured on sm_90. Up to 128 nothing spills, but for some loop constants of the key gradient
-# at 128. Below 64, 4 warps have been reported to access memory that is not theirs.
-_HALF = {
+# The fastest tiles measured on sm_90 for fp16 and bf16, by padded head dim. Up to head dim 128 no kernel spills registers,
+# except that the key gradient at 128 reloads some loop constants. Below 64, 4 warps have been reported to access memory out of
+# bounds.
+_TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-_SINGLE = Tile(32, 32, 8, 1)  # IEEE fp32 products run on the plain cores, which hold whole operand rows in registers
+# Exact fp32 products run on the CUDA cores instead of the tensor cores, and hold whole rows of the operands in registers.
+_TILE_FP32 = Tile(32, 32, 8, 1)
 
 
 def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
-    """The tile of `kernel` ("forward", "key_gradient" or "query_gradient") for a padded head dim, the larger of two."""
+    """Return the tile of a kernel.
+
+    Args:
+        kernel: "forward", "key_gradient" or "query_gradient".
+        dtype: of q, k and v.
+        head_dim: the larger of the two padded head dims, a power of two.
+    """
     if dtype == torch.float32:
-        return _SINGLE
-    return _HALF[kernel][max(head_dim, 32)]
+        return _TILE_FP32
+    return _TILES_16_BIT[kernel][max(head_dim, 32)]
 
 
 def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
-    """`tile` itself, or the largest part of it whose sides divide the blocks."""
+    """Return `tile` itself, or with a block mask the largest part of it whose sides divide the block size."""
     if blocks is None:
         return tile
     return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
 
 
 def shape_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """The constexpr arguments that follow from the shapes; head dims are padded to a power of two of at least 16."""
+    """Return the constexpr arguments that follow from the shapes of q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv).
+
+    PADDED and VALUE_PADDED are D and Dv padded to a power of two of at least 16, as `tl.arange` and `tl.dot` require.
+    """
     num_heads, head_dim = q.shape[2:]
     value_dim = v.shape[-1]
     return dict(
@@ -70,15 +98,19 @@ def shape_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     )
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """`x` (B, N, H, D) itself if the kernels can read its strides, else a contiguous copy."""
+def as_addressable(x: Tensor) -> Tensor:
+    """Return x (B, N, H, D) itself if the kernels can use its strides, else a contiguous copy."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
 
 
 def allocate_results(
     q: Tensor, v: Tensor, state: State | None, final: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(m, l, o, out, lse) of a forward call: the state given or a fresh one, out and lse if `final`; None: not there."""
+    """Return (m, l, o, out, lse) for a forward call; None for those that the call neither reads nor writes.
+
+    m, l and o are those of `state`, or new ones if the call starts from the empty state and returns a state. out and lse are
+    allocated if `final`.
+    """
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
     if final:
@@ -92,14 +124,17 @@ def allocate_results(
 def allocate_gradients(
     q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor | None, ...], grad_dtype: torch.dtype | None
 ) -> Gradients:
-    """(dq, dk, dv) of a backward call: those `given`, or fresh ones, which are zero where there is nothing to compute."""
+    """Return (dq, dk, dv) for a backward call: the accumulators in `given`, and new tensors where those are None.
+
+    New tensors are zero if there are no queries or no keys, because no kernel runs then.
+    """
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple:
-    """query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions: no dropout."""
+    """Return query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions, no dropout."""
     if dropout is None or dropout.p == 0:
         return None, None, 0, 0, 0, 1.0
     positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
@@ -107,28 +142,34 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
 
 
 def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tensor | None, tuple[int, int] | None]:
-    """block_lists of a kernel and the strides of their batch and head: 0 where all share one list."""
+    """Return block_lists of a kernel, and their strides over batch entries and heads: 0 where all use the same list."""
     return (None, None) if lists is None else (lists, lists.expand(batch, heads, -1, -1, -1).stride()[:2])
 
 
 @triton.jit
-def schedule(num_tiles):
-    """The tile and the head (of all in the batch) of this program: head by head, but tile by tile for the last heads together.
+def program_tile(num_tiles):
+    """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    Programs start in the order of their numbers, and those that run at one time share the operands of a head in L2. Under a
-    mask some take far longer than others: the longest of the last heads start together, so that short ones fill up the end.
+    Programs start in the order of their ids. They process head after head, so that programs that run at the same time use the
+    operands of one head from L2. Under a mask, some tiles take far longer than others, and the tiles of a head are sorted with
+    the longest first. The last heads are interleaved: the longest tiles of all of them start first, and the short ones
+    fill the SMs at the end.
     """
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
-    num_single = tl.maximum(num_heads - LAST_HEADS, 0)
-    head = tl.minimum(program // num_tiles, num_single)
-    turn, width = program - head * num_tiles, tl.where(head < num_single, 1, num_heads - num_single)
-    return turn // width, head + turn % width
+    num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
+    head = tl.minimum(program // num_tiles, num_sequential)
+    index, width = program - head * num_tiles, tl.where(head < num_sequential, 1, num_heads - num_sequential)
+    return index // width, head + index % width
 
 
 @triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Rows [first, first + ROWS) of a (num_rows, DIM) matrix, padded with zeros; without MASKED all rows must exist."""
+    """Load rows [first, first + ROWS) of a (num_rows, DIM) matrix as (ROWS, PADDED), padded with zeros.
+
+    Without MASKED, all of these rows must exist.
+    """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    # Only the offset of the first row needs 64 bits. Offsets within the tile in 32 bits need fewer registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
     if MASKED or DIM != PADDED:
         tile = tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
@@ -138,30 +179,37 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 
 @triton.jit
-def load_tile(row):
-    """(first, end, begin, num_masked_prefix, num_unmasked, num_masked) at a row of a table of `ringattn.kernels.interval_mask.Intervals`."""
-    first, end = tl.load(row), tl.load(row + 1)
-    begin, num_masked_prefix = tl.load(row + 2), tl.load(row + 3)
-    num_unmasked, num_masked = tl.load(row + 4), tl.load(row + 5)
-    return first, end, begin, num_masked_prefix, num_unmasked, num_masked
+def load_tile(entry):
+    """Load one entry of the table `Intervals.tiles`: the rows [first, end) of a tile and its loop, see the module's
+    docstring."""
+    first, end = tl.load(entry), tl.load(entry + 1)
+    begin, num_masked_prefix = tl.load(entry + 2), tl.load(entry + 3)
+    num_unmasked, num_masked = tl.load(entry + 4), tl.load(entry + 5)
+    return first, end, (begin, num_masked_prefix, num_unmasked, num_masked)
 
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The list of a block of rows, of entries (kept columns before, column) as in `ringattn.kernels.blocks`, GROUP columns a block."""
+    """Return the pointer to the list of kept blocks of a block of rows.
+
+    An entry of the list is a pair (number of kept columns before this one, kept column), see `ringattn.kernels.blocks`. Here a
+    column is a pair of a block and one of GROUP heads.
+    """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
     return block_lists + row
 
 
 @triton.jit
-def walk_blocks(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """The walk of rows [first, end) along a list of kept blocks.
+def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the loop of the rows [first, end) over a list of kept blocks.
 
-    As the walk of `load_tile`, but begin is an entry of the list, and an entry holds BLOCK // STEP tiles.
+    The loop is like that of `load_tile`, except that begin is the index of an entry in the list. An entry stands for
+    BLOCK // STEP tiles.
     """
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
+    # Blocks [start, stop) contain all columns that some row attends to. In blocks [full, tail), all rows attend to all columns.
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
@@ -169,33 +217,43 @@ def walk_blocks(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.conste
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
-    total = tl.load(blocks + stop * (2 * GROUP)) - begin
-    return begin, num_masked_prefix * TILES, num_unmasked * TILES, (total - num_unmasked) * TILES
+    num_all = tl.load(blocks + stop * (2 * GROUP)) - begin
+    return begin, num_masked_prefix * TILES, num_unmasked * TILES, (num_all - num_unmasked) * TILES
 
 
 @triton.jit
-def walk_tile(num_masked_prefix, num_unmasked, i, MASKED: tl.constexpr):
-    """The i-th tile of the walk that all rows see, or of those to mask: the former lie between head and tail."""
+def loop_length(loop, MASKED: tl.constexpr):
+    """Return the number of masked or unmasked tiles of the loop."""
+    _, _, num_unmasked, num_masked = loop
+    return num_masked if MASKED else num_unmasked
+
+
+@triton.jit
+def loop_tile(loop, i, MASKED: tl.constexpr):
+    """Return the index, among all tiles of the loop, of the i-th masked or the i-th unmasked tile."""
+    _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
 
 @triton.jit
-def block_column(blocks, begin, tile, STEP: tl.constexpr, BLOCK: tl.constexpr):
-    """The entry of the list of blocks for a tile of the walk, 0 without a list.
+def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """Load the kept column of the i-th tile from the list of kept blocks; 0 without a block mask.
 
-    Loops read it one step ahead: the pipeline would otherwise give up a stage of its loads to this one.
+    Loops load the column of the next tile one step ahead. If they loaded it in the step that uses it, Triton's software
+    pipeline would spend one of its stages on this load.
     """
     column = 0
     if blocks is not None:
-        column = tl.load(blocks + (begin + tile // (BLOCK // STEP)) * 2 + 1)
+        column = tl.load(blocks + (loop[0] + loop_tile(loop, i, MASKED) // (BLOCK // STEP)) * 2 + 1)
     return column
 
 
 @triton.jit
-def tile_start(begin, tile, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """First column of a tile of the walk; with a list of blocks (BLOCK > 0) `column` is from `block_column`."""
+def tile_start(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first column of the i-th tile. With a block mask (BLOCK > 0), `column` is from `load_block_column`."""
+    tile = loop_tile(loop, i, MASKED)
     if BLOCK == 0:
-        start = begin + tile * STEP
+        start = loop[0] + tile * STEP
     else:
         start = column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP
     return start
@@ -203,14 +261,14 @@ def tile_start(begin, tile, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GRO
 
 @triton.jit
 def visible(lo, hi, start, COLUMNS: tl.constexpr):
-    """The mask (rows, COLUMNS) of rows with bounds lo, hi over the columns [start, start + COLUMNS)."""
+    """Return the mask (rows, COLUMNS) of rows with bounds lo and hi over the columns [start, start + COLUMNS)."""
     columns = start + tl.arange(0, COLUMNS)[None, :]
     return (lo[:, None] <= columns) & (columns < hi[:, None])
 
 
 @triton.jit
 def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """One number a row of rows [first, first + ROWS), 0 past the end; without MASKED all rows must exist."""
+    """Load one number per row for rows [first, first + ROWS), 0 past the end. Without MASKED, all of these rows must exist."""
     rows = first + tl.arange(0, ROWS)
     if MASKED:
         loaded = tl.load(base + rows, mask=rows < num_rows, other=0)
@@ -221,7 +279,7 @@ def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 @triton.jit
 def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """What `row_delta` takes of contiguous out, dout (all, DIM): their `rows`, where `inside`."""
+    """Load the given rows of the contiguous matrices out and dout, both (number of rows, DIM), where `inside`."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -230,7 +288,10 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """`ringattn.kernels.reference.row_delta` of `rows`, where `inside`, of their outputs and contiguous dlse (all,) or None."""
+    """Compute `ringattn.kernels.reference.row_delta` for the given rows, where `inside`.
+
+    `outputs` is from `load_outputs`; `dlse` is contiguous, one number per row, or None.
+    """
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
     if dlse is not None:
@@ -239,15 +300,26 @@ def row_delta(outputs, dlse, rows, inside):
 
 
 @triton.jit
-def draw(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
-    """`ringattn.kernels.dropout.keep_mask` of a tile of rows and the columns [start, start + STEP); TRANSPOSED: rows are keys.
+def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
+    """Compute `ringattn.kernels.dropout.keep_mask` for a tile of rows and the columns [start, start + STEP).
 
-    `dropout` is (positions of the rows, pointer to positions of the columns, batch, first head, seed, threshold, factor).
+    Args:
+        dropout: the tuple (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed,
+            threshold, factor).
+        head: the query head, without `first head`.
+        start, num_columns: first column of the tile, and the number of all columns.
+        TRANSPOSED: whether the rows are keys and the columns are queries.
+        MASKED: whether columns of the tile may lie past the end.
+
+    Returns:
+        (rows, STEP), true where the probability is kept.
     """
     row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # passed unbroadcast, rows and columns first meet in the second round, and what other words need alone is never computed
+    # Do not broadcast the positions before this call. As they are, the products of the first round depend on the row or on the
+    # column alone. They are computed per row and per column, and the tile is not needed before the second round. The compiler
+    # also leaves out what only the other three words need.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

@@ -1,7 +1,8 @@
-"""Portable Triton forward: the contract of `ringattn.kernels.reference.forward`, by tiles (Dao 2023, algorithm 1).
+"""Portable Triton forward: `ringattn.kernels.reference.forward` tile by tile (Dao 2023, algorithm 1).
 
-A program owns one tile of query rows of one head and walks over the key tiles that the rows' intervals reach: tiles that
-no row sees are never loaded, and only those at the two ends of the walk are masked. Scores are in log2 units.
+A program owns one tile of queries of one head and loops over the tiles of keys that the intervals of its queries reach. Tiles
+that no query attends to are never loaded, and scores are masked only in the tiles at the two ends of the loop. The running
+state (m, l, o) stays in registers. Scores and m are in log2 units, because exp2 is an instruction and exp is not.
 """
 
 import torch
@@ -9,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels import validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
@@ -18,17 +18,17 @@ from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import (
     LN_2,
     LOG2_E,
-    block_column,
-    draw,
+    block_loop,
+    draw_keep_mask,
     kept_blocks,
+    load_block_column,
     load_rows,
     load_scalars,
     load_tile,
-    schedule,
+    loop_length,
+    program_tile,
     tile_start,
     visible,
-    walk_blocks,
-    walk_tile,
 )
 
 
@@ -38,22 +38,25 @@ def _step(
     STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The state (m, l, o) of the query tile after the key tile at `start`; m is in log2 units.
+    """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
 
-    `dropout` is None or as in `ringattn.kernels.triton.common.draw`; o is left to be scaled by its factor.
+    `dropout` is None or the tuple of `ringattn.kernels.triton.common.draw_keep_mask`. The caller multiplies o by the factor of
+    the dropout after the last tile.
     """
     key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
     scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, STEP), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
-    # a row that has seen no key yet keeps m = -inf: subtract 0 there, exp2(-inf - 0) = 0
-    origin = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
-    p = tl.exp2(scores * log2_scale - origin[:, None])
-    alpha = tl.exp2(m - origin)
+    # A query that has not attended to any key yet keeps m = -inf. Subtract 0 there: exp2(-inf - 0) is 0, exp2(-inf + inf) is
+    # NaN. In a tile without a mask, every query attends to a key.
+    reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
+    p = tl.exp2(scores * log2_scale - reference_max[:, None])
+    alpha = tl.exp2(m - reference_max)
+    # l sums all probabilities, o only those that dropout keeps.
     dropped = p
     if dropout is not None:
-        dropped = tl.where(draw(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
+        dropped = tl.where(draw_keep_mask(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=PRECISION)
     return new_m, l * alpha + tl.sum(p, 1), o
@@ -61,10 +64,10 @@ def _step(
 
 @triton.jit
 def _merge(m, l, o, other_m, other_l, other_o):
-    """`ringattn.kernels.reference.merge` with m in log2 units."""
+    """Merge two states like `ringattn.kernels.reference.merge`, with m in log2 units."""
     new_m = tl.maximum(m, other_m)
-    origin = tl.where(new_m == float("-inf"), 0.0, new_m)
-    alpha, beta = tl.exp2(m - origin), tl.exp2(other_m - origin)
+    reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
+    alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
     return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
 
 
@@ -77,7 +80,24 @@ def _forward_kernel(
     VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    turn, index = schedule(num_tiles)
+    """Compute one tile of queries of one head.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), with the strides of their first three dimensions in
+            q_strides, k_strides and v_strides. The stride of the last dimension is 1.
+        lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
+        table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles`.
+        state_m, state_l, state_o: fp32 (B, Nq, Hq), (B, Nq, Hq) and (B, Nq, Hq, Dv), contiguous. They are read with HAS_STATE
+            and written without FINAL.
+        out, lse: (B, Nq, Hq, Dv) and fp32 (B, Nq, Hq), contiguous, written with FINAL.
+        scale: factor on the scores.
+        query_positions, key_positions: int32 (Nq,) and (Nk,), or None without dropout; first_head, seed, threshold and factor
+            are those of `ringattn.kernels.dropout.Dropout`.
+        block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask, with the strides of
+            the first two dimensions in block_strides. The block size is BLOCK, 0 without a block mask.
+        GROUP: Hq / Hkv. QUERIES and KEYS: sides of a tile. PADDED and VALUE_PADDED: DIM and VALUE_DIM padded to powers of two.
+    """
+    tile, index = program_tile(num_tiles)
     head, batch = index % NUM_HEADS, (index // NUM_HEADS).to(tl.int64)
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
@@ -87,13 +107,13 @@ def _forward_kernel(
     lo += entry * num_queries
     hi += entry * num_queries
 
-    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(table + (entry * num_tiles + turn) * 6)
+    first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
-        begin, num_masked_prefix, num_unmasked, num_masked = walk_blocks(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
+        loop = block_loop(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
@@ -101,11 +121,11 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
-    for MASKED in tl.static_range(2):  # the tiles that all rows see, then those to mask
-        column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, 0, MASKED), KEYS, BLOCK)
-        for i in range(0, num_masked if MASKED else num_unmasked):
-            next_column = block_column(blocks, begin, walk_tile(num_masked_prefix, num_unmasked, i + 1, MASKED), KEYS, BLOCK)
-            start = tile_start(begin, walk_tile(num_masked_prefix, num_unmasked, i, MASKED), column, KEYS, BLOCK, 1)
+    for MASKED in tl.static_range(2):  # first the tiles without a mask, then those with one
+        column = load_block_column(blocks, loop, 0, KEYS, BLOCK, MASKED)
+        for i in range(0, loop_length(loop, MASKED)):
+            next_column = load_block_column(blocks, loop, i + 1, KEYS, BLOCK, MASKED)
+            start = tile_start(loop, i, column, KEYS, BLOCK, 1, MASKED)
             m, l, o = _step(
                 query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
                 KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
@@ -148,31 +168,23 @@ def forward(
     blocks: BlockMask | None = None,
     precision: str = "ieee",
 ) -> State | tuple[Tensor, Tensor]:
-    """Attend from `q` to `k`, `v` under the intervals, starting from `state` (None: empty).
+    """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
 
     Args:
-        q: queries (B, Nq, Hq, D), fp16, bf16 or fp32, D at most 256; a contiguous last dimension saves a copy.
-        k, v: keys (B, Nk, Hkv, D) and values (B, Nk, Hkv, Dv) of q's dtype; Hkv divides Hq.
-        intervals: of Nq queries and Nk keys, for q's device; one for all batch entries, or one for each.
-        scale: positive factor on the scores, usually D ** -0.5.
-        state: contiguous fp32 (m, l, o) of the keys seen before; without `final` it is updated in place.
+        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. A last dimension that is not contiguous costs a copy.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
+        intervals: of Nq queries and Nk keys on q's device, one for all batch entries or one for each.
+        scale: multiplies the scores before the softmax, usually D ** -0.5; positive.
+        state: fp32 (m, l, o) of the queries over earlier keys, contiguous: m and l (B, Nq, Hq), o (B, Nq, Hq, Dv). Without
+            `final`, it is updated in place. None: the empty state.
         final: whether these are the last keys.
-        dropout: probabilities to drop; o sums the kept ones, scaled, while m, l and lse do not change. None: all are kept.
-        blocks: pairs of blocks that are seen at all. None: all are.
+        dropout: which probabilities to drop. o sums the kept ones, scaled, while m, l and lse do not change. None: none.
+        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. None: all.
         precision: of products of fp32 inputs, "ieee", or "tf32" for the tensor cores.
 
     Returns:
-        The new state, fp32 m, l (B, Nq, Hq) and o (B, Nq, Hq, Dv), or with `final` the pair out (B, Nq, Hq, Dv) in q's
-        dtype and lse (B, Nq, Hq) in fp32.
-
-    Raises:
-        ValueError: shapes, dtypes, devices, head dims, scale or precision outside the above.
+        The state (m, l, o) in fp32, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq) in fp32.
     """
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_supported(q, v)
-    validation.check_options(q, k, dropout, blocks, precision)
-    if state is not None:
-        validation.check_state(state, q, v)
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:
         options = dict(HAS_STATE=state is not None, FINAL=final, PRECISION=precision)
@@ -184,13 +196,13 @@ def _launch(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple,
     dropout: Dropout | None, blocks: BlockMask | None, options: dict,
 ) -> None:  # fmt: skip
-    """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
+    """Launch the kernel. `results` are (m, l, o, out, lse), None for those that are neither read nor written."""
     (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
-    q, k, v = (triton_common.as_rows(x) for x in (q, k, v))
+    q, k, v = (triton_common.as_addressable(x) for x in (q, k, v))
     shape = triton_common.shape_constants(q, k, v)
     tile = triton_common.choose_tile("forward", q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"]))
     tile = triton_common.fit_tile(tile, blocks)
-    table = intervals.tiles(tile.queries, tile.keys, cut=blocks is None)
+    table = intervals.tiles(tile.queries, tile.keys, split_documents=blocks is None)
     num_tiles = table.shape[1]
     with torch.cuda.device_of(q):
         lists = None if blocks is None else blocks.query_lists

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that start without asking each time what to compile."""
+"""Launch Triton kernels without the host work that Triton repeats for every launch."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -13,22 +13,29 @@ _compiled: dict[tuple, CompiledKernel] = {}
 def launch(
     kernel: JITFunction, programs: int, operands: Sequence[Any], numbers: Sequence[int | float], **constants: Hashable
 ) -> None:
-    """kernel[(programs,)](*operands, *numbers, **constants) on the current device, without asking each time what to compile.
+    """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton spends as long on that question as a short kernel runs. The launch hooks of its profiler are not called, nor is a
-    tensor on another device than the kernel's found out.
+    Triton inspects all arguments of a launch to find the compiled kernel, which takes as long as a short kernel runs. This
+    function caches the compiled kernel under a short key instead. It does not call the launch hooks of Triton's profiler, and
+    it does not notice a tensor that is on another device than the rest.
 
     Args:
-        operands: tensors, at least one; TMA descriptors, whose blocks follow from the constants; None.
-        numbers: each always of one type, integers below 2**31; the kernel specializes none of them.
-        constants: in the kernel's order.
+        kernel: the kernel; its parameters are the operands, then the numbers, then the constants.
+        programs: number of programs in the grid.
+        operands: tensors, TMA descriptors and None, with at least one tensor. The blocks of descriptors must follow from the
+            constants.
+        numbers: integers below 2**31 and floats. Each must have the same type in every launch, and the kernel must not
+            specialize any of them.
+        constants: the constexpr arguments, in the kernel's order.
     """
     key, arguments = [id(kernel), *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
+            # Triton compiles another kernel for pointers that are multiples of 16, and therefore the key contains the
+            # remainder.
             key += x.dtype, address % 16
-            # Triton asks the driver about each tensor, but takes an address as it is
+            # Pass the address. For a tensor, Triton would ask the CUDA driver whether the pointer is on the device.
             arguments.append(address)
         else:
             key.append(x and x.base.dtype)
@@ -37,6 +44,7 @@ def launch(
     key = device, *key
     compiled = _compiled.get(key)
     if compiled is None:
+        # The first launch goes through Triton, which compiles the kernel and launches it.
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
         return
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
