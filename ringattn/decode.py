@@ -1,8 +1,9 @@
-"""Decoding: a few new queries against a cache of keys and values that is spread over the ranks.
+"""Decoding: a few new queries against a cache of keys and values that is sharded over the ranks.
 
-The queries are the same on all ranks. Every rank computes their partial state (m, l, o) against its shard of the cache, in
-several splits so that few queries fill a GPU, and all partial states are folded with `merge`: the splits as a tree in one rank,
-then the ranks as a tree, in log2(P) exchanges of one state (Flash-Decoding, Dao et al. 2023, over GPUs). No key ever moves.
+The queries are the same on all ranks. Every rank computes their partial state (m, l, o) against its shard of the cache. The
+shard is divided into several splits, so that few queries can fill a GPU. Then all partial states are merged: first the splits
+of a rank, as a tree, and then the ranks, as a tree of log2(P) messages of one state (Flash-Decoding, Dao et al. 2023, extended
+to several GPUs). Keys and values never move.
 """
 
 from functools import lru_cache, partial
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import connect
-from ringattn.comm.connect import Group, rank_and_size
+from ringattn.comm.connect import Call, Group, rank_and_size
 from ringattn.comm.transport import Addressed
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
@@ -20,162 +21,170 @@ from ringattn.layout import Layout
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
-MAX_SPLITS = 64  # of a shard; its length is a multiple of this, so that any power of two up to it split_points it evenly
-SPLIT_ROWS = 256  # keys of a split at least: fewer do not repay the merge
-NOWHERE = torch.iinfo(torch.int64).max  # the position of a row that is not in use
+MAX_SPLITS = 64  # per shard; the length of a shard is a multiple of it, so that any smaller power of two divides it evenly
+MIN_SPLIT_ROWS = 256  # keys per split; with fewer keys, merging the splits takes longer than it saves
+UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in use
 PROGRAMS = 256  # tiles of queries, heads and splits that fill a GPU
 
 
 class KVCache:
-    """One rank's shard of the keys and values of a sequence that grows.
+    """One rank's shard of the keys and values of a growing sequence.
 
-    Keys that a ring pass has left on this rank stay there, whatever its layout (`prefill`). New tokens (`append`) go to the
-    rank that holds fewest, a block at a time: with equal shards before, ranks stay within a block of each other. Every rank
-    can tell who holds what, so nothing is sent. Memory is allocated once, by the first keys that come; what `truncate` drops
-    leaves room for others.
+    `prefill` keeps the keys that a ring pass has computed on this rank, in any layout. `append` adds new tokens to the rank
+    that holds the fewest tokens, one block after the other. If the shards had equal lengths before, they differ by at most a
+    block afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. Memory is allocated once,
+    for the first keys. The memory of tokens that `truncate` removes is reused.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
-        """An empty cache.
+        """Create an empty cache.
 
         Args:
-            capacity: tokens of the whole sequence, over all ranks.
-            rank, ranks: of the group that the sequence is spread over.
-            block: consecutive new tokens that one rank takes, and by how many rows shards may differ.
+            capacity: the largest number of tokens of the whole sequence, over all ranks.
+            rank, ranks: this rank, and the number of ranks that the sequence is sharded over.
+            block: the number of consecutive new tokens that one rank holds. Shards differ by at most this many tokens.
 
         Raises:
-            ValueError: no capacity, no such rank, or a block without tokens.
+            ValueError: the capacity or the block is less than one token, or there is no such rank.
         """
         whole = all(isinstance(x, int) for x in (capacity, rank, ranks, block))
         if not whole or capacity < 1 or block < 1 or not 0 <= rank < ranks:
             raise ValueError(
-                f"capacity = {capacity}, rank = {rank}, ranks = {ranks}, block = {block}: give integers: at least 1 token, a "
-                "rank from 0 to ranks - 1, and a block of at least 1"
+                f"capacity={capacity}, rank={rank}, ranks={ranks}, block={block}: all must be integers, capacity and block at "
+                "least 1, and rank between 0 and ranks - 1"
             )
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
-        self.length = 0  # tokens in the caches of all ranks
-        self.rows = [0] * ranks  # and in that of each
-        self._taker, self._taken = 0, block  # who takes new tokens, and how many of its block it has: full, so far
+        self.length = 0  # tokens in the caches of all ranks together
+        self.rows = [0] * ranks  # tokens in the cache of each rank
+        # The rank that receives new tokens, and how many tokens of its current block it already has.
+        self._receiver, self._received = 0, block
         self._layout: Layout | None = None
-        self._prompt = 0  # tokens, the first, that lie as in this layout
-        self._takers: list[int] = []  # of each token after those
+        self._prompt_length = 0  # the first tokens are distributed according to the layout
+        self._owners: list[int] = []  # the rank that holds each token after those
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Keep this rank's rows of a whole sequence, the first in this cache. No gradient passes.
+        """Keep this rank's keys and values of a whole sequence, the first tokens of this cache. No gradient passes.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's rows in `layout`, as ring attention takes them.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as `ring_attention` receives them.
+            layout: of the sequence.
 
         Raises:
-            ValueError: a cache that is not empty, a layout of other ranks or over capacity, or rows that are not its own.
+            ValueError: the cache is not empty, the layout has other ranks or exceeds the capacity, or the number of tokens is
+                not that of this rank's shard.
         """
         _check_pair(k, v)
         if self.length:
-            raise ValueError(f"the cache holds {self.length} tokens already: prefill a new one")
+            raise ValueError(
+                f"the cache already holds {self.length} tokens: prefill requires an empty cache, so create a new one"
+            )
         if layout.ranks != self.ranks or k.shape[1] != layout.rows(self.rank):
             raise ValueError(
-                f"{k.shape[1]} rows for rank {self.rank} of {self.ranks}, but the layout is over {layout.ranks} ranks"
-                + (f" and its shard has {layout.rows(self.rank)}" if layout.ranks == self.ranks else "")
-                + ": give the rows of this rank's shard"
+                f"k has {k.shape[1]} tokens for rank {self.rank} of {self.ranks}, but the layout has {layout.ranks} ranks"
+                + (f" and the shard has {layout.rows(self.rank)} tokens" if layout.ranks == self.ranks else "")
+                + ": pass the tokens of this rank's shard"
             )
         rows = k.shape[1]
         self._reserve(k, v, layout.seq_len, rows)
         self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
         self.rows = [layout.rows(rank) for rank in range(self.ranks)]
-        self.length = self._prompt = layout.seq_len
+        self.length = self._prompt_length = layout.seq_len
         self._layout = layout
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add the next tokens: k (B, N, Hkv, D), v (B, N, Hkv, Dv), the same on all ranks, of which each keeps its part.
+        """Add the next tokens: k (B, N, Hkv, D) and v (B, N, Hkv, Dv). They are the same on all ranks, and each keeps its part.
 
         Raises:
-            ValueError: more tokens than the capacity, another shape or dtype than before, or none that attention takes.
+            ValueError: the tokens exceed the capacity, or have another shape or dtype than the tokens before, or one that
+                attention does not support.
         """
         _check_pair(k, v)
         self._reserve(k, v, k.shape[1], 0)
         k, v = k.detach(), v.detach()
         for i in range(k.shape[1]):
-            if (taker := self._next_taker()) == self.rank:
-                row = self.rows[taker]
+            if (owner := self._next_owner()) == self.rank:
+                row = self.rows[owner]
                 self._k[:, row], self._v[:, row], self._positions[row] = k[:, i], v[:, i], self.length
-            self.rows[taker] += 1
+            self.rows[owner] += 1
             self.length += 1
-            self._takers.append(taker)
+            self._owners.append(owner)
 
     def truncate(self, length: int) -> None:
-        """Drop the newest tokens, so that the first `length` remain; the same on all ranks, which send nothing.
+        """Remove the newest tokens, so that the first `length` remain. All ranks must make the same call; no messages are sent.
 
-        For tokens that were only proposed, or an answer that is to be written anew.
+        This serves tokens that were only proposed (speculative decoding), or an answer that is to be generated again.
 
         Raises:
-            ValueError: no integer, or a length below 0 or beyond what the cache holds.
+            ValueError: the length is not an integer between 0 and the number of tokens in the cache.
         """
         if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"the cache holds {self.length} tokens: truncate it to 0 to {self.length}, not {length}")
+            raise ValueError(
+                f"length={length}: the cache holds {self.length} tokens, so it must be an integer from 0 to {self.length}"
+            )
         before, self.length = self.rows[self.rank], length
-        self._prompt = min(self._prompt, length)
-        self._takers = self._takers[: length - self._prompt]
-        self.rows = [self._takers.count(rank) for rank in range(self.ranks)]
-        if self._prompt:
-            held = [int((self._layout.positions(rank) < self._prompt).sum()) for rank in range(self.ranks)]
-            self.rows = [prompt + new for prompt, new in zip(held, self.rows, strict=True)]
-        self._taken = self.block
+        self._prompt_length = min(self._prompt_length, length)
+        self._owners = self._owners[: length - self._prompt_length]
+        self.rows = [self._owners.count(rank) for rank in range(self.ranks)]
+        if self._prompt_length:
+            remaining = [int((self._layout.positions(rank) < self._prompt_length).sum()) for rank in range(self.ranks)]
+            self.rows = [prompt + new for prompt, new in zip(remaining, self.rows, strict=True)]
+        self._received = self.block
         if self._k is not None:
-            dropped = slice(self.rows[self.rank], before)
-            self._k[:, dropped] = self._v[:, dropped] = 0
-            self._positions[dropped] = NOWHERE
+            removed = slice(self.rows[self.rank], before)
+            self._k[:, removed] = self._v[:, removed] = 0
+            self._positions[removed] = UNUSED
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(k, v, positions) of this rank, allocated rows and all: the first `rows[rank]` are in use, by ascending position.
+        """(k, v, positions) of this rank, including allocated rows that are not in use.
 
-        Positions are int64 on the CPU.
+        The first `rows[rank]` rows are in use, in the order of their positions. Positions are int64 on the CPU.
 
         Raises:
-            ValueError: nothing was kept yet.
+            ValueError: the cache has never held a token.
         """
         if self._k is None:
-            raise ValueError("the cache is empty: prefill it or append to it first")
+            raise ValueError("the cache is empty: call prefill or append first")
         return self._k, self._v, self._positions
 
-    def _next_taker(self) -> int:
-        """The rank that takes the next token."""
-        if self._taken == self.block:
-            self._taker, self._taken = self.rows.index(min(self.rows)), 0
-        self._taken += 1
-        return self._taker
+    def _next_owner(self) -> int:
+        """Return the rank that holds the next token."""
+        if self._received == self.block:
+            self._receiver, self._received = self.rows.index(min(self.rows)), 0
+        self._received += 1
+        return self._receiver
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Refuse tokens that do not fit; allocate at least `rows` rows on the first call, or while the cache is empty."""
+        """Check that new tokens fit. On the first call, and while the cache is empty, allocate at least `rows` rows."""
         if self.length + num_tokens > self.capacity:
             raise ValueError(
-                f"{self.length} + {num_tokens} tokens exceed the cache's capacity of {self.capacity}: make it larger"
+                f"{self.length} + {num_tokens} tokens exceed the capacity of {self.capacity}: create a larger cache"
             )
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
-            # zeros: a kernel may load rows beyond those in use before it masks them, and 0 * NaN is no 0
-            with torch.inference_mode(False):  # a cache made under it may be appended to outside
+            # A kernel may load unused rows before it masks them. They must be zeros, because 0 * NaN is not 0.
+            with torch.inference_mode(False):  # so that tokens can be appended outside of inference mode, too
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
-                self._positions = torch.full((rows,), NOWHERE, device="cpu")
-        for new, kept in ((k, self._k), (v, self._v)):
-            if (new.shape[0], *new.shape[2:], new.dtype) != (kept.shape[0], *kept.shape[2:], kept.dtype):
+                self._positions = torch.full((rows,), UNUSED, device="cpu")
+        for new, stored in ((k, self._k), (v, self._v)):
+            if (new.shape[0], *new.shape[2:], new.dtype) != (stored.shape[0], *stored.shape[2:], stored.dtype):
                 raise ValueError(
-                    f"new keys or values {tuple(new.shape)} {new.dtype} in a cache of {tuple(kept.shape)} {kept.dtype}: batch, "
-                    "heads, head dim and dtype must be the same"
+                    f"new keys or values have shape {tuple(new.shape)} and dtype {new.dtype}, but the cache has "
+                    f"{tuple(stored.shape)} and {stored.dtype}: batch, heads, head dim and dtype must be the same"
                 )
 
 
 def _check_pair(k: Tensor, v: Tensor) -> None:
-    """Refuse keys and values that no attention could take."""
+    """Raise ValueError unless k and v have shapes, dtypes and devices that attention supports."""
     if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.shape[2]:
-        raise ValueError(f"keys {tuple(k.shape)} and values {tuple(v.shape)}: give k (B, N, Hkv, D) and v (B, N, Hkv, Dv)")
+        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)}: the shapes must be (B, N, Hkv, D) and (B, N, Hkv, Dv)")
     if (k.dtype, k.device) != (v.dtype, v.device) or k.dtype not in FLOAT_DTYPES:
         raise ValueError(
-            f"keys are {k.dtype} on {k.device}, values {v.dtype} on {v.device}: give one device, and one dtype of fp16, "
-            "bf16, fp32 and fp64"
+            f"k is {k.dtype} on {k.device} and v is {v.dtype} on {v.device}: both must have the same device and one dtype of "
+            "fp16, bf16, fp32 and fp64"
         )
 
 
@@ -188,46 +197,48 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Causal attention of the newest tokens to a cache that holds them and all before; every rank of `group` calls it.
+    """Compute causal attention of the newest tokens to a cache that already contains them. Every rank of `group` calls it.
 
-    Exact, and the same bits on all ranks: states are fp32 and merged in the order of the ranks. No gradients. The first calls
-    of a group are compared; what the queries are, never: ranks that sample must do so from the same seed.
+    The result is exact and has the same bits on all ranks: states are fp32 and are merged in the order of the ranks. No
+    gradients pass. The settings of a group's first calls are compared between the ranks. The queries themselves are never
+    compared, so ranks that sample tokens must do so from the same seed.
 
     Args:
-        q: (B, N, Hq, D), queries of the last N tokens of the cache, the same on all ranks; Hkv divides Hq. fp16, bf16,
-            fp32 or fp64, as the cache.
-        cache: this rank's shard; its own keys are in it already.
-        group: the ranks that the cache is spread over; None: this process alone.
-        window: keys that a query may see, itself included; None: all before it.
-        scale: positive factor on the scores; None: D ** -0.5.
+        q: (B, N, Hq, D), queries of the last N tokens of the cache, the same on all ranks; Hkv divides Hq. fp16, bf16, fp32 or
+            fp64, like the cache.
+        cache: this rank's shard of the cache.
+        group: the ranks that the cache is sharded over; None for this process alone.
+        window: how many keys a query attends to, counted back from its own position, which is included; None for all.
+        scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, on every rank.
 
     Raises:
-        ValueError: a group of another size, queries that do not fit the cache, settings that make no sense, or first calls
-            that differ among the ranks.
+        ValueError: the group has another size than the cache, the queries do not fit the cache, a setting is invalid, or the
+            first calls differ between ranks.
     """
     scale = resolve_scale(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
     if group is not None:
-        connect.compare_first_calls(group.group_name, "decode", partial(_call, q, cache, window, scale))
+        connect.compare_first_calls(group.group_name, "decode", partial(_as_call, q, cache, window, scale))
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
     at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
-    first = at - min(window or cache.length, cache.length) + 1  # int64 holds less than any window
+    first = at - min(window or cache.length, cache.length) + 1  # a window may be larger than int64
     bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
-    if len(q) == 1:  # a batch can only be cut evenly with what is allocated and not in use
+    if len(q) == 1:
+        # Leave out rows that are not in use. With several batch entries, the remaining rows would not be contiguous.
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
         return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group).finalize(q.dtype)[0]
 
 
-def _call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> dict[str, object]:
-    """What must be the same on all ranks, by the names that callers know."""
+def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Call:
+    """Return everything that must be the same on all ranks, by the names that callers know."""
     k, v, _ = cache.shard
     shape = {"queries": list(q.shape), "key heads": k.shape[2], "value head dim": v.shape[3], "dtype": str(q.dtype)}
     held = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
@@ -239,30 +250,35 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
         raise ValueError(
-            f"the cache is of rank {cache.rank} of {cache.ranks} but in the group this is rank {rank} of {size}: they "
-            "must agree"
+            f"the cache was created for rank {cache.rank} of {cache.ranks} but this is rank {rank} of {size} in the group: the "
+            "two must be equal"
         )
     if q.ndim != 4 or (len(q), q.shape[3]) != (len(k), k.shape[3]) or q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"q {tuple(q.shape)} and keys {tuple(k.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), Hq a multiple of Hkv"
+            f"q {tuple(q.shape)} and cached keys {tuple(k.shape)}: they must be (B, N, Hq, D) and (B, N, Hkv, D), and Hkv must "
+            "divide Hq"
         )
     if not 1 <= q.shape[1] <= cache.length:
-        raise ValueError(f"{q.shape[1]} queries of a cache of {cache.length} tokens: append the keys of new tokens first")
+        raise ValueError(
+            f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the keys of the new tokens first"
+        )
     if (q.dtype, q.device) != (k.dtype, k.device):
-        raise ValueError(f"q is {q.dtype} on {q.device}, keys are {k.dtype} on {k.device}: give one dtype and device")
+        raise ValueError(f"q is {q.dtype} on {q.device} but the cache is {k.dtype} on {k.device}: the two must be equal")
     if not 0 < scale < float("inf") or (window is not None and (isinstance(window, float | bool) or window < 1)):
         raise ValueError(
-            f"scale = {scale}, window = {window}: give a positive, finite scale and a window of 1 key or more, or None"
+            f"scale={scale}, window={window}: scale must be positive and finite, window an integer of at least 1 or None"
         )
     if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError("decoding passes no gradient: detach q, or call it under torch.no_grad()")
+        raise ValueError(
+            "q requires a gradient, which decoding does not compute: detach q, or call decode_attention under torch.no_grad()"
+        )
     dispatch.choose_backend(q.device, q.dtype, backend)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
-    """The state of q (B, N, Hq, D) against rows of k, v, of which query i sees [bounds[0][i], bounds[1][i]), on the CPU."""
+    """Return the state of q (B, N, Hq, D) against rows of k and v. Query i attends to [bounds[0][i], bounds[1][i])."""
     batch, num_rows, key_heads = k.shape[:3]
-    # query heads that share a key head become rows: its keys are then read once, and fill a tile better
+    # Treat the query heads of a key head as rows: the keys are then read only once, and the rows fill a tile better.
     grouped = q.unflatten(2, (key_heads, -1)).transpose(2, 3)
     num_splits = _num_splits(batch * key_heads, num_rows)
     length = num_rows // num_splits
@@ -275,34 +291,38 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scal
     return PartialState(*(x.unflatten(1, grouped.shape[1:3]).transpose(2, 3).flatten(2, 3).contiguous() for x in merged))
 
 
-@lru_cache(maxsize=8)  # for the layers of a model, which ask for the same one after the other
+@lru_cache(maxsize=8)  # the layers of a model ask for the same intervals one after the other
 def _intervals(
     lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
 ) -> Intervals:
-    """Of `group` rows a query, against each of `num_splits` splits of `length` keys, for each of `batch` entries."""
+    """Return the intervals of each split, for `batch` entries and `group` rows per query; a split has `length` keys."""
     begin = torch.arange(num_splits, device="cpu")[:, None] * length
     bounds = (torch.tensor(x, device="cpu").repeat_interleave(group) - begin for x in (lo, hi))
     return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
 
 
 def _num_splits(programs: int, rows: int) -> int:
-    """The power of two that fills a GPU with splits of at least SPLIT_ROWS rows, `programs` tiles being there without any."""
-    wanted = min(PROGRAMS // programs, rows // SPLIT_ROWS, MAX_SPLITS)
+    """Return the power of two of splits that fills a GPU, if one split has `programs` tiles.
+
+    A split has MIN_SPLIT_ROWS or more.
+    """
+    wanted = min(PROGRAMS // programs, rows // MIN_SPLIT_ROWS, MAX_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)
 
 
 def _merge_splits(state: PartialState) -> PartialState:
-    """Fold the dimension 1 of states, a power of two, as a tree of neighbours."""
+    """Merge states along dimension 1, whose size is a power of two, as a tree of neighbours."""
     while state.m.shape[1] > 1:
         state = PartialState(*(x[:, 0::2] for x in state)).merge(PartialState(*(x[:, 1::2] for x in state)))
     return PartialState(*(x[:, 0] for x in state))
 
 
 def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
-    """The merge of all ranks' states, on every rank: recursive doubling, log2(P) exchanges.
+    """Return the merged state of all ranks, on every rank, by recursive doubling in log2(P) steps.
 
-    Of P ranks that are no power of two, those beyond it hand their state to a partner first and get the result back last. Both
-    sides of an exchange merge lower rank first, so that all end with the same bits.
+    If P is not a power of two, the ranks beyond the largest power of two first send their state to a partner and receive the
+    result at the end. In every step both ranks merge the state of the lower rank first, so that all ranks compute the same
+    bits.
     """
     rank, size = rank_and_size(group)
     packed = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
@@ -325,10 +345,7 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
 
 
 def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
-    """All of them at once; on return the received tensors hold their data, or will for what follows on the GPU's stream.
-
-    Two ranks match their messages in the order in which both list them.
-    """
+    """Send and receive, and wait until the received tensors hold their data (on a GPU, for later work of the stream)."""
     connect.connect(group.group_name).exchange(sends, receives).wait()
 
 

@@ -1,14 +1,18 @@
 """Which positions of the sequence a rank holds. In every layout a shard is a sorted list of global positions.
 
-    contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds the r-th chunk of P; under a causal mask the last rank works most
-    zigzag       0 0 1 1 2 2 2 2 1 1 0 0      chunks r and 2P-1-r of 2P: equal causal work
-    striped      0 1 2 0 1 2 0 1 2 0 1 2      every P-th position: equal causal work, and for short documents too
-    dealt        1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length in any hands, named one by one; see `ringattn.load_balance`
+The picture shows which rank holds each of twelve positions, for P = 3 ranks:
 
-Chunks differ by at most one position where S does not divide, but for the last one dealt, which may be shorter; a rank may hold
-none at all. A layout over R ranks can be `split` for U ranks in the place of each one: consecutive slices of its shard.
+    contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds chunk r of P; under a causal mask the last rank has the most work
+    zigzag       0 0 1 1 2 2 2 2 1 1 0 0      rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask
+    striped      0 1 2 0 1 2 0 1 2 0 1 2      rank r holds every P-th position: equal work, even with short documents
+    assigned     1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length, each assigned to a rank; see `ringattn.load_balance`
+
+If the number of chunks does not divide S, chunks differ by at most one position. In an assigned layout, the last chunk may be
+shorter instead. A rank may hold no position at all. A layout over R ranks can be `split` for groups of U ranks: each rank of a
+group then holds a slice of the shard of one rank.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,10 +30,11 @@ KINDS = ("contiguous", "zigzag", "striped")
 
 @dataclass(frozen=True)
 class Layout:
-    """A sequence of `seq_len` positions cut into shards, one for each of `ranks` ranks.
+    """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind` says all the rest, so that an operator can carry a layout as a string and two integers: one of KINDS, or
-    "assigned-<rows>:<rank>,<rank>,...", the rank that holds each chunk of so many rows; then "/<U>" where it is split.
+    `kind` determines everything else, so that an operator can carry a layout as a string and two integers. It is one of KINDS,
+    or "assigned-<rows>:<rank>,<rank>,..." with the rank that holds each chunk of so many rows. "/<U>" follows if the layout is
+    split.
     """
 
     kind: str
@@ -41,115 +46,133 @@ class Layout:
             try:
                 object.__setattr__(self, name, index(getattr(self, name)))
             except TypeError:
-                raise ValueError(f"{name} = {getattr(self, name)}: give an integer") from None
+                raise ValueError(f"{name}={getattr(self, name)}: it must be an integer") from None
         if self.seq_len < 1 or self.ranks < 1:
-            raise ValueError(f"seq_len = {self.seq_len}, ranks = {self.ranks}: both must be at least 1")
+            raise ValueError(f"seq_len={self.seq_len}, ranks={self.ranks}: both must be at least 1")
         kind, split, parts = self.kind.partition("/")
         if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
-            raise ValueError(f"layout {_short(self.kind)!r} over {self.ranks} ranks: give 2 or more parts, which divide them")
+            raise ValueError(
+                f"layout {_short(self.kind)!r} over {self.ranks} ranks: the number of parts must be at least 2 and divide the "
+                "number of ranks"
+            )
         if kind.startswith("assigned-"):
             _check_assigned(kind, self.seq_len, self.ranks // self.parts)
         elif kind not in KINDS:
-            raise ValueError(f"unknown layout {_short(self.kind)!r}: choose one of {', '.join(KINDS)}")
+            raise ValueError(f"unknown layout {_short(self.kind)!r}: it must be one of {', '.join(KINDS)}")
 
     @classmethod
     def contiguous(cls, seq_len: int, ranks: int) -> "Layout":
-        """Rank r holds the r-th of P chunks."""
+        """Return the layout in which rank r holds chunk r of P."""
         return cls("contiguous", seq_len, ranks)
 
     @classmethod
     def zigzag(cls, seq_len: int, ranks: int) -> "Layout":
-        """Rank r holds chunks r and 2P-1-r of 2P."""
+        """Return the layout in which rank r holds chunks r and 2P-1-r of 2P."""
         return cls("zigzag", seq_len, ranks)
 
     @classmethod
     def striped(cls, seq_len: int, ranks: int) -> "Layout":
-        """Rank r holds the positions r, r + P, r + 2P, ..."""
+        """Return the layout in which rank r holds the positions r, r + P, r + 2P, ..."""
         return cls("striped", seq_len, ranks)
 
     @classmethod
     def assigned(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
-        """Rank `owners[i]` holds the i-th chunk of `rows` positions, of which the last may be shorter.
+        """Return the layout in which rank `owners[i]` holds chunk i of `rows` positions. The last chunk may be shorter.
 
         Raises:
-            ValueError: another number of chunks than the sequence has, none, or an owner that is no rank.
+            ValueError: the sequence has another number of chunks, there are none, or an owner is not a rank.
         """
         if not len(owners):
-            raise ValueError("no owners: give the rank of every chunk")
+            raise ValueError("owners is empty: it must contain the rank of every chunk")
         return cls(f"assigned-{rows}:{','.join(str(int(owner)) for owner in owners)}", seq_len, ranks)
 
+    @classmethod
+    def dealt(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
+        """Deprecated name of `assigned`."""
+        warnings.warn("Layout.dealt is deprecated: use Layout.assigned", DeprecationWarning, stacklevel=2)
+        return cls.assigned(owners, rows, seq_len, ranks)
+
     def split(self, parts: int) -> "Layout":
-        """Over `parts` times as many ranks: rank r * parts + i holds the i-th of `parts` slices of what rank r holds here.
+        """Return the layout over `parts` times as many ranks: rank r * parts + i holds slice i of rank r's shard.
 
         Raises:
-            ValueError: a layout that is split already, or fewer than one part.
+            ValueError: the layout is split already, or `parts` is less than 1.
         """
         if self.parts > 1 or parts < 1:
-            raise ValueError(f"layout {_short(self.kind)!r} in {parts} parts: split one that is whole, in at least 1 part")
+            raise ValueError(
+                f"layout {_short(self.kind)!r} cannot be split into {parts} parts: the layout must not be split yet, and the "
+                "number of parts must be at least 1"
+            )
         return self if parts == 1 else Layout(f"{self.kind}/{parts}", self.seq_len, self.ranks * parts)
 
     @property
     def parts(self) -> int:
-        """How many ranks share the shard of one rank of `whole`; 1: not split."""
+        """How many ranks hold the shard of one rank of `whole`; 1 if the layout is not split."""
         return int(self.kind.partition("/")[2] or 1)
 
     @property
     def whole(self) -> "Layout":
-        """The layout that this one was split from; itself if it was not."""
+        """The layout that this one was split from; the layout itself if it is not split."""
         return Layout(self.kind.partition("/")[0], self.seq_len, self.ranks // self.parts)
 
     @property
     def name(self) -> str:
-        """The kind in a few letters, for a log."""
+        """The kind without the owners of chunks, for logs."""
         return _short(self.kind)
 
     def positions(self, rank: int) -> Tensor:
-        """The global positions of a rank's rows, int64, ascending.
+        """Return the global positions of a rank's rows, int64, in ascending order.
 
         Raises:
-            ValueError: no rank of the layout.
+            ValueError: the layout has no such rank.
         """
         self._check_rank(rank)
         return _positions(self, rank)
 
     def rows(self, rank: int) -> int:
-        """How many rows a rank holds.
+        """Return the number of rows (positions) that a rank holds.
 
         Raises:
-            ValueError: no rank of the layout.
+            ValueError: the layout has no such rank.
         """
         self._check_rank(rank)
         return _rows(self, rank)
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank {rank} of a layout over {self.ranks} ranks: give 0 to {self.ranks - 1}")
+            raise ValueError(f"rank={rank}: the layout has {self.ranks} ranks, so it must be 0 to {self.ranks - 1}")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """A rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.
+        """Return a rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.
 
         Raises:
-            ValueError: `x` has another number of rows; no rank of the layout.
+            ValueError: `x` has another number of rows, or the layout has no such rank.
         """
         if x.shape[dim] != self.seq_len:
-            raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the layout's sequence has {self.seq_len}")
+            raise ValueError(
+                f"dimension {dim} of x has length {x.shape[dim]} but the layout's sequence has {self.seq_len} positions: "
+                "pass the whole sequence"
+            )
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-        """The whole sequence, in order, on every rank: the inverse of `shard`. Not differentiable.
+        """Return the whole sequence, in order, on every rank: the inverse of `shard`. It is not differentiable.
 
         Args:
-            x: this rank's rows, gathered over `group` (None: the default group, not this process alone); or a list with every
-                rank's rows, put together without a group.
+            x: this rank's rows, which are gathered over `group`; or a list with the rows of every rank, for which no group is
+                needed.
+            group: None for the default group. (In attention calls, None stands for this process alone.)
+            dim: the dimension of the rows.
 
         Raises:
-            ValueError: the shards have other rows than the layout's, the group other ranks, or a gradient is asked for.
+            ValueError: the shards do not have the layout's numbers of rows, the group has another number of ranks, or `x`
+                requires a gradient.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
             x = self._gather(x, rows, group, dim)
-        if (held := [shard.shape[dim] for shard in x]) != rows:
-            raise ValueError(f"the shards hold {held} rows along dimension {dim} but the layout's hold {rows}")
+        if (given := [shard.shape[dim] for shard in x]) != rows:
+            raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
@@ -162,7 +185,7 @@ class Layout:
         group = dist.group.WORLD if group is None else group
         if not isinstance(group, dist.ProcessGroup) or group.size() != self.ranks:
             found = f"has {group.size()} ranks" if isinstance(group, dist.ProcessGroup) else f"is a {type(group).__name__}"
-            raise ValueError(f"the group {found}: give the process group of the {self.ranks} ranks of the layout")
+            raise ValueError(f"the group {found}: it must be the process group of the {self.ranks} ranks of the layout")
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)
@@ -174,14 +197,14 @@ class Layout:
 
 
 def _short(kind: str) -> str:
-    """`kind` without the owners of its chunks."""
+    """Return `kind` without the owners of chunks."""
     name, _, parts = kind.partition("/")
     return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
 
-@lru_cache(maxsize=16)  # the ring makes a layout anew from its string in every layer
+@lru_cache(maxsize=16)  # the ring creates a layout from its string in every layer
 def _chunks(kind: str) -> tuple[int, Tensor]:
-    """The rows of a chunk and the chunks' owners, from "assigned-<rows>:<rank>,<rank>,..."."""
+    """Return the rows of a chunk and the owners of all chunks, from "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), torch.tensor([int(owner) for owner in owners.split(",")], device="cpu")
 
@@ -190,17 +213,17 @@ def _check_assigned(kind: str, seq_len: int, ranks: int) -> None:
     try:
         rows, owners = _chunks(kind)
     except ValueError:
-        raise ValueError(f"layout {_short(kind)!r}: write it as assigned-<rows>:<rank>,<rank>,...") from None
+        raise ValueError(f"layout {_short(kind)!r}: it must have the form assigned-<rows>:<rank>,<rank>,...") from None
     if rows < 1 or len(owners) != -(-seq_len // rows) or not 0 <= owners.min() <= owners.max() < ranks:
         raise ValueError(
-            f"layout {_short(kind)!r} names {len(owners)} owners from {owners.min()} to {owners.max()}: give one for each "
-            f"chunk of {seq_len} positions, from 0 to {ranks - 1}"
+            f"layout {_short(kind)!r} has {len(owners)} owners from {owners.min()} to {owners.max()}: there must be one for "
+            f"each chunk of {seq_len} positions, from 0 to {ranks - 1}"
         )
 
 
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
-    """`len(_positions(...))` in integers alone, which a compiler can follow."""
+    """Return len(_positions(layout, rank)), computed with integers alone, which a compiler can trace."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
@@ -214,9 +237,10 @@ def _rows(layout: Layout, rank: int) -> int:
     return sum(end - begin for begin, end in _bounds(layout, rank))
 
 
+# The cached tensors must be ordinary, real tensors: a later call may compute gradients with them or need their values.
 @lru_cache(maxsize=256)
-@torch.inference_mode(False)  # kept: a gradient may pass by them later,
-@unset_fake_temporarily()  # and real tensors may ask for them
+@torch.inference_mode(False)
+@unset_fake_temporarily()
 def _positions(layout: Layout, rank: int) -> Tensor:
     if layout.parts > 1:
         whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts
@@ -231,7 +255,7 @@ def _positions(layout: Layout, rank: int) -> Tensor:
 
 
 def _bounds(layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """(begin, end) of a rank's chunks, contiguous or zigzag."""
+    """Return (begin, end) of each of a rank's chunks in a contiguous or zigzag layout."""
     chunks = [rank] if layout.kind == "contiguous" else [rank, 2 * layout.ranks - 1 - rank]
     total = layout.ranks * len(chunks)
     return [(i * layout.seq_len // total, (i + 1) * layout.seq_len // total) for i in chunks]

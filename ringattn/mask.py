@@ -1,7 +1,7 @@
-"""Masks as intervals: every query may see one contiguous range of key positions, and the ranges never move back.
+"""Masks as intervals: every query may attend to one contiguous range of key positions, and the ranges never move backwards.
 
-Causal, window, packed documents, full attention and any intersection of them have this form, so one pair of integers a query
-row is all that the ring and the kernels ever see of a mask.
+Causal masks, sliding windows, packed documents, full attention and all their intersections have this form. Two integers per
+query are therefore all that the ring and the kernels ever see of a mask.
 """
 
 from collections.abc import Sequence
@@ -17,26 +17,29 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
-def _per_row(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
-    """One tuple of lengths a batch row; a flat list is one row that all share."""
+def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
+    """Return one tuple of lengths per batch entry; a flat list becomes one tuple that applies to all entries."""
     if documents is None:
         return None
-    rows = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # tensors and arrays are as good as lists
-    if not rows or not all(isinstance(row, Sequence) for row in rows):
-        rows = (rows,)
+    entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
+    if not entries or not all(isinstance(entry, Sequence) for entry in entries):
+        entries = (entries,)
     try:
-        return tuple(tuple(map(index, row)) for row in rows)
+        return tuple(tuple(map(index, entry)) for entry in entries)
     except TypeError:
-        raise ValueError(f"documents = {documents}: give lengths, which are integers, or a list of them a batch row") from None
+        raise ValueError(
+            f"documents={documents}: it must be a list of lengths, which are integers, or one such list per batch entry"
+        ) from None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may see. Build one with `Mask.causal` or `Mask.full`.
+    """Which keys a query may attend to. Create one with `Mask.causal` or `Mask.full`.
 
-    Made of its fields are `lengths`, all rows' document lengths in one flat int64 tensor (empty: no documents), which is how an
-    operator carries them, and `totals`, the tokens of each row's documents: a compiler guards on what `check` reads, and need
-    not on every length. They are no fields, so that who copies a mask field by field, as FSDP does, gets a whole one.
+    Two attributes are derived from the fields. `lengths` holds the document lengths of all batch entries in one flat int64
+    tensor, which is empty without documents; operators carry a mask in this form. `totals` holds the number of tokens of each
+    entry's documents. A compiler only needs to guard on these totals, which `check` reads, and not on every length. Neither is
+    a dataclass field, so code that copies a mask field by field, as FSDP does, creates a complete mask.
     """
 
     is_causal: bool
@@ -45,124 +48,136 @@ class Mask:
 
     def __post_init__(self) -> None:
         if self.window is not None and (isinstance(self.window, bool | float | tuple | list) or self.window < 1):
-            raise ValueError(f"window = {self.window}: a query sees itself and whole keys before; give 1 or more, or None")
-        for row in self.documents or ():
-            if any(length < 1 for length in row):
+            raise ValueError(
+                f"window={self.window}: it must be an integer of at least 1, because a token always attends to itself; use "
+                "window=None for no window"
+            )
+        for entry in self.documents or ():
+            if any(length < 1 for length in entry):
                 raise ValueError(
-                    f"a document of {min(row)} tokens: give lengths, each at least 1; of cu_seqlens they are cu_seqlens.diff()"
+                    f"documents contain the length {min(entry)}: every length must be at least 1; for cumulative lengths pass "
+                    "cu_seqlens.diff()"
                 )
-        object.__setattr__(self, "totals", tuple(sum(row) for row in self.documents or ()))
-        lengths = [length for row in self.documents or () for length in row]
+        object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
+        lengths = [length for entry in self.documents or () for length in entry]
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
-        with torch.inference_mode(False), real:  # a mask that an evaluation made may serve training, too
+        with torch.inference_mode(False), real:  # so that a mask created during evaluation can be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     @classmethod
     def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """A query sees the keys at and before its own position.
+        """Return a mask in which a query attends to the keys at and before its own position.
 
         Args:
-            window: only the last `window` of them, its own included. None: all.
-            documents: lengths of packed documents that sum to S; a query sees its own document only. One list or tensor, or
-                one a batch row. None: the sequence is one document.
+            window: how many of these keys it attends to, counted back from its own position, which is included; None for all.
+            documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
+                Either one list or tensor for all batch entries, or one per batch entry. None if the sequence is one document.
 
         Raises:
-            ValueError: a window or a length that is no integer, or below 1.
+            ValueError: the window or a length is not an integer, or is below 1.
         """
-        return cls(True, window, _per_row(documents))
+        return cls(True, window, _per_entry(documents))
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """A query sees keys on both sides; with `window`, those less than `window` positions away. Else as `causal`."""
-        return cls(False, window, _per_row(documents))
+        """Return a mask in which a query attends to keys on both sides; with `window`, to those less than `window` positions
+        away.
+
+        Arguments and errors as for `causal`.
+        """
+        return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Refuse documents that do not describe `batch` sequences of `seq_len` tokens; None: any number of sequences.
+        """Check that the documents describe `batch` sequences of `seq_len` tokens; with batch=None, any number of sequences.
 
         Raises:
-            ValueError: lengths that do not sum to `seq_len`, or neither one row of them nor `batch`.
+            ValueError: lengths do not sum to `seq_len`, or there are documents for neither one nor `batch` entries.
         """
         if self.documents is None:
             return
         for total in self.totals:
             if total != seq_len:
-                raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: they must be equal")
+                raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal")
         if batch is not None and len(self.totals) not in (1, batch):
-            raise ValueError(f"documents for {len(self.totals)} batch rows but the batch has {batch}: give 1 or {batch}")
+            raise ValueError(
+                f"there are documents for {len(self.totals)} batch entries but the batch has {batch}: pass one list of lengths, "
+                f"or {batch}"
+            )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
-        """(lo, hi), int64 (1 or B, num_queries) on the CPU: query i sees the positions [lo, hi). Neither ever decreases.
+        """Return (lo, hi), int64 (1 or B, num_queries), on the CPU: query i attends to the positions [lo, hi).
+
+        Neither lo nor hi ever decreases along the sequence.
 
         Args:
-            seq_len: positions in all.
-            num_queries: the last query stands at the last position, the others before it, where need be before the first.
-                None: a query at every position.
+            seq_len: the number of positions.
+            num_queries: the number of queries. The last query is at the last position, and the others precede it, if necessary
+                at negative positions. None for one query per position.
 
         Raises:
-            ValueError: documents of another length, or documents, and queries that stand before the first of them.
+            ValueError: the documents have another total length, or a query would be at a position before the first document.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
-        """How many (query, key) pairs are computed, for each batch row; one entry if all rows share the mask.
+        """Return the number of (query, key) pairs of each batch entry; one number if all entries have the same mask.
 
-        Args, and errors: as those of `intervals`.
+        Arguments and errors as for `intervals`.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return (hi - lo).sum(-1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """The mask whose `lengths` these are, as integers: a row ends where its documents sum to `seq_len`."""
-        rows, row, total = [], [], 0
+        """Return the mask with these `lengths`, as integers. The lengths of a batch entry end where they sum to `seq_len`."""
+        entries, entry, total = [], [], 0
         for length in lengths:
-            row.append(length)
+            entry.append(length)
             total += length
             if total == seq_len:
-                rows.append(tuple(row))
-                row, total = [], 0
-        return cls(is_causal, window, tuple(rows) or None)
+                entries.append(tuple(entry))
+                entry, total = [], 0
+        return cls(is_causal, window, tuple(entries) or None)
 
 
 def check_mask(mask: Mask) -> None:
-    """Refuse what is no mask.
-
-    Raises:
-        ValueError: naming what masks are.
-    """
+    """Raise ValueError unless `mask` is a `Mask`."""
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"mask is a {type(mask).__name__}: give a ringattn.Mask, of which every row sees one interval of keys; other "
-            "patterns, by blocks, are flash_attention's blocks=BlockMask(...)"
+            f"mask is a {type(mask).__name__}: it must be a ringattn.Mask, in which every query attends to one interval of keys; "
+            "for patterns of blocks use flash_attention(..., blocks=BlockMask(...))"
         )
 
 
 @lru_cache(maxsize=8)
-@unset_fake_temporarily()  # kept: real tensors may ask for them later
+@unset_fake_temporarily()  # the cached tensors must be real, because a later call may need their values
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
-    """`mask.intervals` for all who ask: not to be changed."""
+    """Return `mask.intervals` without a copy. The result is cached and must not be modified."""
     mask.check(seq_len)
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
         hi = lo + seq_len
     elif num_queries > seq_len:
-        raise ValueError(f"{num_queries} queries of {seq_len} keys in documents: the first queries belong to none")
+        raise ValueError(
+            f"there are {num_queries} queries but only {seq_len} keys in documents: every query must belong to a document"
+        )
     else:
-        bounds = [_document_bounds(row) for row in mask.documents]
+        bounds = [_document_bounds(entry) for entry in mask.documents]
         lo, hi = (torch.stack(x)[:, seq_len - num_queries :] for x in zip(*bounds, strict=True))
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
-        window = min(mask.window, seq_len + num_queries)  # as good as any wider one, and int64 holds its sums
+        # A wider window would give the same intervals, but its sums could exceed int64.
+        window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)
     return lo, hi.clamp(min=0)
 
 
-def _document_bounds(row: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """First position, and the one after the last, of the document that each position belongs to."""
-    lengths = torch.tensor(row, dtype=torch.int64, device="cpu")
+def _document_bounds(entry: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Return for each position the first position of its document, and the position after the last one."""
+    lengths = torch.tensor(entry, dtype=torch.int64, device="cpu")
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
     return end - torch.repeat_interleave(lengths, lengths), end
