@@ -105,7 +105,7 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> Tensor:
-    """Return the work of each chunk's queries and of its keys, in tiles, as if the sequence were one shard: fp64 (chunks, 2)."""
+    """Return the tiles of each chunk's queries and of its keys, as if the sequence were one shard: fp64 (chunks, 2)."""
     lo, hi = shared_intervals(mask, seq_len, seq_len)
     first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
     begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)

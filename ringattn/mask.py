@@ -100,8 +100,8 @@ class Mask:
                 raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal")
         if batch is not None and len(self.totals) not in (1, batch):
             raise ValueError(
-                f"there are documents for {len(self.totals)} batch entries but the batch has {batch}: pass one list of lengths, "
-                f"or {batch}"
+                f"there are documents for {len(self.totals)} batch entries but the batch has {batch}: pass one list of "
+                f"lengths, or {batch}"
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
@@ -145,8 +145,8 @@ def check_mask(mask: Mask) -> None:
     """Raise ValueError unless `mask` is a `Mask`."""
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"mask is a {type(mask).__name__}: it must be a ringattn.Mask, in which every query attends to one interval of keys; "
-            "for patterns of blocks use flash_attention(..., blocks=BlockMask(...))"
+            f"mask is a {type(mask).__name__}: it must be a ringattn.Mask, in which every query attends to one interval of "
+            "keys; for patterns of blocks use flash_attention(..., blocks=BlockMask(...))"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a mask and a layout mean for one rank: the intervals of every pair of shards, and the schedules that follow from them."""
+"""What a mask and a layout mean for one rank: the intervals of every pair of shards, and the resulting schedules."""
 
 import logging
 import threading
@@ -171,7 +171,7 @@ def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals of `query_rank`'s positions, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
+    """Return the intervals of `query_rank`'s queries, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
     rows_before = _rows_before(layout, key_rank)
     return tuple(rows_before.take(x) for x in _global_intervals(mask, layout, query_rank))
 

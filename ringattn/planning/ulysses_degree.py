@@ -83,7 +83,8 @@ def best_ulysses_degree(
 
     The predicted time is the sum of two parts. The first part is the time of the ring of R = `ranks` / U ranks, hop by hop
     (`Plan.costs`), with the overhead of its steps and the merging of partial results. The second part is the time of the
-    all-to-all that attention does not hide (`exposed_seconds`). Times within 1% count as equal, and then the smaller U wins. The same arguments give the same U on every rank.
+    all-to-all that attention does not hide (`exposed_seconds`). Times within 1% count as equal, and then the smaller U wins. The
+    same arguments give the same U on every rank.
 
     The computation takes about a second for 64 ranks. For more ranks the result is the U inside a host that sends the fewest
     bytes according to `bytes_per_row`, which takes neither masks nor speeds into account.
