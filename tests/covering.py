@@ -45,5 +45,6 @@ def every_pair(**parameters: Iterable) -> pytest.MarkDecorator:
     cases = []
     for case in product(*indices):
         marks = () if case in quick else (pytest.mark.slow,)
-        cases.append(pytest.param(*(choices[i] for choices, i in zip(values, case, strict=True)), marks=marks))
+        chosen = [choices[i] for choices, i in zip(values, case, strict=True)]
+        cases.append(pytest.param(*chosen, marks=marks, id="-".join(map(str, chosen)).replace("torch.", "")))
     return pytest.mark.parametrize(",".join(parameters), cases)

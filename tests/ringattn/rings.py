@@ -1,4 +1,4 @@
-"""Running the same attention on one rank and on a ring, for the tests of this folder."""
+"""Run the same attention on one rank and on a ring, for the tests of this folder."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 
 @dataclass
 class Case:
-    """One attention problem over the whole sequence: what the ring's answer is held to."""
+    """One attention problem over the whole sequence."""
 
     q: Tensor
     k: Tensor
@@ -32,6 +32,7 @@ class Case:
         dtype: torch.dtype = torch.float64,
         seed: int = 0,
     ) -> "Case":
+        """Draw inputs and upstream gradients from a normal distribution. The values do not depend on the dtype."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -42,28 +43,41 @@ class Case:
         )
 
     def to(self, target: torch.dtype | str) -> "Case":
-        """In another dtype, or on another device."""
+        """Return the problem in another dtype, or on another device."""
         return Case(*(x.to(target) for x in (self.q, self.k, self.v, self.dout, self.dlse)))
 
-    def on_rank(self, layout: Layout, mask: Mask, rank: int, group, **options) -> list[Tensor]:
-        """A rank's rows of (out, lse, dq, dk, dv), for the loss sum(out * dout) + sum(lse * dlse)."""
+    def on_rank(self, layout: Layout, mask: Mask, rank: int, group, attend=ring_attention, **options) -> list[Tensor]:
+        """Return one rank's tokens of (out, lse, dq, dk, dv), for the loss sum(out * dout) + sum(lse * dlse)."""
+        if attend is ring_attention:
+            options["group"] = group
         q, k, v = (layout.shard(x, rank).requires_grad_() for x in (self.q, self.k, self.v))
-        out, lse = ring_attention(q, k, v, layout=layout, mask=mask, group=group, return_lse=True, **options)
+        out, lse = attend(q, k, v, layout=layout, mask=mask, return_lse=True, **options)
         upstream = layout.shard(self.dout, rank), layout.shard(self.dlse, rank).to(lse.dtype)
         return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)]
 
     def on_ring(self, layout: Layout, mask: Mask, all_pairs: bool = False, **options) -> list[Tensor]:
-        """(out, lse, dq, dk, dv) over the whole sequence, from a simulated ring, by relay or with all pairs linked."""
-        ranks = simulate(layout.ranks, lambda rank, group: self.on_rank(layout, mask, rank, group, **options), all_pairs)
-        return [layout.unshard([shards[i] for shards in ranks]) for i in range(len(NAMES))]
+        """Return (out, lse, dq, dk, dv) of the whole sequence, computed on a simulated ring.
 
-    def unsharded(self, mask: Mask, backend: str = "reference") -> list[Tensor]:
-        """(out, lse, dq, dk, dv) from one rank that holds it all."""
-        return self.on_rank(Layout.contiguous(len(self.q[0]), 1), mask, 0, None, backend=backend)
+        `all_pairs` says whether every pair of ranks is connected directly, so that blocks are not relayed.
+        """
+        ranks = simulate(layout.ranks, lambda rank, group: self.on_rank(layout, mask, rank, group, **options), all_pairs)
+        return unshard_results(layout, ranks)
+
+    def unsharded(self, mask: Mask, backend: str = "reference", **options) -> list[Tensor]:
+        """Return (out, lse, dq, dk, dv) of the whole sequence, computed on one rank."""
+        return self.on_rank(Layout.contiguous(len(self.q[0]), 1), mask, 0, None, backend=backend, **options)
+
+
+def unshard_results(layout: Layout, ranks: list[list[Tensor]]) -> list[Tensor]:
+    """Join the results (out, lse, dq, dk, dv) of all ranks."""
+    return [layout.unshard([shards[i] for shards in ranks]) for i in range(len(NAMES))]
 
 
 def relative_errors(got: list[Tensor], expected: list[Tensor]) -> dict[str, float]:
-    """The worst row's error beside the largest row of each tensor, by name: a few wrong rows cannot hide in a norm."""
+    """Return the error of the worst row relative to the largest row, by name.
+
+    A norm over the whole tensor could hide a few wrong rows.
+    """
     errors = {}
     for name, x, y in zip(NAMES, got, expected, strict=True):
         x, y = x.double().flatten(0, 1).flatten(1), y.double().flatten(0, 1).flatten(1)
@@ -72,18 +86,19 @@ def relative_errors(got: list[Tensor], expected: list[Tensor]) -> dict[str, floa
 
 
 def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Check that no row of any tensor has a relative error above the tolerance."""
     errors = relative_errors(got, expected)
     assert all(error <= tolerance for error in errors.values()), errors
 
 
 def documents(seq_len: int) -> list[int]:
-    """Lengths with one-token documents at both ends and in the middle, and one that spans many shards."""
+    """Lengths of documents: one token at both ends and in the middle, and one document that spans many shards."""
     half = seq_len // 2
     return [1, half, 1, seq_len - half - 3, 1]
 
 
 def masks(seq_len: int) -> dict[str, Mask]:
-    """The kinds of mask that every layout and schedule is held to."""
+    """The kinds of mask with which every layout and schedule is tested."""
     return {
         "causal": Mask.causal(),
         "full": Mask.full(),

@@ -1,0 +1,182 @@
+"""Tests of the ring passes: outputs and every gradient on simulated rings of up to 64 ranks equal those of one rank."""
+
+import pytest
+import torch
+
+from ringattn import Layout, Mask, ring
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.layout import KINDS
+from ringattn.planning import workload
+from ringattn.ring import Ring
+from tests.covering import every_pair
+from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
+
+SCHEDULES = ("state", "kv")
+ROUTES = ("relayed", "direct")
+HEADS = ("4/2", "3/3", "4/1")  # query heads / key heads
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+def check_ring(
+    ranks: int, mask: str, layout: str, schedule: str, route: str, dtype: torch.dtype, heads: str, seq_len: int, **options
+) -> None:
+    """Compare a simulated ring with one rank in fp64. Dropping one key would change a row by more than 1e-3."""
+    num_heads, key_heads = map(int, heads.split("/"))
+    case = Case.random(seq_len, heads=num_heads, key_heads=key_heads)
+    mask = masks(seq_len)[mask]
+    got = case.to(dtype).on_ring(Layout(layout, seq_len, ranks), mask, route == "direct", schedule=schedule, **options)
+    assert_close(got, case.unsharded(mask), TOLERANCES[dtype])
+
+
+@every_pair(
+    ranks=(1, 2, 3, 4, 8),
+    mask=MASK_NAMES,
+    layout=KINDS,
+    schedule=SCHEDULES,
+    route=ROUTES,
+    dtype=tuple(TOLERANCES),
+    heads=HEADS,
+)
+def test_ring_equals_one_rank(
+    ranks: int, mask: str, layout: str, schedule: str, route: str, dtype: torch.dtype, heads: str
+) -> None:
+    """101 tokens cannot be divided evenly among the ranks of any of these rings."""
+    check_ring(ranks, mask, layout, schedule, route, dtype, heads, seq_len=101)
+
+
+@every_pair(mask=MASK_NAMES, layout=KINDS, schedule=SCHEDULES, route=ROUTES)
+def test_ranks_without_tokens(mask: str, layout: str, schedule: str, route: str) -> None:
+    """9 tokens on 16 ranks: some ranks hold no token, but relay the blocks of others."""
+    check_ring(16, mask, layout, schedule, route, torch.float64, "4/2", seq_len=9, backend="reference")
+
+
+@pytest.mark.parametrize("mask, layout, schedule", [("causal", "zigzag", "state"), ("window+documents", "striped", "kv")])
+def test_64_ranks(mask: str, layout: str, schedule: str) -> None:
+    """A large ring has many more hops than tokens per rank."""
+    check_ring(64, mask, layout, schedule, "relayed", torch.float64, "4/2", seq_len=101, backend="reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("layout", KINDS)
+@pytest.mark.parametrize("mask", MASK_NAMES)
+def test_64_ranks_with_every_mask_and_layout(mask: str, layout: str, schedule: str) -> None:
+    """The full product on a large ring."""
+    check_ring(64, mask, layout, schedule, "relayed", torch.float64, "4/2", seq_len=101, backend="reference")
+
+
+TRITON = [("zigzag", mask) for mask in MASK_NAMES]
+TRITON += [("contiguous", "window+documents"), ("striped", "causal"), ("striped", "window")]
+QUICK_TRITON = {("zigzag", "causal", "state"), ("zigzag", "documents", "kv"), ("striped", "window", "kv")}
+
+
+@pytest.mark.parametrize(
+    "layout, mask, schedule",
+    [
+        pytest.param(*case, schedule, marks=() if (*case, schedule) in QUICK_TRITON else pytest.mark.slow)
+        for case in TRITON
+        for schedule in SCHEDULES
+    ],
+)
+def test_triton_kernels_on_a_ring(layout: str, mask: str, schedule: str, device: torch.device) -> None:
+    """The kernels that GPUs use, by Triton's interpreter on a CPU."""
+    case = Case.random(seq_len=50, heads=2, key_heads=1, dim=16, value_dim=16)
+    mask = masks(50)[mask]
+    on_device = case.to(torch.float32).to(device)
+    got = on_device.on_ring(Layout(layout, 50, 3), mask, schedule=schedule, backend="triton")
+    assert_close([x.cpu() for x in got], case.unsharded(mask), 1e-5)
+
+
+@every_pair(layout=KINDS, schedule=SCHEDULES, route=ROUTES)
+def test_batch_entries_with_their_own_documents(layout: str, schedule: str, route: str) -> None:
+    """One entry has a document that spans three ranks. The value dim differs from the head dim, and the scale is given."""
+    case = Case.random(seq_len=48, batch=2, heads=6, key_heads=3, dim=8, value_dim=5)
+    mask = Mask.full(documents=[[1] * 6 + [20, 22], [48]])
+    options = dict(schedule=schedule, backend="blockwise", scale=0.7)
+    got = case.on_ring(Layout(layout, 48, 5), mask, route == "direct", **options)
+    assert_close(got, case.unsharded(mask, scale=0.7), 1e-10)
+
+
+@pytest.mark.parametrize("ranks", (16, pytest.param(64, marks=pytest.mark.slow)))
+@every_pair(mask=("causal", "full"), schedule=SCHEDULES, route=ROUTES)
+def test_error_does_not_grow_with_the_ring(mask: str, schedule: str, route: str, ranks: int) -> None:
+    """The fp32 error relative to fp64, over the whole tensor, is on many ranks at most 1.2 times that on one rank."""
+    case, mask = Case.random(seq_len=1024, dim=32, value_dim=32), masks(1024)[mask]
+    exact = case.unsharded(mask, backend="blockwise")
+    errors = {}
+    for size in (1, ranks):
+        got = case.to(torch.float32).on_ring(Layout.zigzag(1024, size), mask, route == "direct", schedule=schedule)
+        errors[size] = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, exact, strict=True)]
+    assert all(many <= 1.2 * one for one, many in zip(errors[1], errors[ranks], strict=True)), errors
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_partial_results_of_16_bit_inputs_are_not_rounded(schedule: str) -> None:
+    """The bf16 error does not grow with the ring, because partial results travel in fp32."""
+    case = Case.random(seq_len=256, dtype=torch.bfloat16)
+    exact = case.to(torch.float64).unsharded(Mask.causal())
+    errors = {}
+    for ranks in (1, 8):
+        got = case.on_ring(Layout.zigzag(256, ranks), Mask.causal(), schedule=schedule)
+        errors[ranks] = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(got, exact, strict=True)]
+    assert all(many <= 1.1 * one + 1e-6 for one, many in zip(errors[1], errors[8], strict=True)), errors
+
+
+def test_a_skipped_step_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison of these tests fails if a single local step of a ring of four is skipped."""
+    forward, calls = ring.dispatch.forward, []
+
+    def skip_third_call(q, k, v, intervals, *rest, **options):
+        calls.append(1)
+        if len(calls) == 3:
+            intervals = Intervals.of(intervals.host[0], intervals.host[0], intervals.num_keys)
+        return forward(q, k, v, intervals, *rest, **options)
+
+    case = Case.random(seq_len=101)
+    with monkeypatch.context() as patch:
+        patch.setattr(ring.dispatch, "forward", skip_third_call)
+        got = case.on_ring(Layout.zigzag(101, 4), Mask.causal(), schedule="kv", backend="reference")
+    assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 1e-3
+
+
+@every_pair(ranks=(1, 2, 5), layout=KINDS, schedule=SCHEDULES, route=ROUTES)
+def test_dropout_is_the_same_on_any_ring(ranks: int, layout: str, schedule: str, route: str) -> None:
+    """Output and gradients equal those of one rank, so the same entries are dropped."""
+    case = Case.random(seq_len=60, batch=2)
+    options = {"dropout_p": 0.2, "seed": 11}
+    layout = Layout(layout, 60, ranks)
+    got = case.on_ring(layout, Mask.causal(), route == "direct", schedule=schedule, backend="blockwise", **options)
+    assert_close(got, case.unsharded(Mask.causal(), **options), 1e-10)
+    assert relative_errors(got, case.unsharded(Mask.causal()))["out"] > 0.1
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("heads, key_heads, chunks", [(4, 4, 4), (8, 2, 2), (3, 1, 1)], ids=str)
+def test_head_chunks_give_the_same_result(
+    heads: int, key_heads: int, chunks: int, schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long call processes its heads in chunks. The result, with dropout, equals that of one chunk."""
+    case, layout, seen = Case.random(seq_len=22, heads=heads, key_heads=key_heads), Layout.zigzag(22, 2), []
+    options = {"schedule": schedule, "backend": "reference", "dropout_p": 0.4, "seed": 5}
+    whole = case.on_ring(layout, Mask.causal(), **options)
+    monkeypatch.setattr(workload, "HEAD_CHUNK_FLOPS", 1.0)
+    forward = getattr(Ring, f"_forward_{schedule}")
+    monkeypatch.setattr(Ring, forward.__name__, lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
+    assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)
+    assert seen == [heads // chunks] * chunks * layout.ranks
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_two_runs_return_the_same_bits(route: str) -> None:
+    """Partial results are merged in a fixed order."""
+    case = Case.random(seq_len=101, dtype=torch.float32)
+    runs = [case.on_ring(Layout.zigzag(101, 4), Mask.causal(), route == "direct", schedule="state") for _ in range(2)]
+    assert all(torch.equal(x, y) for x, y in zip(*runs, strict=True))
+
+
+def test_a_query_without_keys_on_its_own_rank_is_exact() -> None:
+    """With a window of 1 every token attends only to itself, so out = v and dv = dout."""
+    case = Case.random(seq_len=20, heads=2)
+    out, _, _, _, dv = case.on_ring(Layout.striped(20, 3), Mask.causal(window=1))
+    assert torch.allclose(out, case.v, atol=1e-12)
+    assert torch.allclose(dv, case.dout, atol=1e-12)
