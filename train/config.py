@@ -40,12 +40,12 @@ class ModelConfig:
     window: int | None = None  # keys a query may see, itself included; None: all before it
 
     @property
-    def head_features(self) -> int:
+    def resolved_head_dim(self) -> int:
         """Of a head: `head_dim`, where it is given."""
         return self.head_dim or self.dim // self.heads
 
     @property
-    def ffn_features(self) -> int:
+    def resolved_ffn_dim(self) -> int:
         """Between the two layers of SwiGLU: `ffn_dim`, where it is given."""
         return self.ffn_dim or round_up(8 * self.dim // 3, 64)
 
@@ -89,7 +89,7 @@ class ParallelConfig:
     ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: the fastest by forecast
     layout: str = "auto"  # contiguous | zigzag | striped | auto: the least work for the busiest rank, at every step
     schedule: str = "auto"  # auto | state | kv
-    kernel: str = "auto"  # auto | hopper | triton | tiled | reference
+    kernel: str = "auto"  # auto | hopper | triton | blockwise | reference
     # recompute blocks in the backward, attention excepted; None: where a GPU's memory would else be short
     activation_checkpointing: bool | None = None
     timeout_s: int = 600  # of a collective, and of a hop unless RINGATTN_TIMEOUT is set
@@ -166,7 +166,7 @@ CHOICES = {
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
-    "parallel.kernel": dispatch.BACKENDS,
+    "parallel.kernel": (*dispatch.BACKENDS, *dispatch.DEPRECATED_BACKENDS),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),
@@ -280,7 +280,7 @@ def _check_model(model: ModelConfig) -> None:
             f"model.rope_theta={model.rope_theta} with model.rope_scaling=yarn, which asks where pairs of features turn slower "
             "than the ones before: set it above 1"
         )
-    head_dim = model.head_features
+    head_dim = model.resolved_head_dim
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
         raise ConfigError(
             f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most {MAX_HEAD_DIM}, "

@@ -19,7 +19,7 @@ def alone_in(directory: Path) -> Iterator[None]:
         ConfigError: on every rank: another process holds it.
     """
     with ExitStack() as held:
-        with parallel.agreed():
+        with parallel.sync_errors():
             if dist.get_rank() == 0:
                 _lock(directory, held)
         yield

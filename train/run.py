@@ -80,7 +80,7 @@ def lead(store: dist.Store) -> int:
         try:
             config, directory = typed(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
-            parallel.share((config, directory))
+            parallel.broadcast_object((config, directory))
             outcomes.append(sweep.Outcome(overrides, train(config, directory)))
         except USER_ERRORS as error:
             complain(error)
@@ -95,7 +95,7 @@ def lead(store: dist.Store) -> int:
                 (Path(context.sweep.dir) / "sweep.md").write_text(sweep.table(outcomes) + "\n")
 
     status = run_hydra(job)
-    parallel.share(None)
+    parallel.broadcast_object(None)
     if len(outcomes) > 1:
         print(sweep.table(outcomes), flush=True)
     return status or int(any(outcome.failed for outcome in outcomes))
@@ -137,7 +137,7 @@ def typed(settings: DictConfig) -> Config:
 
 def follow() -> int:
     """Any other rank: run the jobs that rank 0 hands out. A mistake ends a job on all ranks, and rank 0 reports it."""
-    while (job := parallel.share(None)) is not None:
+    while (job := parallel.broadcast_object(None)) is not None:
         try:
             train(*job)
         except (*USER_ERRORS, Stopped):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ringattn import Mask
 from ringattn.kernels import dispatch
-from ringattn.planning.cost_model import attention_flops, fabric
-from ringattn.planning.ulysses_degree import best_ulysses
+from ringattn.planning.cost_model import attention_flops, interconnect
+from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.config import Config, ConfigError
@@ -60,7 +60,7 @@ def build(config: Config, begin: Path | None = None) -> Run:
     Parameters to `begin` with are checked, not loaded: before the data, which may take long.
     """
     parallel.set_deterministic(config.trainer.deterministic)  # before the device is in use
-    with parallel.agreed():
+    with parallel.sync_errors():
         device = parallel.pick_device(config.trainer.device)
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
         _choose_kernel(config, device, bf16)
@@ -74,14 +74,14 @@ def build(config: Config, begin: Path | None = None) -> Run:
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = parallel.build_mesh(device.type, sequence, ulysses)
-    with parallel.agreed():
+    with parallel.sync_errors():
         data = load(config.data, tokenizer)
-    with parallel.agreed():  # apart, as in each the other ranks wait for rank 0
+    with parallel.sync_errors():  # apart, as in each the other ranks wait for rank 0
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
     parallel.set_timeout(mesh, config.parallel.timeout_s)  # only now: to tokenise may take long
     recompute = _recompute(config, tokenizer, mesh, device, bf16)
-    with parallel.agreed():
+    with parallel.sync_errors():
         memory.check(_needed_memory(config, tokenizer, mesh, bf16, recompute), device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
@@ -103,7 +103,7 @@ def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch
     Raises:
         ConfigError: those that the settings name cannot.
     """
-    kernel, dim = config.parallel.kernel, config.model.head_features
+    kernel, dim = config.parallel.kernel, config.model.resolved_head_dim
     if device.type == "cpu" and kernel in ("hopper", "triton"):
         raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
     try:
@@ -121,20 +121,20 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
     model = config.model
     shape, dtype = (config.trainer.batch_size, config.data.seq_len), torch.bfloat16 if bf16 else torch.float32
     counts = model.heads, model.kv_heads
-    q, k = (torch.empty(*shape, heads, model.head_features, dtype=dtype, device="meta") for heads in counts)
+    q, k = (torch.empty(*shape, heads, model.resolved_head_dim, dtype=dtype, device="meta") for heads in counts)
     inside, across = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)
-    best = best_ulysses(
+    best = best_ulysses_degree(
         *(q, k, k),
         mask=Mask.causal(model.window),
         ranks=sequence,
         host=parallel.local_ranks(),
-        near=fabric(inside, flops=speed),
-        far=fabric(across, one_host=False, flops=speed),
+        near=interconnect(inside, flops=speed),
+        far=interconnect(across, one_host=False, flops=speed),
         layout=config.parallel.layout,
         schedule=config.parallel.schedule,
     )
-    return parallel.share(best)
+    return parallel.broadcast_object(best)
 
 
 def _free_memory(device: torch.device) -> None:
@@ -150,7 +150,7 @@ def _recompute(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, device
     """Whether blocks are recomputed in the backward: as the settings say, or by the memory of rank 0's GPU."""
     if config.parallel.activation_checkpointing is not None:
         return config.parallel.activation_checkpointing
-    return parallel.share(memory.is_tight(_needed_memory(config, tokenizer, mesh, bf16, recompute=False), device))
+    return parallel.broadcast_object(memory.is_tight(_needed_memory(config, tokenizer, mesh, bf16, recompute=False), device))
 
 
 def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
@@ -184,7 +184,7 @@ def describe(run: Run, directory: Path) -> None:
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
         "ring": f"layout {config.parallel.layout}, {_rows(config, mesh):,} rows a rank, schedule {config.parallel.schedule}",
-        "kernel": f"{kernel.backend}: {kernel.why}" + (", deterministic" if config.trainer.deterministic else ""),
+        "kernel": f"{kernel.backend}: {kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "FLOPs": f"{flops_per_token:.3g} a token, in a sequence of one document",
         "memory": f"about {needed / memory.GIB:.1f} GiB a rank"

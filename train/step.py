@@ -124,7 +124,7 @@ def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, finish: Callable
         ring_group=run.mesh.ring.get_group(),
         schedule=run.config.parallel.schedule,
         backend=run.config.parallel.kernel,
-        exchange_again=run.recompute,
+        recompute_all_to_all=run.recompute,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
     return run.model(tokens, layout.positions(rank).to(run.device), attend, partial(finish, labels=labels))

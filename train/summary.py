@@ -31,7 +31,7 @@ def peak_memory_gib(device: torch.device) -> float:
 def finish(run: Run, directory: Path, rows: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Sample from the model after `done` steps, plot the loss, and write and return the summary."""
     write_sample(run, directory)
-    losses = parallel.share(_losses(directory, done) if dist.get_rank() == 0 else None)
+    losses = parallel.broadcast_object(_losses(directory, done) if dist.get_rank() == 0 else None)
     summary = summarise(run, rows, done, losses)
     log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
     if dist.get_rank() == 0:
@@ -74,12 +74,12 @@ def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
     """The summary of a job that has nothing left to train, but for a sample; made now if it was ended before it had one."""
     path = directory / "summary.json"
     log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
-    summary = parallel.share(json.loads(path.read_text()) if path.exists() else None)
+    summary = parallel.broadcast_object(json.loads(path.read_text()) if path.exists() else None)
     if summary is not None and summary["steps"] == done:  # else of a run that went on
         write_sample(run, directory)
         return summary
-    rows = parallel.share(metrics.read(directory / "metrics.jsonl", until=done))
-    with parallel.agreed():
+    rows = parallel.broadcast_object(metrics.read(directory / "metrics.jsonl", until=done))
+    with parallel.sync_errors():
         if not rows:
             raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
     ranks = dist.get_world_size()

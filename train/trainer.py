@@ -42,7 +42,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         Diverged: on every rank.
         Stopped: on every rank: the launch was asked to end, and what the run has done is saved.
     """
-    with parallel.agreed():
+    with parallel.sync_errors():
         check(config, dist.get_world_size())
     if any_asked(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}as asked, before {directory} began")
@@ -64,7 +64,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict
     """All steps after `done`, with their metrics and checkpoints. Returns what `take_step` does and the seconds of each."""
     trainer, rows = run.config.trainer, []
     gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
-    with parallel.agreed():
+    with parallel.sync_errors():
         (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
         if dist.get_rank() == 0:  # before their rows go: the next launch must find what this one goes on from
             storage.turn_back(directory / "checkpoints", done)
@@ -93,10 +93,10 @@ def find(config: Config, directory: Path) -> tuple[Path | None, str | None]:
     Raises ConfigError, on every rank: `trainer.resume` does not fit the checkpoints there are.
     """
     found = None, None
-    with parallel.agreed():
+    with parallel.sync_errors():
         if dist.get_rank() == 0:
             found = resume_rules.choose(directory / "checkpoints", config.trainer)
-    return parallel.share(found)
+    return parallel.broadcast_object(found)
 
 
 def resume(run: Run, directory: Path, path: Path) -> tuple[int, int]:
@@ -105,7 +105,7 @@ def resume(run: Run, directory: Path, path: Path) -> tuple[int, int]:
     Raises ConfigError, on every rank: what is set does not fit it.
     """
     settings, own = run.config, directory / "checkpoints"
-    with parallel.agreed():
+    with parallel.sync_errors():
         meta = storage.read_meta(path)
         known = meta.get("corpus") or {}
         here = {name: value for name, value in corpus(run).items() if name in known}

@@ -90,5 +90,5 @@ def logits(model: GPT, tokens: Tensor) -> Tensor:
 def settings_of(folder: Path) -> ModelConfig:
     """The folder's model as a user sets it."""
     read = huggingface.read_settings(folder)
-    named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
+    named = {"resolved_head_dim": "head_dim", "resolved_ffn_dim": "ffn_dim"}
     return ModelConfig(**{named.get(name, name): value for name, value in read.items()})

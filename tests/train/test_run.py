@@ -505,9 +505,9 @@ def test_our_packages_win_over_others_of_the_same_name(tmp_path):
 def test_ranks_agree_on_an_error():
     parallel.start()
     try:
-        with parallel.agreed():
+        with parallel.sync_errors():
             pass
-        with pytest.raises(ConfigError, match="one file is missing"), parallel.agreed():
+        with pytest.raises(ConfigError, match="one file is missing"), parallel.sync_errors():
             raise ConfigError("one file is missing")
     finally:
         parallel.stop()

@@ -97,8 +97,8 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "dim": config["hidden_size"],
         "heads": config["num_attention_heads"],
         "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-        "head_features": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "ffn_features": config["intermediate_size"],
+        "resolved_head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "resolved_ffn_dim": config["intermediate_size"],
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
         "rope_factor": float(rope["factor"]) if scaled else None,
         "rope_trained_len": _trained_len(config, rope) if scaled else None,
@@ -109,7 +109,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
-    for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "ffn_features"):
+    for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "resolved_ffn_dim"):
         operator.index(settings[name])
     return settings
 
@@ -172,7 +172,7 @@ def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
     if theirs["rope_factor"] is None:  # nothing to compare these with
         del theirs["rope_trained_len"], theirs["rope_scaling"]
     changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
-    named = {"head_features": "head_dim", "ffn_features": "ffn_dim"}
+    named = {"resolved_head_dim": "head_dim", "resolved_ffn_dim": "ffn_dim"}
     listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
     if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
         raise ConfigError(f"{path} is a model of {listed}: set the same")
@@ -259,8 +259,8 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
         "hidden_size": model.dim,
         "num_attention_heads": model.heads,
         "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_features,
-        "intermediate_size": model.ffn_features,
+        "head_dim": model.resolved_head_dim,
+        "intermediate_size": model.resolved_ffn_dim,
         "rope_theta": model.rope_theta,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,

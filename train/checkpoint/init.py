@@ -51,7 +51,7 @@ def load(path: Path, model: nn.Module) -> None:
         ConfigError: on every rank: parameters of another shape.
     """
     if huggingface.is_model(path):
-        with parallel.agreed():
+        with parallel.sync_errors():
             huggingface.load(path, model)
     else:
         storage.load(path, storage.model_state(model))

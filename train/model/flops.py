@@ -42,7 +42,7 @@ def step_flops(model: GPT, tokens: int, pairs: int) -> int:
         a sequence of S tokens, S (S + 1) / 2.
     """
     config = model.config
-    return 6 * matmul_parameters(model) * tokens + 12 * config.head_features * config.heads * config.layers * pairs
+    return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * config.layers * pairs
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:

@@ -33,7 +33,7 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.head_dim, ffn_dim = config.head_features, config.ffn_features
+        self.head_dim, ffn_dim = config.resolved_head_dim, config.resolved_ffn_dim
         self.attention_norm = nn.Parameter(torch.empty(config.dim))
         self.query = nn.Linear(config.dim, config.heads * self.head_dim, bias=config.qkv_bias)
         self.key = nn.Linear(config.dim, config.kv_heads * self.head_dim, bias=config.qkv_bias)

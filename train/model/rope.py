@@ -21,7 +21,7 @@ def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     Feature pair i of position p turns by p * rope_theta ** (-2 i / D), with a `rope_factor` slower by `slowdown`. With yarn
     both are larger by `yarn_scale`. Angles are fp64: in fp32 those a million tokens on are off by 0.06.
     """
-    dim = config.head_features
+    dim = config.resolved_head_dim
     frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
     if config.rope_factor is not None:
         frequency = frequency * slowdown(frequency, config)
@@ -51,7 +51,7 @@ def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
         kept = ((turns - 1) / (most - 1)).clamp(0, 1)
     else:
         first, last = math.floor(_pair_of(most, config)), math.ceil(_pair_of(1.0, config))
-        first, last = max(first, 0), min(last, config.head_features - 1)
+        first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
         pair = torch.arange(len(frequency), dtype=frequency.dtype, device=frequency.device)
         kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
     return kept + (1 - kept) / config.rope_factor
@@ -60,7 +60,7 @@ def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
 def _pair_of(turns: float, config: ModelConfig) -> float:
     """Which pair, counted from 0, turns so often within rope_trained_len."""
     longest = config.rope_trained_len / (2 * math.pi * turns)  # positions a radian
-    return config.head_features / 2 * math.log(longest) / math.log(config.rope_theta)
+    return config.resolved_head_dim / 2 * math.log(longest) / math.log(config.rope_theta)
 
 
 def yarn_scale(factor: float) -> float:

@@ -27,7 +27,7 @@ def _block_bytes(model: ModelConfig, bf16: bool) -> int:
 
 
 def _block_parameters(model: ModelConfig) -> int:
-    return model.dim * (2 * (model.heads + model.kv_heads) * model.head_features + 3 * model.ffn_features)
+    return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
 
 
 def estimate(
@@ -51,7 +51,7 @@ def estimate(
     """
     size = 2 if bf16 else 4
     vocab = padded_vocabulary(model, vocab_size)
-    query, keys = model.heads * model.head_features, 2 * model.kv_heads * model.head_features
+    query, keys = model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
     block = _block_parameters(model)
     units = min(2 * unit(model, bf16), model.layers)  # blocks of two units, one in use and one that travels
     whole = model.layers if stay_whole(model, bf16) else units
@@ -59,8 +59,8 @@ def estimate(
     total = model.layers * block + ends
     # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
     # rotation, attention's output, and four of SwiGLU; compiled q k v once, and three of SwiGLU
-    once = 4 * model.dim + 2 * query + keys + 3 * model.ffn_features
-    again = query + keys + model.ffn_features
+    once = 4 * model.dim + 2 * query + keys + 3 * model.resolved_ffn_dim
+    again = query + keys + model.resolved_ffn_dim
     if model.qk_norm:  # q and k before their norms
         again += query + keys // 2
     kept = size * (once if compiled else once + again) + 4 * model.heads

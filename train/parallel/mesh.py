@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from ringattn import keep_attention
+from ringattn import save_attention
 from ringattn.comm import watchdog
 from ringattn.train.config import ConfigError
 from ringattn.train.model.gpt import GPT
@@ -58,7 +58,7 @@ def stop() -> None:
     dist.destroy_process_group()
 
 
-def share(value: Any) -> Any:
+def broadcast_object(value: Any) -> Any:
     """Rank 0's `value`, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -66,7 +66,7 @@ def share(value: Any) -> Any:
 
 
 @contextmanager
-def agreed() -> Iterator[None]:
+def sync_errors() -> Iterator[None]:
     """Run the body on all ranks; where it raised ConfigError on any, every rank raises that of the lowest one.
 
     So a file that only one rank misses ends all ranks alike, with one message, and none waits for the others for ever.
@@ -189,9 +189,9 @@ def checkpoint_activations(model: GPT) -> None:
     """Keep only the input of a block and its attention's output, and recompute the rest in the backward.
 
     Attention is the dear part and its communication involves other ranks: neither ever runs twice. Where heads are exchanged
-    q, k and v are exchanged once more (`exchange_again`), which is cheap beside the memory of what that brings.
+    q, k and v are exchanged once more (`recompute_all_to_all`), which is cheap beside the memory of what that brings.
     """
     for block in model.blocks:
         block.forward = partial(
-            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention
         )

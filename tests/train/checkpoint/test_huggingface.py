@@ -105,15 +105,15 @@ LEFT_OUT = {  # as transformers takes them
     "rms_norm_eps": ({"rms_norm_eps": None}, "norm_eps", 1e-6),
     "tie_word_embeddings": ({"tie_word_embeddings": None}, "tie_embeddings", False),
     "rope_theta": ({"rope_parameters": None}, "rope_theta", 10_000),
-    "head_dim": ({"head_dim": None}, "head_features", 8),
+    "head_dim": ({"head_dim": None}, "resolved_head_dim", 8),
     "kv_heads": ({"num_key_value_heads": None}, "kv_heads", 4),
     "a window of Mistral's": ({"model_type": "mistral"}, "window", 4096),
     "a window of Llama's": ({"sliding_window": 7}, "window", None),
     "a window of Qwen's that is not in use": ({"model_type": "qwen3", "sliding_window": 7}, "window", None),
     "kv_heads of Mistral": ({"model_type": "mistral", "num_key_value_heads": None}, "kv_heads", 8),
     "kv_heads of Qwen 2": ({"model_type": "qwen2", "num_key_value_heads": None}, "kv_heads", 32),
-    "head_dim of Qwen 2": ({"model_type": "qwen2", "head_dim": None}, "head_features", 8),
-    "head_dim of Qwen 3": ({"model_type": "qwen3", "head_dim": None}, "head_features", 128),
+    "head_dim of Qwen 2": ({"model_type": "qwen2", "head_dim": None}, "resolved_head_dim", 8),
+    "head_dim of Qwen 3": ({"model_type": "qwen3", "head_dim": None}, "resolved_head_dim", 128),
     "the length of yarn": (SHORT_YARN | {"max_position_embeddings": 99}, "rope_trained_len", 99),
     "the length of yarn, elsewhere": (
         {"rope_parameters": YARN, "original_max_position_embeddings": 77},
@@ -134,7 +134,7 @@ def test_nulls_are_what_transformers_takes_them_for(tmp_path):
     rope = {"rope_type": None, "rope_theta": 500.0}
     (tmp_path / "config.json").write_text(json.dumps(FOLDER | nulls | {"rope_parameters": rope}))
     settings = huggingface.read_settings(tmp_path)
-    assert (settings["head_features"], settings["tie_embeddings"], settings["rope_factor"]) == (8, False, None)
+    assert (settings["resolved_head_dim"], settings["tie_embeddings"], settings["rope_factor"]) == (8, False, None)
 
 
 @pytest.mark.parametrize("rows", [257, 320], ids=["the tokenizer's", "all rows here"])

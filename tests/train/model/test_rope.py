@@ -9,7 +9,7 @@ from ringattn.train.model.rope import rope, rotate, slowdown, yarn_scale
 
 
 def frequencies(config: ModelConfig) -> torch.Tensor:
-    return config.rope_theta ** (-torch.arange(0, config.head_features, 2) / config.head_features)
+    return config.rope_theta ** (-torch.arange(0, config.resolved_head_dim, 2) / config.resolved_head_dim)
 
 
 def test_pairs_turn_by_the_documented_angle():

@@ -155,7 +155,7 @@ def test_the_same_text_is_generated(results, ring):
 
 def check_one_choice() -> None:
     """On every rank, where each would choose otherwise."""
-    run_setup.best_ulysses = lambda *args, **options: 1 + dist.get_rank()
+    run_setup.best_ulysses_degree = lambda *args, **options: 1 + dist.get_rank()
     assert run_setup._best_ulysses(Config(), 2, torch.device("cpu"), bf16=False) == 1
 
 
@@ -168,7 +168,7 @@ def test_heads_are_exchanged_where_the_forecast_says(window, ranks, ulysses, mon
     """GPUs of one host, and of two of eight; the layout of a window follows from its mask."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
     monkeypatch.setattr(run_setup, "attention_flops", lambda device: 5.8e14)
-    monkeypatch.setattr(parallel, "share", lambda value: value)
+    monkeypatch.setattr(parallel, "broadcast_object", lambda value: value)
     model = ModelConfig(dim=2048, heads=16, kv_heads=16, window=window)
     config = Config(model=model, data=DataConfig(seq_len=65536))
     config.parallel.layout, config.trainer.batch_size = "auto", 1
@@ -184,7 +184,7 @@ def test_the_layout_follows_the_documents():
         layout = step.layout_of(config, mesh, Mask.causal(documents=lengths))
         assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
         layouts[layout.name] = lengths
-    assert layouts == {"contiguous/2": [2048, 2048], "dealt-128/2": [3000, 1096], "zigzag/2": [4096]}
+    assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}
 
 
 def test_a_step_is_planned_before_it_begins(results, monkeypatch):
