@@ -1,4 +1,4 @@
-"""What a mask and a layout mean for one rank."""
+"""Tests of the plan of one rank: local intervals, the choice of a schedule, and preparation for another mask."""
 
 import pytest
 import torch
@@ -25,31 +25,32 @@ from ringattn.planning.workload import (
 CPU = torch.device("cpu")
 
 
-def written_out(block: BlockPair) -> torch.Tensor:
+def dense_mask(pair: BlockPair) -> torch.Tensor:
     """The mask of the first batch entry: bool (query rows, key rows)."""
-    return interval_mask.dense(block.intervals.lo, block.intervals.hi, block.intervals.num_keys)[0]
+    return interval_mask.dense(pair.intervals.lo, pair.intervals.hi, pair.intervals.num_keys)[0]
 
 
-def span(places: torch.Tensor) -> list[int]:
-    """From the first to the last of some places."""
-    return list(range(int(places.min()), int(places.max()) + 1)) if len(places) else []
+def span(indices: torch.Tensor) -> list[int]:
+    """All integers from the smallest to the largest index."""
+    return list(range(int(indices.min()), int(indices.max()) + 1)) if len(indices) else []
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 5), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 9))
-def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: list[int], window: int) -> None:
+def test_local_intervals_equal_the_mask(kind: str, ranks: int, documents: list[int], window: int) -> None:
+    """Every pair of shards gets its part of the whole mask."""
     seq_len = sum(documents)
     layout, mask = Layout(kind, seq_len, ranks), Mask.causal(window, documents)
     lo, hi = mask.intervals(seq_len)
     allowed = interval_mask.dense(lo, hi, seq_len)[0]
     for rank in range(ranks):
-        planned = get_plan(mask, layout, rank, CPU)
+        plan = get_plan(mask, layout, rank, CPU)
         for other in range(ranks):
             for query_rank, key_rank in ((rank, other), (other, rank)):
                 rows = range(layout.rows(query_rank))
-                local = written_out(planned._block_pair("state", LocalStep(key_rank, query_rank, rows)))
+                local = dense_mask(plan._block_pair("state", LocalStep(key_rank, query_rank, rows)))
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
-                overlap, (rows, columns) = planned.overlaps[query_rank][key_rank], expected.nonzero().T
+                overlap, (rows, columns) = plan.overlaps[query_rank][key_rank], expected.nonzero().T
                 assert overlap.pairs == expected.sum()
                 assert (list(overlap.queries), list(overlap.keys)) == (span(rows), span(columns))
 
@@ -59,48 +60,48 @@ def test_local_intervals_are_the_global_mask(kind: str, ranks: int, documents: l
     ((16, 16, "kv", "state"), (32, 8, "kv", "kv"), (16, 4, "kv", "kv"), (2, 2, "kv", "state")),
     ids=("multi-head", "grouped-32-8", "grouped-16-4", "two-heads"),
 )
-def test_auto_moves_the_smaller_operand(heads: int, key_heads: int, forward: str, backward: str) -> None:
-    """4d beside 6d + 8 bytes a row and head forward, 12d beside 8d + 8 backward; grouped heads shrink the first of each.
+def test_auto_chooses_the_fewest_bytes_on_slow_links(heads: int, key_heads: int, forward: str, backward: str) -> None:
+    """Per row and head, the KV ring sends 4d bytes in the forward and 12d in the backward, for key heads only.
 
-    Where links are slow, that decides.
+    The state ring sends 6d + 8 bytes in the forward and 8d + 8 in the backward.
     """
     q, k = torch.empty(1, 4, heads, 128, dtype=torch.bfloat16), torch.empty(1, 4, key_heads, 128, dtype=torch.bfloat16)
-    planned = get_plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
+    plan = get_plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
     assert forward_bytes(q, k, k).state == (heads * 2 * 128, heads * (4 * 128 + 8))
     assert sum(forward_bytes(q, k, k).kv) == key_heads * 4 * 128
     assert sum(backward_bytes(q, k, k).state) == heads * (8 * 128 + 8)
     assert sum(backward_bytes(q, k, k).kv) == key_heads * 12 * 128
     for slow in (interconnect("gloo"), interconnect("nccl", one_host=False)):
-        assert planned.choose_schedule("auto", forward_work(q, k, k), slow) == forward
-        assert planned.choose_schedule("auto", backward_work(q, k, k), slow) == backward
-    assert planned.choose_schedule("state", backward_work(q, k, k), slow) == "state"
+        assert plan.choose_schedule("auto", forward_work(q, k, k), slow) == forward
+        assert plan.choose_schedule("auto", backward_work(q, k, k), slow) == backward
+    assert plan.choose_schedule("state", backward_work(q, k, k), slow) == "state"
 
 
-def test_where_links_are_fast_the_forward_moves_keys() -> None:
-    """States are written and merged, which no link hides: moving fewer bytes, under this mask, does not make up for that."""
+def test_auto_chooses_the_kv_ring_on_fast_links() -> None:
+    """The state ring sends fewer bytes under this mask, but it also writes and merges states, which takes longer."""
     q, k = (torch.empty(1, 16384, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 16))
     mask = Mask.causal(documents=[20000, 12768])
-    planned = get_plan(mask, Layout.contiguous(32768, 2), 0, CPU)
-    costs = {name: planned.costs(name, forward_work(q, k, k), interconnect("nvlink")) for name in ("kv", "state")}
-    assert planned.choose_schedule("auto", forward_work(q, k, k), interconnect("nvlink")) == "kv"
+    plan = get_plan(mask, Layout.contiguous(32768, 2), 0, CPU)
+    costs = {name: plan.costs(name, forward_work(q, k, k), interconnect("nvlink")) for name in ("kv", "state")}
+    assert plan.choose_schedule("auto", forward_work(q, k, k), interconnect("nvlink")) == "kv"
     assert sum(hop.bytes for hop in costs["state"]) < sum(hop.bytes for hop in costs["kv"])
 
 
-@pytest.mark.parametrize("travellers", ("queries", "keys"))
-def test_the_own_block_is_cut_by_work(travellers: str) -> None:
-    """Of a causal block of N rows, the first x N queries see x^2 of the pairs, and the first x N keys 1 - (1 - x)^2."""
-    (row,) = split_points(Mask.causal(), Layout.zigzag(8192, 1), travellers)
+@pytest.mark.parametrize("circulating", ("queries", "keys"))
+def test_the_own_block_is_split_by_work(circulating: str) -> None:
+    """The first x N queries of a causal block have x^2 of its pairs, and the first x N keys have 1 - (1 - x)^2."""
+    (row,) = split_points(Mask.causal(), Layout.zigzag(8192, 1), circulating)
     part = row / 8192
     assert row % 128 == 0
-    assert (part**2 if travellers == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_SHARE, abs=0.03)
+    assert (part**2 if circulating == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_SHARE, abs=0.03)
 
 
-def test_rows_of_a_block_keep_their_intervals() -> None:
-    """What a local_step with some rows is told is the mask of those rows."""
+def test_a_local_step_gets_the_mask_of_its_rows() -> None:
+    """A local step with some rows of a block gets the intervals and the positions of those rows."""
     mask, layout = Mask.causal(window=9), Layout.zigzag(40, 2)
-    planned = get_plan(mask, layout, 0, CPU)
+    plan = get_plan(mask, layout, 0, CPU)
     for name in ("state", "kv"):
-        for local_step, block in planned.block_pairs(name, planned.schedule(name, True, all_pairs=True)).items():
+        for local_step, block in plan.block_pairs(name, plan.schedule(name, True, all_pairs=True)).items():
             sides = (
                 (local_step.owner, local_step.rows, 0, range(20))
                 if name == "state"
@@ -109,13 +110,15 @@ def test_rows_of_a_block_keep_their_intervals() -> None:
             query_rank, queries, key_rank, keys = sides
             lo, hi = mask.intervals(40)
             allowed = interval_mask.dense(lo, hi, 40)[0][layout.positions(query_rank)][:, layout.positions(key_rank)]
-            got = written_out(block)
+            got = dense_mask(block)
             assert torch.equal(got, allowed[queries.start : queries.stop, keys.start : keys.stop])
             assert torch.equal(block.positions[0], layout.positions(query_rank)[queries.start : queries.stop].int())
             assert torch.equal(block.positions[1], layout.positions(key_rank)[keys.start : keys.stop].int())
 
 
-def test_passes_take_a_tenth_of_a_second_at_least() -> None:
+def test_heads_are_processed_in_chunks_if_a_call_is_long() -> None:
+    """The number of chunks grows with the FLOPs of the call and divides the number of key heads."""
+
     def count(tenths: float, heads: int) -> int:
         q = torch.empty(1, 1, heads, 128, device="meta")
         return head_chunks_for_memory(q, q, q, tenths * HEAD_CHUNK_FLOPS / (2 * heads * 256))
@@ -123,30 +126,31 @@ def test_passes_take_a_tenth_of_a_second_at_least() -> None:
     assert [count(n, 16) for n in (0.0, 1.9, 2.0, 3.9, 7.0, 1000.0)] == [1, 1, 2, 2, 4, 16]
     assert count(5.0, 6) == 3
     q, k = (torch.empty(2, 32, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
-    planned = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
-    flops = 2 * 4 * 8 * 128 * 32 * 64  # of two batch rows on one of two ranks
+    plan = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, CPU)
+    flops = 2 * 4 * 8 * 128 * 32 * 64  # two batch entries on one of two ranks
     with pytest.MonkeyPatch.context() as patch:
         for limit, wanted in ((flops, 1), (flops / 2, 2), (flops / 3.9, 2), (flops / 4, 4), (flops / 100, 4)):
             patch.setattr(workload, "HEAD_CHUNK_FLOPS", limit)
-            assert planned.head_chunks_for_memory(q, k, k) == wanted
+            assert plan.head_chunks_for_memory(q, k, k) == wanted
 
 
-def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepare_as_computes_everything_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After prepare_as, a plan answers the same requests as the earlier plan without computing anything."""
     q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
     plans = []
     for documents in ([700, 1348], [100, 1900, 48]):
         mask = Mask.causal(documents=documents)
         plans.append(planning.Plan(mask, balanced_layout(mask, 2048, 2), 1, CPU))
 
-    def ask(own: planning.Plan) -> list[torch.Tensor]:
-        own.choose_schedule("auto", forward_work(q, k, v), interconnect("nvlink"))
-        forward = own.block_pairs("kv", own.schedule("kv", results=False, all_pairs=True)).values()
-        backward = own.block_pairs("kv", own.schedule("kv", results=True, all_pairs=True)).values()
+    def request(plan: planning.Plan) -> list[torch.Tensor]:
+        plan.choose_schedule("auto", forward_work(q, k, v), interconnect("nvlink"))
+        forward = plan.block_pairs("kv", plan.schedule("kv", results=False, all_pairs=True)).values()
+        backward = plan.block_pairs("kv", plan.schedule("kv", results=True, all_pairs=True)).values()
         tables = [block.intervals.work_tiles(128, 64, 1, 4, 1, 8) for block in forward]
         tables += [block.intervals.tiles(128, 64) for block in forward]
         return tables + [block.intervals.transposed.work_tiles(128, 64, 1, 4, 1, 8, True, 1) for block in backward]
 
-    ask(plans[0])
+    request(plans[0])
     plans[1].prepare_as(plans[0])
     plans[0].prepare_as(plans[0])
     for module, name in (
@@ -157,18 +161,20 @@ def test_what_an_earlier_plan_was_asked_for_is_made_before_a_new_one_is_asked(mo
     ):
         monkeypatch.setattr(module, name, None)
     monkeypatch.setattr(planning.Intervals, "of", None)
-    found = ask(plans[1])
+    found = request(plans[1])
     monkeypatch.undo()
-    expected = ask(planning.Plan(plans[1].mask, plans[1].layout, 1, CPU))
+    expected = request(planning.Plan(plans[1].mask, plans[1].layout, 1, CPU))
     assert len(found) == len(expected) > 4 and all(map(torch.equal, found, expected))
 
 
-def test_work_of_values_with_another_dim() -> None:
+def test_work_depends_on_the_value_dim() -> None:
+    """Three of the five products of the backward have the head dim, and two have the value dim."""
     q, k, v = (torch.empty(3, 4, heads, dim, device="meta") for heads, dim in ((8, 192), (2, 192), (2, 128)))
     assert backward_work(q, k, v).pair_flops == 2 * 8 * (3 * 192 + 2 * 128)
 
 
-def test_what_a_rank_keeps_is_no_sum() -> None:
+def test_a_rank_merges_only_results_of_other_ranks() -> None:
+    """What a rank computes for its own block is not counted as merged bytes."""
     q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
-    planned = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
-    assert planned.merge_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)
+    plan = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
+    assert plan.merge_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)

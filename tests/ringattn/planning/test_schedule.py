@@ -1,4 +1,4 @@
-"""Schedules are data: literal expectations, and a walk that checks that every block gets where it is needed and home."""
+"""Tests of schedules, which are plain data: expected values written out in full, and a simulation of any schedule."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from ringattn.planning.schedule import LocalStep, Message, Need, Schedule, Step,
 ALL = range(4)  # the rows of a whole block in these tests
 
 
-def travel(owner: int, src: int, dst: int, rows: range = ALL) -> Message:
+def block(owner: int, src: int, dst: int, rows: range = ALL) -> Message:
     return Message("block", owner, src, dst, rows)
 
 
@@ -28,39 +28,39 @@ def everyone(ranks: int, rows: range = ALL) -> Need:
 
 
 def test_relay_of_three_with_results() -> None:
-    """Queries one hop ahead, states one behind, the own block last: P - 1 hops of each."""
+    """Queries are sent one hop ahead and states one hop behind, P - 1 hops each. Each rank computes its own block last."""
     assert relay(everyone(3), results=True).steps == (
-        Step((), (travel(0, 0, 1), travel(1, 1, 2), travel(2, 2, 0))),
-        Step(local_steps((1, 0), (2, 1), (0, 2)), (travel(0, 1, 2), travel(1, 2, 0), travel(2, 0, 1))),
+        Step((), (block(0, 0, 1), block(1, 1, 2), block(2, 2, 0))),
+        Step(local_steps((1, 0), (2, 1), (0, 2)), (block(0, 1, 2), block(1, 2, 0), block(2, 0, 1))),
         Step(local_steps((2, 0), (0, 1), (1, 2)), (result(0, 1, 2), result(1, 2, 0), result(2, 0, 1))),
         Step(local_steps((0, 0), (1, 1), (2, 2)), (result(0, 2, 0), result(1, 0, 1), result(2, 1, 2))),
     )
 
 
 def test_relay_of_three_without_results() -> None:
-    """The own block first, while the first hop is under way."""
+    """Each rank computes its own block first, which hides the first hop."""
     assert relay(everyone(3), results=False).steps == (
-        Step(local_steps((0, 0), (1, 1), (2, 2)), (travel(0, 0, 1), travel(1, 1, 2), travel(2, 2, 0))),
-        Step(local_steps((1, 0), (2, 1), (0, 2)), (travel(0, 1, 2), travel(1, 2, 0), travel(2, 0, 1))),
+        Step(local_steps((0, 0), (1, 1), (2, 2)), (block(0, 0, 1), block(1, 1, 2), block(2, 2, 0))),
+        Step(local_steps((1, 0), (2, 1), (0, 2)), (block(0, 1, 2), block(1, 2, 0), block(2, 0, 1))),
         Step(local_steps((2, 0), (0, 1), (1, 2)), ()),
     )
 
 
 def test_direct_of_three_with_results() -> None:
-    """By rotation: from the owner to each visitor, and straight home; a part of the own block hides either end."""
+    """Ranks are paired by rotation. Parts of each rank's own block hide the first and the last hop."""
     assert direct(everyone(3), results=True, split_points=(1, 1, 1)).steps == (
-        Step(local_steps((0, 0), (1, 1), (2, 2), rows=range(1)), (travel(2, 2, 0), travel(0, 0, 1), travel(1, 1, 2))),
-        Step(local_steps((0, 2), (1, 0), (2, 1)), (travel(1, 1, 0), travel(2, 2, 1), travel(0, 0, 2))),
+        Step(local_steps((0, 0), (1, 1), (2, 2), rows=range(1)), (block(2, 2, 0), block(0, 0, 1), block(1, 1, 2))),
+        Step(local_steps((0, 2), (1, 0), (2, 1)), (block(1, 1, 0), block(2, 2, 1), block(0, 0, 2))),
         Step(local_steps((0, 1), (1, 2), (2, 0)), (result(2, 0, 2), result(0, 1, 0), result(1, 2, 1))),
         Step(local_steps((0, 0), (1, 1), (2, 2), rows=range(1, 4)), (result(1, 0, 1), result(2, 1, 2), result(0, 2, 0))),
     )
 
 
 def test_direct_of_four_without_results() -> None:
-    """By rank XOR s: every hop is an exchange of two ranks."""
+    """Ranks are paired by rank XOR s, so that two ranks exchange their blocks in every hop."""
     steps = direct(everyone(4), results=False).steps
     assert steps[0] == Step(
-        local_steps((0, 0), (1, 1), (2, 2), (3, 3)), (travel(1, 1, 0), travel(0, 0, 1), travel(3, 3, 2), travel(2, 2, 3))
+        local_steps((0, 0), (1, 1), (2, 2), (3, 3)), (block(1, 1, 0), block(0, 0, 1), block(3, 3, 2), block(2, 2, 3))
     )
     assert [[local_step.owner for local_step in step.local_steps] for step in steps] == [
         [0, 1, 2, 3],
@@ -71,26 +71,26 @@ def test_direct_of_four_without_results() -> None:
     assert steps[3].messages == ()
 
 
-def test_zigzag_moves_half_of_the_lower_ranks_keys() -> None:
-    """Chunks 0 and 3 on rank 0, 1 and 2 on rank 1: rank 1 sees the first half of rank 0, rank 0's second half all of rank 1."""
+def test_zigzag_sends_half_of_the_keys_of_rank_0() -> None:
+    """Rank 0 holds chunks 0 and 3, and rank 1 holds 1 and 2. Rank 1 attends to the first half of rank 0's keys only."""
     mask, layout = Mask.causal(), Layout.zigzag(8, 2)
     keys = needs(mask, layout, "keys")
     assert keys == ((range(4), range(2)), (range(4), range(4)))
     assert needs(mask, layout, "queries") == ((range(4), range(2, 4)), (range(4), range(4)))
     assert direct(keys, results=False).steps == (
-        Step(local_steps((0, 0), (1, 1)), (travel(1, 1, 0), travel(0, 0, 1, range(2)))),
+        Step(local_steps((0, 0), (1, 1)), (block(1, 1, 0), block(0, 0, 1, range(2)))),
         Step((LocalStep(0, 1, ALL), LocalStep(1, 0, range(2)))),
     )
 
 
 @pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
-def test_a_window_talks_to_its_neighbour_only(all_pairs: bool) -> None:
-    """Queries of rank r need the keys of r and r - 1: those that do travel backwards, one hop, and the result comes home."""
+def test_a_window_needs_only_the_neighbour(all_pairs: bool) -> None:
+    """Queries of rank r need the keys of ranks r and r - 1, so they are sent back by one hop, and their results return."""
     need = needs(Mask.causal(window=3), Layout.contiguous(12, 3))
     assert need == ((ALL, range(0), range(0)), (range(2), ALL, range(0)), (range(0), range(2), ALL))
     half = range(2)
     assert build_schedule(need, True, all_pairs).steps == (
-        Step((), (travel(1, 1, 0, half), travel(2, 2, 1, half))),
+        Step((), (block(1, 1, 0, half), block(2, 2, 1, half))),
         Step(local_steps((0, 1), (1, 2), rows=half), ()),
         Step(local_steps((0, 0), (1, 1), (2, 2)), (result(1, 0, 1, half), result(2, 1, 2, half))),
     )
@@ -98,35 +98,40 @@ def test_a_window_talks_to_its_neighbour_only(all_pairs: bool) -> None:
 
 @pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
 def test_one_rank_sends_nothing(all_pairs: bool) -> None:
+    """A ring of one rank computes its own block in one step."""
     for results in (True, False):
         assert build_schedule(((ALL,),), results, all_pairs, (2,)).steps == (Step(local_steps((0, 0))),)
 
 
-def walk(need: Need, schedule: Schedule, results: bool) -> None:
-    """Carry out a schedule with names for rows: what is sent is in hand, every row needed is met once, and all come home."""
+def carry_out(need: Need, schedule: Schedule, results: bool) -> None:
+    """Simulate a schedule with sets of rows in place of tensors.
+
+    Checks that a rank sends only what it holds, that every row that is needed is computed exactly once, and that every result
+    returns to its owner.
+    """
     ranks = range(len(need))
-    held: list[dict[int, range]] = [{} for _ in ranks]
-    earned: list[dict[int, list[tuple[int, range]]]] = [{} for _ in ranks]
-    met: list[tuple[int, int, int]] = []
+    blocks: list[dict[int, range]] = [{} for _ in ranks]  # by rank and owner: rows of the block at the rank
+    partial_results: list[dict[int, list[tuple[int, range]]]] = [{} for _ in ranks]  # likewise: (computing rank, rows)
+    computed: list[tuple[int, int, int]] = []
     for step in schedule.steps:
         for m in step.messages:
             if m.kind == "block":
-                assert m.src == m.owner or held[m.src][m.owner] == m.rows
-        leaving = [(m, earned[m.src].pop(m.owner)) for m in step.messages if m.kind == "result"]
+                assert m.src == m.owner or blocks[m.src][m.owner] == m.rows
+        in_flight = [(m, partial_results[m.src].pop(m.owner)) for m in step.messages if m.kind == "result"]
         for rank, owner, rows in step.local_steps:
-            assert rank == owner or held[rank][owner] == rows
-            met += [(owner, rank, row) for row in rows if row in need[owner][rank]]
-            earned[rank].setdefault(owner, []).append((rank, rows))
-        held = [{m.owner: m.rows for m in step.messages if (m.kind, m.dst) == ("block", rank)} for rank in ranks]
-        for m, seen in leaving:
-            assert all(rows == m.rows for _, rows in seen)
-            earned[m.dst].setdefault(m.owner, []).extend(seen)
-    assert sorted(met) == [(owner, rank, row) for owner in ranks for rank in ranks for row in need[owner][rank]]
+            assert rank == owner or blocks[rank][owner] == rows
+            computed += [(owner, rank, row) for row in rows if row in need[owner][rank]]
+            partial_results[rank].setdefault(owner, []).append((rank, rows))
+        blocks = [{m.owner: m.rows for m in step.messages if (m.kind, m.dst) == ("block", rank)} for rank in ranks]
+        for m, contributions in in_flight:
+            assert all(rows == m.rows for _, rows in contributions)
+            partial_results[m.dst].setdefault(m.owner, []).extend(contributions)
+    assert sorted(computed) == [(owner, rank, row) for owner in ranks for rank in ranks for row in need[owner][rank]]
     if results:
         for owner in ranks:
-            assert set(earned[owner]) <= {owner}
-            home = {rank for rank, _ in earned[owner].get(owner, [])}
-            assert home >= {rank for rank in ranks if need[owner][rank]}
+            assert set(partial_results[owner]) <= {owner}
+            returned = {rank for rank, _ in partial_results[owner].get(owner, [])}
+            assert returned >= {rank for rank in ranks if need[owner][rank]}
 
 
 spans = st.tuples(st.integers(0, 4), st.integers(0, 4)).map(lambda x: range(*x) if x[0] < x[1] else range(0))
@@ -136,31 +141,32 @@ needs_of_any_ring = st.integers(1, 7).flatmap(
 
 
 @given(needs_of_any_ring, st.booleans(), st.booleans(), st.integers(0, 4))
-def test_every_block_gets_where_it_is_needed_and_home(need: Need, results: bool, all_pairs: bool, cut: int) -> None:
-    walk(need, build_schedule(need, results, all_pairs, (cut,) * len(need)), results)
+def test_every_block_is_computed_where_it_is_needed(need: Need, results: bool, all_pairs: bool, split: int) -> None:
+    """For random needs of random rings, with any point at which the ranks' own blocks are split."""
+    carry_out(need, build_schedule(need, results, all_pairs, (split,) * len(need)), results)
 
 
 @given(needs_of_any_ring, st.booleans())
-def test_direct_hops_never_share_a_link(need: Need, results: bool) -> None:
-    """In no step does a rank send, or receive, two messages of a kind; and the owner sends, the owner receives."""
+def test_a_rank_sends_at_most_one_direct_message_of_a_kind(need: Need, results: bool) -> None:
+    """In every step a rank sends and receives at most one message of each kind, either from or to its owner."""
     for step in direct(need, results).steps:
         for kind in ("block", "result"):
             messages = [m for m in step.messages if m.kind == kind]
-            for ends in ([m.src for m in messages], [m.dst for m in messages]):
-                assert len(ends) == len(set(ends))
+            for peers in ([m.src for m in messages], [m.dst for m in messages]):
+                assert len(peers) == len(set(peers))
             assert all(m.owner == (m.src if kind == "block" else m.dst) for m in messages)
 
 
 @pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
 @pytest.mark.parametrize("results", (True, False), ids=("results", "no-results"))
 def test_no_rank_sends_more_than_the_formula(results: bool, all_pairs: bool) -> None:
-    """P - 1 hops a traveller and, with results, P - 1 a result: the bytes of the design, for every rank alike."""
+    """Every rank sends P - 1 times the bytes of a block and, with results, P - 1 times the bytes of a result."""
     schedule = build_schedule(everyone(5, range(10)), results, all_pairs)
     assert schedule.bytes_sent(block_row=3, result_row=7) == [4 * 10 * (3 + 7 * results)] * 5
 
 
 @pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))
-def test_causal_contiguous_sends_half(all_pairs: bool) -> None:
-    """Keys of rank r are needed by the ranks after it only: P (P - 1) / 2 hops in all."""
-    keys_travel = build_schedule(needs(Mask.causal(), Layout.contiguous(16, 4), "keys"), False, all_pairs)
-    assert sum(len(step.messages) for step in keys_travel.steps) == 6
+def test_a_causal_mask_halves_the_hops_of_a_contiguous_layout(all_pairs: bool) -> None:
+    """Only the ranks after rank r need its keys, which makes P (P - 1) / 2 hops in total."""
+    schedule = build_schedule(needs(Mask.causal(), Layout.contiguous(16, 4), "keys"), False, all_pairs)
+    assert sum(len(step.messages) for step in schedule.steps) == 6
