@@ -1,4 +1,4 @@
-"""Activation checkpointing that keeps what attention returned: attention runs once, whatever surrounds it."""
+"""Tests of activation checkpointing that saves the results of attention, so that attention is never recomputed."""
 
 import gc
 import weakref
@@ -9,165 +9,174 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import Layout, Mask, flash_attention, ring_attention, save_attention, ulysses_attention
-from ringattn import attention as attention_module
+from ringattn.ring import Ring
 
 MASK = Mask.causal(documents=[5, 7])
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows with every forward of a ring."""
-    runs = []
-    honest = attention_module.Ring.forward
-    monkeypatch.setattr(attention_module.Ring, "forward", lambda *args, **options: runs.append(1) or honest(*args, **options))
-    return runs
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows with every forward pass of a ring."""
+    calls, forward = [], Ring.forward
+    monkeypatch.setattr(Ring, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    return calls
 
 
 def inputs() -> list[Tensor]:
+    """q, k and v with gradients."""
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 12, 4, 8), (1, 12, 2, 8), (1, 12, 2, 8)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
 
 
 def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Two calls of attention, the second of what the first returns, its lse included."""
+    """Call attention twice. The second call depends on both results of the first call, out and lse."""
     settings = dict(layout=Layout.contiguous(12, 1), mask=MASK)
     x, lse = ring_attention(q.sin(), k.sin(), v.sin(), **settings, return_lse=True)
     x = x * lse.sigmoid()[..., None]
     return ring_attention(x.sin(), k.cos(), v.cos(), **settings).sin()
 
 
-def kept(*operands: Tensor, run=block) -> Tensor:
+def checkpointed(*operands: Tensor, run=block) -> Tensor:
+    """Run a function in a checkpoint that saves attention."""
     return checkpoint(run, *operands, use_reentrant=False, context_fn=save_attention)
 
 
-def test_attention_runs_once_and_gradients_are_those_without_checkpoints(runs: list[int]) -> None:
+def test_attention_runs_once(calls: list[int]) -> None:
+    """Two calls run attention twice, and the gradients equal those without a checkpoint."""
     operands = inputs()
     expected = torch.autograd.grad(block(*operands).sum(), operands)
-    runs.clear()
-    out = kept(*operands)
+    calls.clear()
+    out = checkpointed(*operands)
     found = torch.autograd.grad(out.sum(), operands)
     assert all(map(torch.equal, found, expected))
-    assert len(runs) == 2
+    assert len(calls) == 2
 
 
-def test_a_graph_may_be_run_through_again(runs: list[int]) -> None:
+def test_a_graph_may_be_used_twice(calls: list[int]) -> None:
+    """A second backward pass through a retained graph uses the saved results once more."""
     operands = inputs()
-    out = kept(*operands).sum()
+    out = checkpointed(*operands).sum()
     first = torch.autograd.grad(out, operands, retain_graph=True)
     assert all(map(torch.equal, torch.autograd.grad(out, operands), first))
-    assert len(runs) == 2
+    assert len(calls) == 2
 
 
-def test_a_checkpoint_inside_a_checkpoint(runs: list[int]) -> None:
+def test_a_checkpoint_inside_a_checkpoint(calls: list[int]) -> None:
+    """The inner checkpoint receives the results that the outer one saved."""
     operands = inputs()
     expected = torch.autograd.grad(block(*operands).sum(), operands)
-    runs.clear()
-    found = torch.autograd.grad(kept(*operands, run=kept).sum(), operands)
+    calls.clear()
+    found = torch.autograd.grad(checkpointed(*operands, run=checkpointed).sum(), operands)
     assert all(map(torch.equal, found, expected))
-    assert len(runs) == 2
+    assert len(calls) == 2
 
 
-def test_a_compiler_may_trace_inside(runs: list[int]) -> None:
+def test_a_compiled_function_inside_a_checkpoint(calls: list[int]) -> None:
+    """The operator reuses saved results inside compiled code, in the first call and in later ones."""
     operands = inputs()
     compiled = torch.compile(block, backend="aot_eager")
     expected = torch.autograd.grad(block(*operands).sum(), operands)
-    runs.clear()
-    for _ in range(2):  # traced, and again
-        for x, y in zip(torch.autograd.grad(kept(*operands, run=compiled).sum(), operands), expected, strict=True):
+    calls.clear()
+    for _ in range(2):
+        for x, y in zip(torch.autograd.grad(checkpointed(*operands, run=compiled).sum(), operands), expected, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
-    assert len(runs) == 2 * 2
+    assert len(calls) == 2 * 2
 
 
-def attended_three_ways(x: Tensor) -> Tensor:
+def call_all_three(x: Tensor) -> Tensor:
+    """Call ring, Ulysses and flash attention one after the other."""
     settings = dict(layout=Layout.contiguous(12, 1), mask=MASK)
     x = ring_attention(x.sin(), x.cos(), x, **settings).sin()
     x = ulysses_attention(x.sin(), x.cos(), x, **settings).sin()
     return flash_attention(x.sin(), x.cos(), x, is_causal=True).sin()
 
 
-@pytest.mark.parametrize("run", (block, lambda q, k, v: attended_three_ways(q)), ids=("twice", "three ways"))
-def test_a_compiler_may_trace_the_whole_checkpoint(run, runs: list[int]) -> None:
+@pytest.mark.parametrize("run", (block, lambda q, k, v: call_all_three(q)), ids=("ring", "all-three"))
+def test_a_compiled_checkpoint(run, calls: list[int]) -> None:
+    """torch.compile of the whole checkpoint saves attention by a selective policy."""
     operands = inputs()[: 3 if run is block else 1] * (1 if run is block else 3)
     expected = torch.autograd.grad(run(*operands).sum(), operands[0])
-    runs.clear()
-    compiled = torch.compile(lambda *operands: kept(*operands, run=run).sum(), backend="aot_eager", fullgraph=True)
+    calls.clear()
+    compiled = torch.compile(lambda *operands: checkpointed(*operands, run=run).sum(), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(*operands), operands[0]), expected, rtol=1e-12, atol=1e-12)
-    assert len(runs) == 2
+    assert len(calls) == 2
 
 
-def test_what_is_kept_is_given_back_with_the_graph() -> None:
+def test_saved_results_are_released_with_the_graph() -> None:
+    """Saved tensors form no reference cycle, so they are released without the garbage collector."""
     contexts = []
 
-    def remembered() -> tuple:
+    def context_fn() -> tuple:
         pair = save_attention()
         contexts.append(weakref.ref(pair[1]))
         return pair
 
     operands = inputs()
     gc.collect()
-    gc.disable()  # what only the collector finds would stay for long
+    gc.disable()
     try:
-        checkpoint(block, *operands, use_reentrant=False, context_fn=remembered).sum().backward()
+        checkpoint(block, *operands, use_reentrant=False, context_fn=context_fn).sum().backward()
         assert [context() for context in contexts] == [None]
     finally:
         gc.enable()
 
 
-def test_what_ran_outside_is_not_kept() -> None:
-    """Calls after a checkpoint, and after one that failed, are their own."""
+def test_calls_outside_of_a_checkpoint_are_not_saved() -> None:
+    """Calls after a checkpoint, or after one that raised an exception, compute their own results."""
     operands = inputs()
 
     def fails(*operands: Tensor) -> Tensor:
         raise KeyError(block(*operands).shape)
 
     with pytest.raises(KeyError):
-        kept(*operands, run=fails)
-    out = kept(*operands)
+        checkpointed(*operands, run=fails)
+    out = checkpointed(*operands)
     other = flash_attention(*(x * 2 for x in operands), mask=MASK)
     out.sum().backward()
     assert torch.equal(other, flash_attention(*(x * 2 for x in operands), mask=MASK))
     assert not torch.equal(other, out)
 
 
-def test_a_repetition_that_calls_more_is_refused() -> None:
+def test_a_recomputation_with_more_calls_raises_an_error() -> None:
+    """The message states how many calls the forward pass made."""
     operands = inputs()
-    keep, repeat = save_attention()
-    with keep:
+    save, reuse = save_attention()
+    with save:
         first = flash_attention(*operands, mask=MASK)
-    with repeat:
+    with reuse:
         assert torch.equal(flash_attention(*(2 * x for x in operands), mask=MASK), first)
-        with pytest.raises(RuntimeError, match="called attention 1 times and its repetition calls it once more"):
+        with pytest.raises(RuntimeError, match="called attention 1 times"):
             flash_attention(*operands, mask=MASK)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[:, :1].zero_()], ids=["whole", "by a view"])
-def test_a_result_that_is_changed_in_place_is_refused(change) -> None:
-    """What is kept for the repetition is the tensor that was returned."""
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[:, :1].zero_()], ids=["tensor", "view"])
+def test_modifying_the_output_in_place_raises_an_error(change) -> None:
+    """The saved tensor shares its memory with the output, so a modified output cannot be reused."""
     operands = inputs()
 
     def attend(q, k, v):
         return ring_attention(q.sin(), k, v, layout=Layout.contiguous(12, 1), mask=MASK)
 
-    def inside(q, k, v):
+    def modify(q, k, v):
         x = attend(q, k, v)
         change(x)
         return x.square()
 
-    with pytest.raises(RuntimeError, match="what attention returned was changed in place"):
-        kept(*operands, run=inside).sum().backward()
-    out = kept(*operands, run=attend)
+    with pytest.raises(RuntimeError, match="modified in place.*out = out . x"):
+        checkpointed(*operands, run=modify).sum().backward()
+    out = checkpointed(*operands, run=attend)
     change(out)
-    with pytest.raises(RuntimeError, match="what attention returned was changed in place"):
+    with pytest.raises(RuntimeError, match="modified in place.*out = out . x"):
         out.square().sum().backward()
 
 
-def test_what_an_inference_returns_may_be_kept() -> None:
-    """Such tensors count no changes."""
-    keep, repeat = save_attention()
+def test_results_of_inference_mode_may_be_saved() -> None:
+    """Inference tensors have no version counter, so modifications are not detected."""
+    save, reuse = save_attention()
     with torch.inference_mode():
         operands = inputs()
-        with keep:
+        with save:
             first = flash_attention(*operands, mask=MASK)
-        with repeat:
+        with reuse:
             assert torch.equal(flash_attention(*operands, mask=MASK), first)

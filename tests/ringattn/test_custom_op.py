@@ -1,7 +1,8 @@
-"""The ring is one operator: checked by torch's own tests of operators, traced whole, and never recomputed."""
+"""Tests of attention as one operator: autograd, torch.compile, checkpoint policies, fake tensors, and FLOP counts."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,23 +12,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ringattn import BlockMask, Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
-from ringattn import attention as attention_module
+from ringattn import BlockMask, Layout, Mask, custom_op, flash_attention, ring_attention, simulate, ulysses_attention
+from ringattn.ring import Ring
 
 OPERATOR = torch.ops.ringattn.ring_attention.default
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """q, k and v of 12 tokens with 4 query heads and 2 key heads, and with gradients."""
     generator = torch.Generator().manual_seed(0)
     shapes = (1, 12, 4, 8), (1, 12, 2, 8), (1, 12, 2, 8)
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+    """Call ring_attention on one rank."""
     return ring_attention(q, k, v, layout=Layout.contiguous(12, 1), mask=mask)
 
 
-def test_torch_checks_the_operator() -> None:
+def test_the_operator_passes_the_checks_of_torch() -> None:
+    """Schema, fake tensors and autograd, as torch.library.opcheck tests them."""
     settings = (
         Mask.causal(documents=[5, 7]).lengths,
         True,
@@ -48,7 +52,8 @@ def test_torch_checks_the_operator() -> None:
     torch.library.opcheck(OPERATOR, (*inputs(), *settings))
 
 
-def test_gradients_by_finite_differences() -> None:
+def test_gradients_equal_finite_differences() -> None:
+    """Both results, out and lse, have gradients."""
     mask = Mask.causal(window=5, documents=[1, 4, 7])
 
     def both(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -57,19 +62,19 @@ def test_gradients_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(both, inputs(), fast_mode=True)
 
 
-def test_second_derivatives_are_refused() -> None:
-    """Even of a sum, whose gradient does not depend on the output."""
+def test_second_derivatives_raise_an_error() -> None:
+    """This holds also for a sum, whose gradient does not depend on the output."""
     q, k, v = inputs()
     out = ring_attention(q, k, v, layout=Layout.contiguous(12, 1), mask=Mask.causal())
     (grad,) = torch.autograd.grad(out.sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivatives"):
         grad.square().sum().backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivatives"):  # not left out beside what does have a derivative
+    with pytest.raises(RuntimeError, match="no second derivatives"):
         torch.autograd.grad(grad.square().sum() + q.sum(), q)
 
 
-def test_compile_sees_one_node_and_honours_every_mask() -> None:
-    """Traced once with no graph break; documents that change from batch to batch change the result."""
+def test_compiled_code_contains_one_node_and_follows_the_mask() -> None:
+    """There is no graph break, and documents that change from batch to batch change the result."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _) -> torch.nn.Module:
@@ -87,10 +92,9 @@ def test_compile_sees_one_node_and_honours_every_mask() -> None:
 
 @pytest.mark.parametrize("saved", (True, False), ids=("saved", "recomputed"))
 def test_selective_checkpointing_saves_the_output(saved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the policy that saves this operator, the backward does not run the forward ring again."""
-    runs = []
-    honest = attention_module.Ring.forward
-    monkeypatch.setattr(attention_module.Ring, "forward", lambda *args, **options: runs.append(1) or honest(*args, **options))
+    """With a policy that saves this operator, the backward does not run the forward pass of the ring."""
+    calls, forward = [], Ring.forward
+    monkeypatch.setattr(Ring, "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
 
     def policy(_, operator, *args, **kwargs) -> CheckpointPolicy:
         keep = saved and operator == OPERATOR
@@ -105,11 +109,12 @@ def test_selective_checkpointing_saves_the_output(saved: bool, monkeypatch: pyte
     (got,) = torch.autograd.grad(out.sum(), q)
     (expected,) = torch.autograd.grad(attend(q.sin(), k.sin(), v.sin(), Mask.causal()).sin().sum(), q)
     assert torch.equal(got, expected)
-    assert len(runs) == (1 if saved else 2) + 1
+    assert len(calls) == (1 if saved else 2) + 1
 
 
-@pytest.mark.parametrize("dynamic", [None, True], ids=["as it comes", "dynamic"])
-def test_documents_are_compiled_once(dynamic: bool | None) -> None:
+@pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
+def test_a_new_number_of_documents_needs_no_compilation(dynamic: bool | None) -> None:
+    """Eleven numbers of documents are compiled at most twice: once as a constant, and once as a variable."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _) -> torch.nn.Module:
@@ -124,16 +129,18 @@ def test_documents_are_compiled_once(dynamic: bool | None) -> None:
     assert len(graphs) <= 2
 
 
-@pytest.mark.filterwarnings("error", "ignore:.torch.jit:DeprecationWarning")  # torch 2.11 warns of itself
+@pytest.mark.filterwarnings("error", "ignore:.torch.jit:DeprecationWarning")  # torch 2.11 emits this warning itself
 @pytest.mark.parametrize("call", [ring_attention, ulysses_attention, flash_attention], ids=lambda call: call.__name__)
-def test_a_compiler_has_nothing_to_warn_of(call: Callable) -> None:
+def test_compilation_emits_no_warning(call: Callable) -> None:
+    """The public calls contain nothing that torch.compile cannot trace."""
     options = {"mask": Mask.causal(window=3)} | ({} if call is flash_attention else {"layout": Layout.zigzag(12, 1)})
     torch._dynamo.reset()
     warn_once_cache.clear()
     torch.compile(partial(call, **options), backend="eager", fullgraph=True)(*inputs())
 
 
-def test_dealt_chunks_are_compiled_whole() -> None:
+def test_an_assigned_layout_is_compiled_without_graph_break() -> None:
+    """The name of such a layout contains the owners of its chunks."""
     layout = Layout.assigned([0, 0, 0], 4, 12, 1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,8 +151,8 @@ def test_dealt_chunks_are_compiled_whole() -> None:
 
 
 @pytest.mark.parametrize("call", [ring_attention, ulysses_attention, flash_attention], ids=lambda call: call.__name__)
-def test_tensors_of_meta_are_not_sent(call: Callable) -> None:
-    """Shapes alone, forward and backward; on a ring, too, nothing moves."""
+def test_meta_tensors_yield_shapes(call: Callable) -> None:
+    """Forward and backward compute shapes only, and no rank sends a message."""
     shapes = [x.shape for x in inputs()]
 
     def on_rank(rank: int, group) -> list[torch.Size]:
@@ -162,9 +169,9 @@ def test_tensors_of_meta_are_not_sent(call: Callable) -> None:
     assert simulate(2, on_rank) == [[shapes[0], *shapes]] * 2
 
 
-@pytest.mark.parametrize("mixed", [False, True], ids=["fake alone", "real ones too"])
-def test_tensors_that_hold_nothing(mixed: bool) -> None:
-    """As for estimates of memory; and what is kept of them is of use afterwards."""
+@pytest.mark.parametrize("mixed", [False, True], ids=["fake-only", "mixed"])
+def test_fake_tensors(mixed: bool) -> None:
+    """Fake tensors serve estimates of memory. They must not remain in caches that real calls use afterwards."""
     layout, mask = Layout.assigned([0, 0], 7, 12, 1), Mask.causal(window=11, documents=[5, 7])
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -181,8 +188,8 @@ def test_tensors_that_hold_nothing(mixed: bool) -> None:
     call(*inputs()).sum().backward()
 
 
-def test_flops_are_those_of_the_pairs() -> None:
-    """A query sees itself and those before it, of 5 and of 7 tokens: 43 pairs of 4 heads of 8 features."""
+def test_flops_of_a_causal_mask_with_documents() -> None:
+    """Documents of 5 and 7 tokens have 43 (query, key) pairs, with 4 heads and head dim 8."""
     mask, operands = Mask.causal(documents=[5, 7]), inputs()
     for call in (
         lambda q, k, v: ring_attention(q, k, v, layout=Layout.zigzag(12, 1), mask=mask),
@@ -197,7 +204,8 @@ def test_flops_are_those_of_the_pairs() -> None:
         assert (forward.get_total_flops(), backward.get_total_flops()) == (2 * 4 * 16 * pairs, 2 * 4 * 40 * pairs)
 
 
-def test_flops_as_torch_counts_its_own() -> None:
+def test_flops_equal_those_of_torch() -> None:
+    """Full attention is counted like torch's own attention."""
     q, k, v = (torch.randn(2, 16, heads, dim, requires_grad=True) for heads, dim in ((4, 8), (4, 8), (4, 6)))
     with FlopCounterMode(display=False) as counter:
         flash_attention(q, k, v).sum().backward()
@@ -206,7 +214,8 @@ def test_flops_as_torch_counts_its_own() -> None:
     assert counter.get_total_flops() == forward + backward
 
 
-def test_flops_of_ranks_sum_to_those_of_all() -> None:
+def test_flops_of_all_ranks_sum_to_those_of_the_whole() -> None:
+    """Each rank of a ring counts an equal part of the pairs."""
     mask, layout = Mask.causal(documents=[5, 7]), Layout.contiguous(12, 3)
 
     def count(rank: int, group) -> int:
@@ -218,14 +227,14 @@ def test_flops_of_ranks_sum_to_those_of_all() -> None:
     assert sum(simulate(3, count)) == pytest.approx(2 * 4 * 16 * 43, abs=3)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "exchanged again"])
-def test_flops_where_heads_are_exchanged_sum_to_those_of_all(again: bool) -> None:
-    """43 pairs of 4 heads of 8 features, as on one rank."""
+@pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
+def test_flops_of_a_ulysses_group_sum_to_those_of_the_whole(recompute: bool) -> None:
+    """The documents have 43 (query, key) pairs, with 4 heads and head dim 8, as on one rank."""
     mask, layout = Mask.causal(documents=[5, 7]), Layout.contiguous(12, 1).split(2)
 
     def count(rank: int, group) -> tuple[int, int]:
         q, k, v = (layout.shard(x.detach(), rank).requires_grad_() for x in inputs())
-        options = dict(layout=layout, mask=mask, ulysses_group=group, recompute_all_to_all=again)
+        options = dict(layout=layout, mask=mask, ulysses_group=group, recompute_all_to_all=recompute)
         with FlopCounterMode(display=False) as forward:
             out = ulysses_attention(q, k, v, **options)
         with FlopCounterMode(display=False) as backward, torch.autograd.set_multithreading_enabled(False):
@@ -237,19 +246,21 @@ def test_flops_where_heads_are_exchanged_sum_to_those_of_all(again: bool) -> Non
 
 
 def forward_flops(call: Callable[[], Tensor]) -> int:
+    """Return the FLOPs that torch counts for a call."""
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         call()
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(("queries", "keys", "pairs"), [(2, 4, 3 + 4), (4, 2, 1 + 2)], ids=["the last", "more than keys"])
-def test_flops_of_other_queries_than_keys(queries: int, keys: int, pairs: int) -> None:
+@pytest.mark.parametrize(("queries", "keys", "pairs"), [(2, 4, 3 + 4), (4, 2, 1 + 2)], ids=["fewer-queries", "more-queries"])
+def test_flops_of_unequal_lengths(queries: int, keys: int, pairs: int) -> None:
+    """The last query has the position of the last key."""
     q, k, v = torch.randn(1, queries, 2, 8), torch.randn(1, keys, 2, 8), torch.randn(1, keys, 2, 8)
     assert forward_flops(lambda: flash_attention(q, k, v, mask=Mask.causal())) == 2 * 2 * 16 * pairs
 
 
 def test_flops_of_a_window() -> None:
-    """Three keys, but for the first two queries; both rows of a batch count."""
+    """Every query except the first two has three keys. Both batch entries count."""
     mask, operands = Mask.causal(window=3), [x.detach().expand(2, -1, -1, -1) for x in inputs()]
     for call in (
         lambda: flash_attention(*operands, mask=mask),
@@ -258,13 +269,15 @@ def test_flops_of_a_window() -> None:
         assert forward_flops(call) == 2 * 2 * 4 * 16 * (1 + 2 + 3 * 10)
 
 
-def test_flops_of_blocks_are_of_those_kept() -> None:
+def test_flops_of_a_block_mask() -> None:
+    """Only the blocks that are kept count: three of four."""
     q, k, v = (torch.randn(1, 128, 2, 16) for _ in range(3))
     blocks = BlockMask(torch.tensor([[True, False], [True, True]])[None, None], 64)
     assert forward_flops(lambda: flash_attention(q, k, v, blocks=blocks)) == 2 * 2 * 32 * 128 * 128 * 3 // 4
 
 
-def test_flops_of_tensors_that_hold_nothing() -> None:
+def test_flops_of_fake_tensors() -> None:
+    """Fake tensors have the same FLOPs as real ones, because masks are always real."""
     for documents in (None, [5, 7]):
         counts = []
         for mode in (FakeTensorMode(), torch.enable_grad()):
@@ -275,3 +288,36 @@ def test_flops_of_tensors_that_hold_nothing() -> None:
                 torch.autograd.grad(out.sum(), q)
             counts.append(counter.get_total_flops())
         assert counts[0] == counts[1] > 0
+
+
+def test_a_captured_graph_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph is replayed with the addresses of tensors that a plan holds. CPU plans are not affected."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(custom_op, "_kept_for_graphs", {})
+    plan = object()
+    custom_op.keep_for_graph(plan, torch.device("cuda"))
+    custom_op.keep_for_graph(object(), torch.device("cpu"))
+    assert list(custom_op._kept_for_graphs.values()) == [plan]
+
+
+def test_a_flattened_spec_can_be_rebuilt() -> None:
+    """A field of a spec may be a spec itself, and lists stay lists."""
+    spec = Outer([1, 2], Inner(3, "four"), 0.5)
+    assert custom_op.schema(Outer) == "SymInt[] sizes, SymInt count, str name, float scale"
+    assert custom_op.flatten(spec) == ([1, 2], 3, "four", 0.5)
+    assert custom_op.unflatten(Outer, custom_op.flatten(spec)) == spec
+
+
+class Inner(NamedTuple):
+    """A nested record of settings."""
+
+    count: int
+    name: str
+
+
+class Outer(NamedTuple):
+    """A record of settings."""
+
+    sizes: list[int]
+    inner: Inner
+    scale: float

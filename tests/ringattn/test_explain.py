@@ -1,4 +1,4 @@
-"""`explain` tells what the schedule does."""
+"""Tests of the text in which `explain` describes the schedule of a call."""
 
 import pytest
 import torch
@@ -8,77 +8,80 @@ from ringattn import Layout, Mask, explain, simulate
 
 
 def shapes(rows: int, heads: int = 16, key_heads: int = 16) -> list[Tensor]:
+    """q, k and v without memory, in bf16 with head dim 128."""
     return [torch.empty(1, rows, h, 128, dtype=torch.bfloat16, device="meta") for h in (heads, key_heads, key_heads)]
 
 
-def test_every_hop_says_what_moves_and_what_hides_it() -> None:
-    """Zigzag on two ranks: rank 0 sends the first half of its keys and needs all of rank 1's."""
-    text = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal())
-    lines = text.splitlines()
-    assert lines[:2] == [
-        "2 ranks over nvlink, every pair linked: 330 GB/s and 12 us a message, 580 TFLOP/s a rank",
-        "rank 0 holds 8,192 of 16,384 positions (zigzag); batch 1, 16 query and 16 key heads of 128, bfloat16",
-    ]
-    assert lines[3:7] == [
-        "forward: kv schedule, k, v travel",
-        "  less time, then fewer bytes, of the busiest rank at each hop: "
-        "kv 0.948 ms with 64.0 MiB, state 1.09 ms with 97.0 MiB",
-        "  hop 0: computes with rows 0:8192 of rank 0, sends k, v rows 0:4096 of rank 0 to rank 1, "
-        "receives k, v rows 0:8192 of rank 1 from rank 1; 474 us of kernels beside 64.0 MiB in 215 us, hidden",
-        "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels",
-    ]
-    assert "backward: kv schedule, k, v travel, dk, dv come home" in text
+def test_the_text_describes_every_hop() -> None:
+    """Zigzag on two ranks: rank 0 sends the first half of its keys and receives all keys of rank 1."""
+    lines = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal()).splitlines()
+    assert lines[0].startswith("2 ranks over nvlink") and "330 GB/s" in lines[0] and "580 TFLOP/s" in lines[0]
+    assert lines[1].startswith("rank 0 holds 8,192 of 16,384 positions (zigzag); batch 1, 16 query and 16 key heads")
+    assert lines[3].startswith("forward: kv schedule, k, v ")
+    assert lines[4].endswith("kv 0.948 ms with 64.0 MiB, state 1.09 ms with 97.0 MiB")
+    sends = "sends k, v rows 0:4096 of rank 0 to rank 1, receives k, v rows 0:8192 of rank 1 from rank 1"
+    assert lines[5].startswith(f"  hop 0: computes with rows 0:8192 of rank 0, {sends}; 474 us of kernels")
+    assert "64.0 MiB" in lines[5] and "215 us" in lines[5] and lines[5].endswith("hidden")
+    assert lines[6] == "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels"
+    assert any(line.startswith("backward: kv schedule, k, v ") and "dk, dv return" in line for line in lines)
 
 
-def test_few_heads_at_a_time() -> None:
-    """Of 2**18 rows a rank one head fills a GPU: 16 passes, and what is told is told of one."""
+def test_the_text_describes_one_of_several_head_chunks() -> None:
+    """With 2**18 tokens per rank one head fills a GPU, so a call has 16 ring passes of one head."""
     text = explain(*shapes(2**18), layout=Layout.zigzag(2**20, 4), mask=Mask.full())
-    assert "16 passes, of 1 query and 1 key heads each; this is one of them" in text
+    assert "16 chunks of 1 query and 1 key heads" in text
     assert "sends k, v rows 0:262144 of rank 0 to rank 1, receives k, v rows 0:262144 of rank 1 from rank 1" in text
-    assert "beside 128.0 MiB" in text
+    assert "128.0 MiB" in text
 
 
-def test_values_of_another_width_are_said() -> None:
+def test_the_text_names_a_different_value_dim() -> None:
+    """The value dim is shown only if it differs from the head dim."""
     q, k, v = shapes(4)
-    text = explain(q, k, v[..., :64], layout=Layout.zigzag(8, 2), mask=Mask.causal())
-    assert "key heads of 128, values of 64, bfloat16" in text
+    options = dict(layout=Layout.zigzag(8, 2), mask=Mask.causal())
+    assert "head dim 128 (values 64)" in explain(q, k, v[..., :64], **options)
+    assert "values" not in explain(q, k, v, **options).splitlines()[1]
 
 
-def test_what_is_not_hidden_is_said() -> None:
+def test_the_text_names_communication_that_is_not_hidden() -> None:
+    """With short shards, messages take longer than computation."""
     text = explain(*shapes(512), layout=Layout.zigzag(2048, 4), mask=Mask.causal(), transport="p2p", rank=3)
     assert "4 ranks over nccl" in text
     assert "rank 3 holds 512" in text
     assert "us of it not hidden" in text
 
 
-def test_a_group_is_asked_for_its_own_ring() -> None:
+def test_a_group_determines_rank_and_interconnect() -> None:
+    """Each rank describes its own hops over the transport of the group."""
     layout, mask = Layout.contiguous(12, 3), Mask.causal(window=3)
     q = torch.zeros(1, 4, 2, 8)
     texts = simulate(3, lambda rank, group: explain(q, q, q, layout=layout, mask=mask, group=group, schedule="state"))
-    assert all("relayed by neighbours" in text and "asked for" in text for text in texts)
+    assert all("relayed by neighbours" in text and "requested" in text for text in texts)
     assert "rank 2 holds 4 of 12" in texts[2]
 
 
-def test_refusals() -> None:
-    q, layout = shapes(4), Layout.zigzag(8, 2)
-    with pytest.raises(ValueError, match="rank 2 of a ring of 2"):
-        explain(*q, layout=layout, mask=Mask.causal(), rank=2)
-    with pytest.raises(ValueError, match="documents sum to 5 tokens but the sequence has 8"):
-        explain(*q, layout=layout, mask=Mask.causal(documents=[5]))
-    with pytest.raises(ValueError, match="mask is a str: give a ringattn.Mask"):
-        explain(*q, layout=layout, mask="causal")
-    with pytest.raises(ValueError, match="layout is a str: give a ringattn.Layout"):
-        explain(*q, layout="zigzag", mask=Mask.causal())
-    with pytest.raises(ValueError, match="transport 'pigeon'"):
-        explain(*q, layout=layout, mask=Mask.causal(), transport="pigeon")
-    wrong = {"4 query heads .* 3 key heads": shapes(4, 4, 3), "have 3, 3, 3 dimensions": [x[0] for x in q]}
-    wrong |= {"give fp16, bf16, fp32 or fp64": [x.int() for x in q], "give one dtype and device": [q[0].half(), *q[1:]]}
-    for message, tensors in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            explain(*tensors, layout=layout, mask=Mask.causal())
-
-
-def test_the_times_are_those_of_the_rank_asked_for() -> None:
+def test_times_are_those_of_the_described_rank() -> None:
+    """Under a causal mask and a contiguous layout, rank 0 computes nothing in the second hop."""
     text = explain(*shapes(8192), layout=Layout.contiguous(16384, 2), mask=Mask.causal(), schedule="kv", rank=0)
     idle = next(line for line in text.splitlines() if "hop 1: computes nothing" in line)
     assert "; 0 us of kernels" in idle
+
+
+Q, K, V = shapes(4)
+INVALID = {
+    "rank-outside-the-ring": ((Q, K, V), {"rank": 2}, "rank=2.* 2 ranks"),
+    "documents-of-another-length": ((Q, K, V), {"mask": Mask.causal(documents=[5])}, "5 .* 8"),
+    "name-instead-of-mask": ((Q, K, V), {"mask": "causal"}, "mask is a str.*ringattn.Mask"),
+    "name-instead-of-layout": ((Q, K, V), {"layout": "zigzag"}, "layout is a str.*ringattn.Layout"),
+    "unknown-transport": ((Q, K, V), {"transport": "pigeon"}, "'pigeon'"),
+    "heads-that-do-not-divide": (shapes(4, 4, 3), {}, "4 query heads .* 3 key heads"),
+    "three-dimensions": ((Q[0], K[0], V[0]), {}, "3, 3, 3 dimensions"),
+    "integers": ((Q.int(), K.int(), V.int()), {}, "torch.int32"),
+    "two-dtypes": ((Q.half(), K, V), {}, "torch.float16"),
+}
+
+
+@pytest.mark.parametrize("tensors, changes, message", INVALID.values(), ids=INVALID)
+def test_invalid_arguments_raise_an_error(tensors: list[Tensor], changes: dict, message: str) -> None:
+    """The same arguments are invalid as for `ring_attention`."""
+    with pytest.raises(ValueError, match=message):
+        explain(*tensors, **{"layout": Layout.zigzag(8, 2), "mask": Mask.causal()} | changes)

@@ -1,4 +1,4 @@
-"""Layouts chosen for a mask: every rank gets the same work, and about the same rows."""
+"""Tests of layouts that are chosen for a mask: every rank gets equal work and about the same number of tokens."""
 
 import math
 import random
@@ -18,7 +18,7 @@ S = 65536
 
 
 def packing(seed: int, seq_len: int = S) -> list[int]:
-    """Document lengths, log-uniform from 1 to S, that fill a sequence."""
+    """Return random document lengths that fill a sequence. Their logarithms are uniform between 1 and the sequence length."""
     generator, lengths = random.Random(seed), []
     while left := seq_len - sum(lengths):
         lengths.append(min(left, int(math.exp(generator.uniform(0, math.log(seq_len))))))
@@ -26,13 +26,13 @@ def packing(seed: int, seq_len: int = S) -> list[int]:
 
 
 def excess(x: torch.Tensor) -> float:
-    """How much the largest lies above the mean."""
+    """Return by how much the largest element exceeds the mean, relative to the mean."""
     return float(x.max() / x.double().mean()) - 1
 
 
 @pytest.mark.parametrize("ranks", (4, 8))
-def test_packed_documents_are_within_5_percent_of_the_mean(ranks: int) -> None:
-    """In tiles and in pairs, where keys travel and where queries do, over sixty random packings."""
+def test_work_of_packed_documents_is_within_5_percent_of_the_mean(ranks: int) -> None:
+    """In tiles of queries, in tiles of keys, and in (query, key) pairs, for sixty random packings."""
     for seed in range(60):
         mask = Mask.causal(documents=packing(seed))
         layout = balanced_layout(mask, S, ranks)
@@ -45,8 +45,8 @@ def test_packed_documents_are_within_5_percent_of_the_mean(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ("contiguous", "zigzag"))
-def test_fixed_layouts_are_far_from_it(kind: str) -> None:
-    """What the choice is for: the same packings leave a rank of these with half as much again."""
+def test_fixed_layouts_are_not_balanced(kind: str) -> None:
+    """For half of the same packings, a rank of a fixed layout has more than 1.3 times the mean work."""
     worst = [excess(work(Mask.causal(documents=packing(seed)), Layout(kind, S, 4)).sum(1)) for seed in range(20)]
     assert sorted(worst)[10] > 0.3
 
@@ -62,19 +62,20 @@ def test_fixed_layouts_are_far_from_it(kind: str) -> None:
 def test_work_counts_every_tile_with_a_visible_pair(
     documents: list[int], ranks: int, kind: str, is_causal: bool, window: int | None
 ) -> None:
-    """Held to the mask written out; on several ranks a kernel may also walk tiles that lie between two that are seen."""
+    """Compared with a dense mask. On several ranks, kernels may also compute tiles between two visible ones."""
     seq_len = sum(documents)
     mask, layout = Mask(is_causal, window, (tuple(documents),)), Layout(kind, seq_len, ranks)
-    seen = interval_mask.dense(*mask.intervals(seq_len), seq_len)[0]
+    allowed = interval_mask.dense(*mask.intervals(seq_len), seq_len)[0]
     tiles = work(mask, layout)
     for query_rank in range(ranks):
         for key_rank in range(ranks):
-            local = seen[layout.positions(query_rank)][:, layout.positions(key_rank)]
+            local = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
             visible = sum(bool(tile.any()) for rows in local.split(TILE) for tile in rows.split(TILE, 1))
             assert tiles[query_rank, key_rank] == visible if ranks == 1 else tiles[query_rank, key_rank] >= visible
 
 
-def test_the_simplest_layout_that_is_as_good() -> None:
+def test_the_simplest_of_equally_good_layouts_is_chosen() -> None:
+    """Chunks are assigned one by one only if no fixed layout is as balanced."""
     assert balanced_layout(Mask.full(), S, 8).kind == "contiguous"
     assert balanced_layout(Mask.causal(), S, 8).kind == "zigzag"
     assert balanced_layout(Mask.causal(window=4096), S, 8).kind == "contiguous"
@@ -83,18 +84,19 @@ def test_the_simplest_layout_that_is_as_good() -> None:
     assert balanced_layout(Mask.causal(), 1, 4) == Layout.contiguous(1, 4)
 
 
-def test_batch_rows_count_together() -> None:
-    rows = [packing(1), packing(2)]
-    mask = Mask.causal(documents=rows)
-    alone = [Mask.causal(documents=row) for row in rows]
+def test_work_of_batch_entries_is_added() -> None:
+    """One layout serves all batch entries, so their work is balanced in total."""
+    packings = [packing(1), packing(2)]
+    mask = Mask.causal(documents=packings)
+    alone = [Mask.causal(documents=lengths) for lengths in packings]
     layout = balanced_layout(mask, S, 4)
     assert torch.equal(work(mask, layout), work(alone[0], layout) + work(alone[1], layout))
     assert excess(work(mask, layout).sum(1)) <= 0.05
 
 
 @pytest.mark.parametrize("schedule", ("state", "kv"))
-def test_attention_over_dealt_chunks(schedule: str) -> None:
-    """A ring in a layout made for its documents, whose last chunk is short, against one rank in float64."""
+def test_attention_with_an_assigned_layout(schedule: str) -> None:
+    """A ring whose layout was chosen for its documents, and whose last chunk is short, equals one rank in fp64."""
     seq_len = 2 * 8 * TILE + 37
     mask = Mask.causal(documents=[1, 1000, 1, 500, seq_len - 1502])
     layout = balanced_layout(mask, seq_len, 2)
@@ -103,10 +105,11 @@ def test_attention_over_dealt_chunks(schedule: str) -> None:
     assert_close(case.on_ring(layout, mask, schedule=schedule), case.unsharded(mask), 1e-10)
 
 
-def test_what_is_refused() -> None:
-    with pytest.raises(ValueError, match="documents sum to 7 tokens but the sequence has 8"):
+def test_invalid_arguments_raise_an_error() -> None:
+    """The message names the value that was given."""
+    with pytest.raises(ValueError, match="7 .* 8"):
         balanced_layout(Mask.causal(documents=[7]), 8, 2)
-    with pytest.raises(ValueError, match="seq_len = 8, ranks = 0"):
+    with pytest.raises(ValueError, match="seq_len=8, ranks=0"):
         balanced_layout(Mask.causal(), 8, 0)
     for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
         with pytest.raises(ValueError, match=f"mask is a {kind}"):

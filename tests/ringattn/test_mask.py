@@ -1,5 +1,6 @@
-"""Masks as intervals, against masks written out from their definition."""
+"""Tests of masks: their intervals equal dense masks that are computed from the definition."""
 
+import re
 import sys
 
 import pytest
@@ -13,8 +14,8 @@ from ringattn import Mask
 from ringattn.kernels import interval_mask
 
 
-def by_definition(seq_len: int, is_causal: bool, window: int | None, documents: list[int]) -> Tensor:
-    """allowed[i, j], from the words of the docstring."""
+def dense_mask(seq_len: int, is_causal: bool, window: int | None, documents: list[int]) -> Tensor:
+    """Return allowed[query, key], computed pair by pair."""
     document = [d for d, length in enumerate(documents) for _ in range(length)]
     allowed = torch.zeros(seq_len, seq_len, dtype=torch.bool)
     for i in range(seq_len):
@@ -29,11 +30,12 @@ def by_definition(seq_len: int, is_causal: bool, window: int | None, documents: 
     st.booleans(),
     st.none() | st.integers(1, 8),
 )
-def test_intervals_are_the_definition(documents: list[int], is_causal: bool, window: int | None) -> None:
+def test_intervals_equal_the_definition(documents: list[int], is_causal: bool, window: int | None) -> None:
+    """Intervals never decrease from one query to the next, and `pairs` counts the allowed pairs."""
     seq_len = sum(documents)
     mask = Mask.causal(window, documents) if is_causal else Mask.full(window, documents)
     lo, hi = mask.intervals(seq_len)
-    expected = by_definition(seq_len, is_causal, window, documents)
+    expected = dense_mask(seq_len, is_causal, window, documents)
     clipped = lo.clamp(0, seq_len), hi.clamp(0, seq_len)
     assert torch.equal(interval_mask.dense(*clipped, seq_len)[0], expected)
     assert (lo.diff() >= 0).all() and (hi.diff() >= 0).all()
@@ -41,63 +43,76 @@ def test_intervals_are_the_definition(documents: list[int], is_causal: bool, win
 
 
 def test_intervals_of_packed_documents() -> None:
+    """Three documents of 3, 1 and 2 tokens, and a window of 2."""
     lo, hi = Mask.causal(window=2, documents=[3, 1, 2]).intervals(6)
     assert lo.tolist() == [[0, 0, 1, 3, 4, 4]]
     assert hi.tolist() == [[1, 2, 3, 4, 5, 6]]
 
 
-def test_each_batch_row_has_its_own_documents() -> None:
+def test_each_batch_entry_has_its_own_documents() -> None:
+    """A list of lists gives the documents of every batch entry."""
     mask = Mask.causal(documents=[[2, 1], [3]])
     assert mask.intervals(3)[0].tolist() == [[0, 0, 2], [0, 0, 0]]
     assert mask.pairs(3) == [4, 6]
 
 
-@pytest.mark.parametrize("documents", (None, [3, 1, 2], [[3, 1, 2], [6], [1] * 6]), ids=("none", "one", "per-row"))
-def test_a_mask_survives_its_lengths(documents: list | None) -> None:
+@pytest.mark.parametrize("documents", (None, [3, 1, 2], [[3, 1, 2], [6], [1] * 6]), ids=("none", "one", "per-entry"))
+def test_a_mask_can_be_rebuilt_from_its_lengths(documents: list | None) -> None:
+    """Operators carry the documents of a mask as one tensor of lengths."""
     mask = Mask.causal(window=4, documents=documents)
     assert Mask.from_lengths(True, 4, mask.lengths, 6) == mask
 
 
 @pytest.mark.parametrize("is_causal", (False, True))
-def test_a_window_may_be_as_wide_as_an_integer_can_be(is_causal: bool) -> None:
+def test_the_widest_window_equals_no_window(is_causal: bool) -> None:
+    """A window of sys.maxsize does not overflow."""
     wide, none = Mask(is_causal, window=sys.maxsize), Mask(is_causal)
     assert all(map(torch.equal, wide.intervals(9), none.intervals(9)))
     assert all(map(torch.equal, wide.intervals(9, 12), none.intervals(9, 12)))
 
 
-@pytest.mark.parametrize("documents", (torch.tensor([2, 3]), [torch.tensor([2, 3]), torch.tensor([5])]), ids=("one", "per-row"))
+@pytest.mark.parametrize(
+    "documents", (torch.tensor([2, 3]), [torch.tensor([2, 3]), torch.tensor([5])]), ids=("one", "per-entry")
+)
 def test_documents_may_be_tensors(documents) -> None:
+    """Tensors of lengths give the same mask as lists."""
     lists = [2, 3] if isinstance(documents, torch.Tensor) else [[2, 3], [5]]
     assert Mask.causal(documents=documents) == Mask.causal(documents=lists)
 
 
-def test_bad_masks_are_refused() -> None:
-    with pytest.raises(ValueError, match="window = 0"):
-        Mask.causal(window=0)
-    with pytest.raises(ValueError, match="window = True"):
-        Mask.causal(window=True)
-    with pytest.raises(ValueError, match="window = 2.5"):
-        Mask.causal(window=2.5)
-    with pytest.raises(ValueError, match=r"window = \(4, 0\)"):
-        Mask.causal(window=(4, 0))
-    with pytest.raises(ValueError, match=r"a document of 0 tokens: give lengths, .*cu_seqlens.diff\(\)"):
-        Mask.causal(documents=[3, 0])
-    for ask in (Mask.full(documents=[3, 4]).intervals, Mask.causal(documents=[3, 4]).intervals, Mask.full(documents=[7]).pairs):
-        with pytest.raises(ValueError, match="documents sum to 7 tokens but the sequence has 9"):
-            ask(9)
-    for documents in ([2.7, 3.9], "34", [5, [3, 2]]):
-        with pytest.raises(ValueError, match="give lengths, which are integers"):
-            Mask.causal(documents=documents)
+@pytest.mark.parametrize("window", (0, True, 2.5, (4, 0)), ids=str)
+def test_an_invalid_window_raises_an_error(window: object) -> None:
+    """The message names the value, and how to request no window."""
+    with pytest.raises(ValueError, match=f"window={re.escape(str(window))}.*window=None"):
+        Mask.causal(window=window)
 
 
-def test_intervals_are_the_callers_own() -> None:
+@pytest.mark.parametrize(
+    "documents, message", (([3, 0], "length 0.*cu_seqlens"), ([2.7, 3.9], "2.7"), ("34", "34"), ([5, [3, 2]], "integer"))
+)
+def test_invalid_documents_raise_an_error(documents: object, message: str) -> None:
+    """Documents are lengths, not offsets."""
+    with pytest.raises(ValueError, match=message):
+        Mask.causal(documents=documents)
+
+
+@pytest.mark.parametrize("method", ("intervals", "pairs"))
+def test_documents_must_fill_the_sequence(method: str) -> None:
+    """The message names the sum of the lengths and the length of the sequence."""
+    for mask in (Mask.full(documents=[3, 4]), Mask.causal(documents=[7])):
+        with pytest.raises(ValueError, match="7 .* 9"):
+            getattr(mask, method)(9)
+
+
+def test_a_caller_may_modify_the_intervals() -> None:
+    """The returned tensors are not those of a cache."""
     _, hi = Mask.causal().intervals(7)
     hi.fill_(7)
     assert Mask.causal().intervals(7)[1].tolist() == [list(range(1, 8))]
 
 
-def test_a_copy_field_by_field_is_whole() -> None:
-    """As FSDP makes of what a module is called with, to cast tensors in it."""
+def test_fsdp_may_copy_a_mask() -> None:
+    """FSDP copies the arguments of a module field by field, to cast the tensors in them."""
     mask = Mask.causal(window=3, documents=[[2, 3], [5]])
     copy = _apply_to_tensors(lambda x: x, {"mask": mask})["mask"]
     assert copy == mask and copy.lengths.tolist() == [2, 3, 5] and copy.totals == (5, 5)

@@ -1,11 +1,12 @@
-"""What the CUDA driver is asked for, with a stand-in for the driver."""
+"""Tests of the calls of the CUDA driver, with a function in place of the driver."""
 
 import pytest
 
 from ringattn.comm import cuda_driver
 
 
-def test_a_call_has_fewer_steps_than_the_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_flags_are_divided_among_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver accepts at most 255 operations per call. Every flag is waited for and then cleared, in order."""
     calls = []
 
     def batch(stream: int, count: int, steps: object, flags: int) -> int:
@@ -16,5 +17,5 @@ def test_a_call_has_fewer_steps_than_the_driver_takes(monkeypatch: pytest.Monkey
     addresses = list(range(4, 4 * 301, 4))
     cuda_driver.wait_and_clear_flags(addresses, stream=7)
     assert all(len(call) < 256 for call in calls)
-    wanted = [(kind, address) for address in addresses for kind in (cuda_driver._WAIT, cuda_driver._WRITE)]
-    assert [step for call in calls for step in call] == wanted
+    expected = [(kind, address) for address in addresses for kind in (cuda_driver._WAIT, cuda_driver._WRITE)]
+    assert [step for call in calls for step in call] == expected
