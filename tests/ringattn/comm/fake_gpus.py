@@ -1,0 +1,200 @@
+"""The GPUs of one host for tests without a GPU: memory of this process, and streams that are threads.
+
+The kernels of a rank run in the rank's own thread, which plays the role of the main stream. Side streams run their queues in
+threads of their own, with random delays. Every order of copies and kernels that flags and events allow may therefore occur. An
+order that they should not allow shows as wrong numbers, or as a test that never ends.
+"""
+
+import ctypes
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from ringattn import simulate
+from ringattn.comm import connect, nvlink, nvlink_all_to_all
+from ringattn.comm.nvlink import NvlinkTransport
+from ringattn.comm.watchdog import NoWatchdog
+from ringattn.planning.cost_model import interconnect
+
+
+class Stream:
+    """A queue of work that a thread carries out in order. The main stream has no thread and works at once."""
+
+    streams: dict[int, "Stream"] = {}
+    faults: list[str] = []
+
+    def __init__(self, device: object = None, priority: int = 0, main: bool = False) -> None:
+        self.cuda_stream = id(self)
+        self.streams[self.cuda_stream] = self
+        self.work: queue.SimpleQueue | None = None if main else queue.SimpleQueue()
+        if not main:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(random.random() * 1e-3)
+            self.work.get()()
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Carry out an action after everything that was issued before."""
+        action() if self.work is None else self.work.put(action)
+
+    def wait_event(self, event: "Event") -> None:
+        """Wait until the event has occurred."""
+        self.do(event.state.wait)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Wait for everything that was issued on another stream."""
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+
+class Event:
+    """An event that occurs when a stream reaches it."""
+
+    def record(self, stream: Stream) -> None:
+        """Record the event on a stream."""
+        self.state = state = threading.Event()
+        stream.do(state.set)
+
+
+class Driver:
+    """The functions of `ringattn.comm.cuda_driver`, on the memory of this process."""
+
+    @staticmethod
+    def copy(target: int, source: int, count: int, stream: int) -> None:
+        """Copy bytes."""
+        Stream.streams[stream].do(lambda: ctypes.memmove(target, source, count))
+
+    @staticmethod
+    def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
+        """Copy rows of `width` bytes."""
+
+        def copy() -> None:
+            for i in range(rows):
+                ctypes.memmove(target + i * target_pitch, source + i * source_pitch, width)
+
+        Stream.streams[stream].do(copy)
+
+    @staticmethod
+    def set_flags(addresses: list[int], stream: int) -> None:
+        """Set flags to 1. A flag that is set already is a fault, because its last message was not read."""
+
+        def write(flag: ctypes.c_uint32) -> None:
+            if flag.value:
+                Stream.faults.append("a flag was set twice before it was cleared")
+            flag.value = 1
+
+        for address in addresses:
+            Stream.streams[stream].do(partial(write, ctypes.c_uint32.from_address(address)))
+
+    @staticmethod
+    def wait_and_clear_flags(addresses: list[int], stream: int) -> None:
+        """Wait until each flag is 1, and clear it."""
+
+        def take(flag: ctypes.c_uint32) -> None:
+            while flag.value != 1:
+                time.sleep(1e-5)
+            flag.value = 0
+
+        for address in addresses:
+            Stream.streams[stream].do(partial(take, ctypes.c_uint32.from_address(address)))
+
+
+class Host:
+    """What the ranks of one host have in common: the memory that they share, and a barrier."""
+
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.shared: dict[tuple[int, int], torch.Tensor] = {}
+        self.counts = [0] * ranks
+        self.ranks = ranks
+
+    def share(self, rank: int, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
+        """Allocate memory on every rank, and return this rank's memory and the addresses of all ranks."""
+        key, self.counts[rank] = self.counts[rank], self.counts[rank] + 1
+        fill = 0xFF if dtype == torch.uint8 else 0  # bytes of 0xFF read as NaN, so that missing messages show
+        self.shared[key, rank] = torch.full((count,), fill, dtype=dtype)
+        self.barrier.wait()
+        return self.shared[key, rank], [self.shared[key, peer].data_ptr() for peer in range(self.ranks)]
+
+
+class FakeNvlinkTransport(NvlinkTransport):
+    """The transport with the memory of a `Host` in place of symmetric memory."""
+
+    def __init__(self, host: Host, rank: int) -> None:
+        self.host, self.rank, self.size, self.device = host, rank, host.ranks, torch.device("cpu")
+        self.interconnect, self.watchdog = interconnect("nvlink"), NoWatchdog()
+        self.streams = {kind: Stream() for kind in nvlink.KINDS}
+        self._ready, self._sent = Event(), Event()
+        self._allocate()
+
+    def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:
+        return self.host.share(self.rank, dtype, count)
+
+    def synchronise(self) -> None:
+        for stream in self.streams.values():
+            Stream(main=True).wait_stream(stream)
+        self.host.barrier.wait()
+
+
+RunOnHost = Callable[[int, Callable[[int, object], object]], list]
+
+
+class Capture(threading.local):
+    """Whether the current rank captures a CUDA graph."""
+
+    active = False
+
+
+@pytest.fixture
+def capture(monkeypatch: pytest.MonkeyPatch) -> Capture:
+    """Set `capture.active` on a rank to make it believe that it captures a CUDA graph."""
+    capture = Capture()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capture.active)
+    return capture
+
+
+@pytest.fixture
+def run_on_host(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> RunOnHost:
+    """Return run_on_host(ranks, function), which calls function(rank, group) on every rank and returns the results."""
+    main_streams = threading.local()
+
+    def current_stream(device: object = None) -> Stream:
+        if not hasattr(main_streams, "stream"):
+            main_streams.stream = Stream(main=True)
+        return main_streams.stream
+
+    for name, replacement in (("current_stream", current_stream), ("Event", Event), ("Stream", Stream)):
+        monkeypatch.setattr(torch.cuda, name, replacement)
+    for module in (nvlink, nvlink_all_to_all):
+        monkeypatch.setattr(module, "cuda_driver", Driver)
+
+    transports: dict[str, FakeNvlinkTransport] = {}  # by the name of a simulated rank
+    original = connect.connect
+
+    def connect_to_host(name: str, device: torch.device | None = None, *options: object) -> object:
+        return transports[name] if device is not None and name in transports else original(name, device, *options)
+
+    monkeypatch.setattr(connect, "connect", connect_to_host)
+
+    def run(ranks: int, function: Callable[[int, object], object]) -> list:
+        host = Host(ranks)
+
+        def on_rank(rank: int, group: object) -> object:
+            transports[group.group_name] = FakeNvlinkTransport(host, rank)
+            return function(rank, group)
+
+        # Ranks wait for the flags of others, so they must not take turns.
+        results = simulate(ranks, on_rank, in_turns=False)
+        assert not Stream.faults
+        return results
+
+    return run
