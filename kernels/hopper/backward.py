@@ -1,35 +1,57 @@
-"""Hopper backward: the contract of `ringattn.kernels.reference.backward` for sm_90, in Gluon.
+"""Hopper backward: `ringattn.kernels.reference.backward` for sm_90, in Gluon.
 
-Three launches: `_prepare_kernel` packs the rows' scalars, computing delta unless it is given, and clears the sums of dq;
-`_main_kernel` computes dk and dv and adds up dq; `_finish_kernel` puts dq in order. Over several blocks of keys, as a ring
-brings them, the first and the last launch surround all of them (`BlockwiseBackward`).
+It computes FlashAttention-2 (Dao 2023, algorithm 2), pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-One program a processor of the main kernel works off the items that `Intervals.items` deals out to it: up to 128 keys of one key
-head, walked over by the query tiles that see them, for every query head of the group in turn. One warp, the producer, moves
-tiles by TMA; the other partitions, two consumers, are warpgroups that hold the dk and dv of 64 keys each in registers. A step
-is one query tile, scores are transposed, (keys, queries):
+The backward launches three kernels. `_prepare_kernel` packs lse and delta by query tile, computes delta if it is not given, and
+clears the sums of dq. `_main_kernel` computes dk and dv and adds up dq in fp32. `_finish_kernel` brings dq into row order,
+scales it, and writes or adds it. If a ring delivers one block of keys after another, the first and the last kernel run once for
+all blocks (`IncrementalBackward`).
 
-    producer     for every step Q with its rows' scalars, and dO, into the next stage once both consumers left it; with the
-                 first of an item its K, into the slot that the item before the last had, and its V
-    consumers    S = K Q^T, dP = V dO^T                     of their own keys
-                 P = exp2(S - lse), dS = P (dP - delta)     in registers; dS also goes to shared memory
-                 dV += P dO, dK += dS Q                     of their own keys, the left operands from registers
-                 dQ = dS^T K                                over all 128 keys: a half of its columns, or of its rows, each
+A work tile of the main kernel is up to 128 keys of one key head. Its loop goes over the query tiles that see these keys, for
+every query head of the group. A program computes the work tiles that `Intervals.work_tiles` assigned to it before the launch,
+usually one program per SM. In a program, one warp is the producer. The other partitions are two consumers, warpgroups that keep
+the dk and dv of 64 keys each in registers. Scores are transposed: rows are keys and columns are queries.
 
-    barriers     q_full, dout_full and empty of each stage, whose phases run on from item to item
+      PRODUCER                               SHARED MEMORY                       CONSUMERS
 
-dQ is that of the step before: no consumer waits for the other's dS of this step. That the other is done with the step before,
-which `empty` of that step's stage says, is all that consumers ask each other: its dS is written then, and that of one step
-earlier, whose memory this step's takes, is read.
+      load Q, lse, delta -- q_full[s] ----> [ queries, scalars: 2 stages ] ----> S = K Q^T, dK += dS Q
+      load K (1st step) --- q_full[s] ----> [ keys: 2 slots              ] ----> S = K Q^T, dQ = dS^T K
+      load dO ------------- dout_full[s] -> [ douts: 2 stages            ] ----> dP = V dO^T, dV += P dO
+      load V (1st step) --- dout_full[s] -> [ values: 1 slot             ] ----> dP = V dO^T
+                      <---- empty[s] ------                                <---- release the stage
+                                            [ ds_tiles: 2 stages         ] <---- dS of this step, 64 keys per consumer
+                                                                           ----> dQ = dS^T K of the previous step
+                                            [ staging: 1 per consumer    ] <---- dQ
+                                                  |
+                                                  +-- TMA reduce-add --> sums of dq in global memory
 
-So the first step of an item multiplies what the last item's left, with the keys of that: hence two slots of K. K and V arrive
-with the first Q and dO of their item, and no barrier is theirs alone: all count the steps of all items as if they were one. The
-very first step multiplies whatever the memory holds, and sends it to a spare chunk; one product is left for the end.
+One step of a consumer. The rows are its own 64 keys, except in dQ, which is a sum over all 128 keys:
 
-dQ is summed over programs in fp32 by TMA's reduce-add, in the order in which registers hold it, which shared memory, whose
-bandwidth bounds this kernel, takes without bank conflicts. All products of a step end within it: one in flight across the
-loop's end would make ptxas serialise them all.
-(Dao 2023, algorithm 2; Shah et al. 2024, FlashAttention-3, section 3.)
+      S = K Q^T, dP = V dO^T              issue both
+      P = exp2(S - lse)                   in registers, while dP runs
+      dS = P (dP - delta)                 in registers
+      dV += P dO                          issue; the left operand P comes from registers
+      store dS in shared memory           once the other consumer has finished the previous step
+      dQ = dS^T K of the previous step    issue; each consumer computes half of the columns (D = 128) or rows (D = 64)
+      dK += dS Q                          issue; the left operand dS comes from registers
+      send dQ                             while dK runs
+      release the stage
+
+dQ is one step late, so that no consumer waits for the other consumer's dS of the same step. The consumers synchronise with each
+other once per step, by waiting for the `empty` barrier of the previous step's stage. When the other consumer has arrived there,
+it has written its dS of the previous step, which this step reads. It has also finished reading the dS before that one, whose
+memory this step's dS overwrites.
+
+Consequently, the first step of a work tile computes the last dQ of the previous work tile, with the keys of that tile. K has
+two slots for this reason. The very first step of a program multiplies whatever the memory holds and sends the product to a
+spare chunk that nobody reads. The dQ of the very last step is computed behind the loop.
+
+K and V have no barriers of their own. They arrive with the first Q and dO of their work tile. Stages and phases continue from
+work tile to work tile.
+
+dQ is summed over programs in fp32 by TMA's reduce-add. It is stored in the order in which the registers hold it, because this
+order avoids bank conflicts in shared memory, whose bandwidth limits this kernel. All products of a step finish within the step.
+If one were in flight at the end of the loop, ptxas would serialise all of them.
 """
 
 from dataclasses import dataclass
@@ -50,7 +72,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels import validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
@@ -61,95 +82,135 @@ from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
-KEYS = gl.constexpr(128)  # of an item
+# The number of keys of a work tile, 64 per consumer.
+KEYS = gl.constexpr(128)
+
+# The number of stages of Q, dO and dS. The code uses that it is 2: the other stage is `stage ^ 1`.
 STAGES = gl.constexpr(2)
-SLOTS = gl.constexpr(2)  # of K, in which the keys of two items in a row lie
-NO_ROW = gl.constexpr(2**30)  # a query row past all others
-SPARE = gl.constexpr(0)  # a chunk before those of dQ, which nobody reads
+
+# The number of slots of K, which hold the keys of two consecutive work tiles.
+KEY_SLOTS = gl.constexpr(2)
+
+# A query index that is larger than all others: the lo of keys that do not exist.
+PAST_ALL_QUERIES = gl.constexpr(2**30)
+
+# The index of the chunk in front of the sums of dq. It receives the first product of every program, and nobody reads it.
+SPARE_CHUNK = gl.constexpr(0)
+
+# Registers per thread. The producer computes nothing.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
+
+# The layout of lse and delta of a query tile in shared memory.
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
 def query_tile(dim: int) -> int:
-    """Query rows of a step, by padded head dim."""
+    """Return the number of queries per step, for a padded head dim."""
     return 64 if dim == 128 else 128
 
 
 @dataclass(frozen=True)
 class Config:
-    """What the kernels are compiled for."""
+    """The constants for which the kernels are compiled.
 
-    dim: int  # of the tiles, 64 or 128; head dims are padded to it
+    Args:
+        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
+        head_dim: D.
+        value_dim: Dv.
+        num_heads: Hq.
+        group: number of query heads per key head.
+        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator, or else write it.
+    """
+
+    dim: int
     head_dim: int
     value_dim: int
     num_heads: int
-    group: int  # query heads a key head
-    add_dq: bool  # into an accumulator, or write
+    group: int
+    add_dq: bool
     add_dk: bool
     add_dv: bool
 
     @property
     def num_key_heads(self) -> int:
+        """Hkv."""
         return self.num_heads // self.group
 
     @property
     def queries(self) -> int:
-        """Query rows of a step."""
+        """The number of queries per step."""
         return query_tile(self.dim)
 
     @property
-    def columns(self) -> int:
-        """Of a consumer's chunk (64, columns) of a step's dQ, which is split by columns or, if it has 128 rows, by rows."""
+    def chunk_columns(self) -> int:
+        """The number of columns of a chunk of dQ.
+
+        A chunk (64, chunk_columns) is the half of a step's dQ that one consumer computes. A dQ of 64 rows is split by columns,
+        and one of 128 rows is split by rows.
+        """
         return self.dim * self.queries // KEYS.value
 
     @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """Layout of a consumer's transposed scores (64, queries)."""
-        return _accumulator(self.queries)
-
-    @property
-    def grads(self) -> gl.NVMMADistributedLayout:
-        """Layout of a consumer's dk and dv (64, dim)."""
-        return _accumulator(self.dim)
-
-    @property
-    def left(self) -> gl.DotOperandLayout:
-        """Layout of p and ds (64, queries) as left operands of the products for dv and dk."""
-        return gl.DotOperandLayout(operand_index=0, parent=self.grads, k_width=2)
-
-    @property
     def chunk_size(self) -> int:
-        """Numbers of a chunk."""
-        return ROWS.value * self.columns
+        """The number of elements of a chunk."""
+        return ROWS.value * self.chunk_columns
 
     @property
-    def chunk(self) -> gl.NVMMADistributedLayout:
-        """Layout of a chunk of dQ as the products leave it."""
-        return _accumulator(self.columns)
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's transposed scores (64 keys, queries) in registers."""
+        return _accumulator_layout(self.queries)
 
     @property
-    def staged_chunk(self) -> gl.SharedLinearLayout:
-        """Layout of a chunk of dQ in shared memory: in the order in which a warpgroup's registers hold it.
+    def gradient_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's dk and dv (64, dim) in registers."""
+        return _accumulator_layout(self.dim)
 
-        A thread's four values of every 8 columns are 16 bytes, and the next thread's follow: stores meet no bank conflict.
-        Low bits of the thread are exclusive-ored as in the 128-byte swizzle, which TMA undoes on the way to global memory.
+    @property
+    def p_layout(self) -> gl.DotOperandLayout:
+        """The layout of p and ds (64 keys, queries) as left operands of the products for dv and dk."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.gradient_layout, k_width=2)
+
+    @property
+    def chunk_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a chunk of dQ in registers, as the products produce it."""
+        return _accumulator_layout(self.chunk_columns)
+
+    @property
+    def staging_layout(self) -> gl.SharedLinearLayout:
+        """The layout of a chunk of dQ in shared memory: the order in which the registers of a warpgroup hold it.
+
+        A thread's four numbers of every 8 columns are 16 contiguous bytes, and those of the next thread follow. Therefore the
+        stores have no bank conflicts. Each basis vector of the layout says which (row, column) one bit of the offset stands
+        for. The bits of the thread's number that TMA's 128-byte swizzle combines by exclusive or are combined here, too, so
+        that TMA restores the order on the way to global memory.
         """
         order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
-        order += [[0, 8 << i] for i in range((self.columns // 8).bit_length() - 1)]
+        order += [[0, 8 << i] for i in range((self.chunk_columns // 8).bit_length() - 1)]
         swizzled = [[a ^ b for a, b in zip(order[5 + i], order[2 + i], strict=True)] for i in range(3)]
         return gl.SharedLinearLayout(order[:5] + swizzled + order[8:], [], 1024)
 
 
-def _accumulator(columns: int) -> gl.NVMMADistributedLayout:
+def _accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """For one query tile of one head: lse in log2 units, delta, and zeros for the sums of dq, which follow a spare chunk.
+    """Pack lse in log2 units and delta of one query tile of one head, and clear its sums of dq.
 
-    Rows that see nothing, or do not exist, get lse = inf: exp2(s - inf) is 0 for whatever finite s.
+    Queries that see no key or do not exist get lse = inf. Their probabilities exp2(s - inf) are then 0 for every finite score
+    s, so the main kernel needs no mask for them.
+
+    Args:
+        lse: (B, Nq, Hq).
+        delta: (B, Nq, Hq), or None to compute it from the next three.
+        out, dout: (B, Nq, Hq, Dv), or None.
+        dlse: (B, Nq, Hq), or None.
+        scalars: (B * Hq * num_tiles, 2, queries), written.
+        dq_sums: the spare chunk, then (B * Hq * num_tiles, queries * dim), written except for the spare chunk.
+        num_tiles: number of query tiles of a head.
+        num_queries: Nq.
     """
     program = tl.program_id(0)
     tile, pair = program % num_tiles, program // num_tiles
@@ -159,50 +220,55 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     rows = tl.arange(0, QUERIES)
     index = (batch.to(tl.int64) * num_queries + tile * QUERIES + rows) * CONFIG.num_heads + head
     inside = tile * QUERIES + rows < num_queries
-    this = program.to(tl.int64)
+    offset = program.to(tl.int64)
     row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
     if delta is None:
         outputs = triton_common.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
-    # while what was asked for is on its way
-    tl.store(dq_sums + CONFIG.chunk_size + this * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    # Store the zeros while the loads are on their way.
+    tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
     if delta is None:
         row_delta = triton_common.row_delta(outputs, dlse, index, inside)
     else:
         row_delta = tl.load(delta + index, mask=inside, other=0.0)
-    tl.store(scalars + this * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
-    tl.store(scalars + this * (2 * QUERIES) + QUERIES + rows, row_delta)
+    tl.store(scalars + offset * (2 * QUERIES) + rows, tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E))
+    tl.store(scalars + offset * (2 * QUERIES) + QUERIES + rows, row_delta)
 
 
 @gluon.jit
-def _load_item(items, turn, CONFIG: gl.constexpr):
-    """(batch, key head, first key, end of the keys, first query tile, number of steps) of item number `turn` of this program.
+def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
+    """Load work tile `index` of this program: (batch entry, key head, first key, end of the keys, first query tile, num_steps).
 
-    The end of the keys is 0 after the last. Every partition asks for itself, the producer first: what a partition is handed
-    arrives through shared memory.
+    The end of the keys is 0 behind the last work tile. Every partition loads the entry itself, because partitions could only
+    pass it on through shared memory. The producer is ahead of the consumers and loads it first.
     """
-    row = items + (turn * gl.num_programs(0) + gl.program_id(0)) * 8
-    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(row)
-    head, batch = gl.load(row + 6), gl.load(row + 7)
-    num_steps = gl.maximum(num_unmasked + num_masked, 1)  # it is never 0: the loops need no test
+    entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
+    first, end, loop = load_tile(entry)
+    begin, _, num_unmasked, num_masked = loop
+    head, batch = gl.load(entry + 6), gl.load(entry + 7)
+    # The number of steps is never 0. Telling the compiler so removes a test in front of the loops.
+    num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps
 
 
 @gluon.jit
-def _wait_for_last_step(empty, stage, phase):
-    """Wait until both consumers are done with the step before the one that (stage, phase) stand for."""
+def _wait_for_previous_step(empty, stage, phase):
+    """Wait until both consumers have finished the step before the one with this stage and phase.
+
+    That step has the other stage. Its phase is the same in a step of stage 1, and the opposite one in a step of stage 0.
+    """
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
 @gluon.jit
-def _expect(full, BYTES: gl.constexpr, MORE: gl.constexpr, more):
-    """Announce BYTES, and MORE if so."""
+def _expect_bytes(full, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr, more):
+    """Make `full` expect BYTES, or BYTES + MORE_BYTES if `more`."""
     mbarrier.expect(full, BYTES, pred=~more)
-    mbarrier.expect(full, BYTES + MORE, pred=more)
+    mbarrier.expect(full, BYTES + MORE_BYTES, pred=more)
 
 
 @gluon.jit
 def _load_halves(tensor, coordinates, tiles, slot, full):
-    """Load the keys, or values, of both consumers."""
+    """Load the keys, or the values, of both consumers."""
     batch, first, head = coordinates
     for half in gl.static_range(2):
         tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(slot + half), tensor))
@@ -210,252 +276,311 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 
 @gluon.jit
 def _produce(arguments, CONFIG: gl.constexpr):
-    """The loading partition, a single warp."""
+    """The producer partition, a single warp: load all work tiles of this program."""
     QUERIES: gl.constexpr = CONFIG.queries
     GROUP: gl.constexpr = CONFIG.group
-    q, k, v, dout, scalars, items, num_tiles, buffers, barriers = arguments
-    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers = arguments
+    queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
-    turn = gl.to_tensor(0)
-    batch, key_head, first, end, begin, num_steps = _load_item(items, turn, CONFIG)
+    index = gl.to_tensor(0)
+    batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    last_steps = gl.to_tensor(0)  # of the last item
+    # The number of steps of the previous work tile, over all heads of the group.
+    previous_steps = gl.to_tensor(0)
     while end > 0:
-        place = batch, first, key_head
+        coordinates = batch, first, key_head
         for member in range(GROUP):
             head = key_head * GROUP + member
             row = begin * QUERIES
             packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
             for step in range(num_steps):
-                opens = (member == 0) & (step == 0)
+                is_first = (member == 0) & (step == 0)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-                _expect(q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes, 2 * k.block_type.nbytes, opens)
+                _expect_bytes(
+                    q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes, 2 * k.block_type.nbytes, is_first
+                )
                 tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
-                tma_load(scalars, [packed], q_full.index(stage), rows.index(stage))
-                if opens:
-                    # the slot was last read in the first step of the last item
-                    if last_steps == 1:
-                        _wait_for_last_step(empty, stage, phase)
-                    _load_halves(k, place, keys, (turn & 1) * 2, q_full.index(stage))
-                _expect(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, opens)
+                tma_load(scalars, [packed], q_full.index(stage), row_scalars.index(stage))
+                if is_first:
+                    # The slot holds the keys of the work tile before the previous one. dQ is one step late, so they were last
+                    # read in the first step of the previous work tile. That step has finished, unless it was its only one.
+                    if previous_steps == 1:
+                        _wait_for_previous_step(empty, stage, phase)
+                    _load_halves(k, coordinates, keys, (index & 1) * 2, q_full.index(stage))
+                _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
-                if opens:
-                    _wait_for_last_step(empty, stage, phase)
-                    _load_halves(v, place, values, 0, dout_full.index(stage))
+                if is_first:
+                    # The values of the previous work tile are read up to its last step.
+                    _wait_for_previous_step(empty, stage, phase)
+                    _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
                 if stage == 0:
                     phase ^= 1
                 row += QUERIES
                 packed += 2 * QUERIES
-        last_steps = num_steps * GROUP
-        turn += 1
-        batch, key_head, first, end, begin, num_steps = _load_item(items, turn, CONFIG)
+        previous_steps = num_steps * GROUP
+        index += 1
+        batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
 
 
 @gluon.jit
-def _probabilities(scores, lse, view, start, log2_scale, CONFIG: gl.constexpr):
-    """exp2(scores - lse), transposed, 0 where hidden. Intervals are looked at only if some key does not see the whole tile."""
+def _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG: gl.constexpr):
+    """Compute exp2(scores - lse), with 0 for pairs outside the intervals.
+
+    Args:
+        scores: (64 keys, queries), not yet scaled.
+        lse: (queries,), in log2 units.
+        key_bounds: from `_key_bounds`.
+        start: the first query of the step.
+    """
     QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores
-    query_lo, query_hi, num_own, first_full, last_full = view
-    if (start < first_full) | (start > last_full):
+    SCORES: gl.constexpr = CONFIG.scores_layout
+    query_lo, query_hi, num_own, first_unmasked, last_unmasked = key_bounds
+    # The bounds of the keys are loaded only in steps that need a mask.
+    if (start < first_unmasked) | (start > last_unmasked):
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
-        lo = gl.load(query_lo + keys, mask=keys < num_own, other=NO_ROW)[:, None]
+        lo = gl.load(query_lo + keys, mask=keys < num_own, other=PAST_ALL_QUERIES)[:, None]
         hi = gl.load(query_hi + keys, mask=keys < num_own, other=0)[:, None]
         scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
     return gl.exp2(scores * log2_scale - lse[None, :])
 
 
 @gluon.jit
-def _view(item, bounds, sizes, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """What `_probabilities` is to know of a consumer's keys of an item.
+def _key_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Return the intervals of this consumer's keys as `_probabilities` takes them.
 
-    Where their bounds are, how many there are, first and last row from which on all of them see a whole query tile: from none
-    if keys are missing.
+    Returns:
+        (query_lo, query_hi, num_own, first_unmasked, last_unmasked): pointers to the bounds of the first key, the number of
+        keys, and the range of first queries with which a step needs no mask, because all of these keys see all of its queries.
+        The range is empty if the consumer has fewer than 64 keys.
     """
-    batch, key_head, first, end, begin, num_steps = item
+    batch, key_head, first, end, begin, num_steps = work_tile
     query_lo, query_hi = bounds
     num_masks, num_tiles, num_keys = sizes
-    own = first + HALF * ROWS
-    offset = gl.minimum(batch, num_masks - 1) * num_keys + own  # one mask may serve all
+    own = first + CONSUMER * ROWS
+    # One mask may serve all batch entries.
+    offset = gl.minimum(batch, num_masks - 1) * num_keys + own
+    # Bounds never decrease from key to key: the last key has the largest lo, and the first key has the smallest hi.
     whole = own + ROWS <= end
-    first_full = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
-    last_full = gl.load(query_hi + offset, mask=whole, other=0) - CONFIG.queries
-    return query_lo + offset, query_hi + offset, end - own, first_full, last_full
+    first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
+    last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - CONFIG.queries
+    return query_lo + offset, query_hi + offset, end - own, first_unmasked, last_unmasked
 
 
 @gluon.jit
 def _opaque_zero():
-    """0, unknown to the compiler: what is indexed by it is not hoisted out of a loop, as a constant index would be."""
+    """Return a 0 that the compiler does not know.
+
+    An address with a constant index would be hoisted out of the loops and occupy registers there, which would then be spilled.
+    An index with this number added is computed where it is used.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def _multiply_keys(ds_tiles, keys, stage, slot, of, grad_q, ADD: gl.constexpr, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue grad_q (+)= dS^T K over the keys of consumer `of`, for the chunk of dQ that falls to consumer HALF."""
-    COLUMNS: gl.constexpr = CONFIG.columns
-    ds, key = ds_tiles.index(2 * stage + of), keys.index(slot + of)
+def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue grad_q (+)= dS^T K over the 64 keys of consumer `half`, for the chunk of dQ that consumer CONSUMER computes."""
+    COLUMNS: gl.constexpr = CONFIG.chunk_columns
+    ds, key = ds_tiles.index(2 * stage + half), keys.index(slot + half)
     if CONFIG.queries == KEYS:
-        ds = ds.slice(HALF * ROWS, ROWS, dim=1)
+        ds = ds.slice(CONSUMER * ROWS, ROWS, dim=1)
     else:
-        key = key.slice(HALF * COLUMNS, COLUMNS, dim=1)
+        key = key.slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
     return warpgroup_mma(ds.permute((1, 0)), key, grad_q, use_acc=ADD, is_async=True)
 
 
 @gluon.jit
-def _multiply_all_keys(ds_tiles, keys, stage, slot, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dQ = dS^T K of the step that filled `stage`, with the keys in `slot`, for the chunk that falls to consumer HALF."""
-    COLUMNS: gl.constexpr = CONFIG.columns
-    CHUNK: gl.constexpr = CONFIG.chunk
-    own = HALF + _opaque_zero()  # or where to find the keys would be kept in registers from step to step
+def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Issue dQ = dS^T K over all 128 keys, for the chunk that consumer CONSUMER computes.
+
+    `stage` is the stage of the step that wrote dS, and `slot` is the slot of its keys.
+    """
+    COLUMNS: gl.constexpr = CONFIG.chunk_columns
+    CHUNK: gl.constexpr = CONFIG.chunk_layout
+    own = CONSUMER + _opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, CHUNK)
-    grad_q = _multiply_keys(ds_tiles, keys, stage, slot, own, grad_q, False, HALF, CONFIG)
-    return _multiply_keys(ds_tiles, keys, stage, slot, 1 - own, grad_q, True, HALF, CONFIG)
+    grad_q = _issue_dq_half(ds_tiles, keys, stage, slot, own, grad_q, False, CONSUMER, CONFIG)
+    return _issue_dq_half(ds_tiles, keys, stage, slot, 1 - own, grad_q, True, CONSUMER, CONFIG)
 
 
 @gluon.jit
-def _send(grad_q, staged, dq_sums, chunk, CONFIG: gl.constexpr):
-    """Add a chunk of dQ to its sums, by way of shared memory, which must be free."""
-    staged.store(grad_q)
+def _send_dq(grad_q, staging, dq_sums, chunk, CONFIG: gl.constexpr):
+    """Start to add a chunk of dQ to the sums of dq. TMA must have read the previous content of `staging`."""
+    staging.store(grad_q)
+    # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     fence_async_shared()
-    tma_reduce_add(dq_sums, [chunk * (2 * CONFIG.columns), 0], tile_view(staged, dq_sums))
+    tma_reduce_add(dq_sums, [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(staging, dq_sums))
 
 
 @gluon.jit
 def _step(
-    grad_k, grad_v, dq_sums, view, start, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
-    HALF: gl.constexpr, CONFIG: gl.constexpr,
+    grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
+    log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """grad_k and grad_v after one query tile. The dQ sent off is that of the step before, to which both consumers gave dS."""
+    """Compute one step: add the products with one query tile to grad_k and grad_v, and send the dQ of the previous step.
+
+    Args:
+        grad_k, grad_v: (64, dim), the sums for this consumer's keys, in registers.
+        dq_sums: TMA descriptor of the sums of dq.
+        key_bounds: from `_key_bounds`.
+        start: the first query of the step.
+        slot: the slot of this work tile's keys.
+        previous_chunk: the chunk for the dQ of the previous step.
+        previous_slot: the slot of the keys of the previous step.
+        stage, phase: of this step.
+
+    Returns:
+        grad_k and grad_v.
+    """
     QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores
-    LEFT: gl.constexpr = CONFIG.left
+    SCORES: gl.constexpr = CONFIG.scores_layout
+    P_LAYOUT: gl.constexpr = CONFIG.p_layout
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
-    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
     zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
     mbarrier.wait(q_full.index(stage), phase)
-    scores = warpgroup_mma(keys.index(slot + HALF + _opaque_zero()), query.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(
+        keys.index(slot + CONSUMER + _opaque_zero()), query.permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     mbarrier.wait(dout_full.index(stage), phase)
-    dp = warpgroup_mma(values.index(HALF + _opaque_zero()), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma(values.index(CONSUMER + _opaque_zero()), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    # Wait for S only. dP runs during the exponentials.
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    lse = rows.index(stage).slice(0, QUERIES).load(BY_QUERY)
-    p = _probabilities(scores, lse, view, start, log2_scale, CONFIG)
+    lse = row_scalars.index(stage).slice(0, QUERIES).load(BY_QUERY)
+    p = _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    delta = rows.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
+    # Load delta only now. Before the wait, it would occupy registers that D = 64 does not have.
+    delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
-    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), LEFT), dout, grad_v, is_async=True)
-    _wait_for_last_step(empty, stage, phase)
-    ds_tiles.index(2 * stage + HALF).store(ds)
+    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), P_LAYOUT), dout, grad_v, is_async=True)
+    # The other consumer has finished the previous step. Its dS of that step is complete, and nobody reads the memory that this
+    # step's dS overwrites.
+    _wait_for_previous_step(empty, stage, phase)
+    ds_tiles.index(2 * stage + CONSUMER).store(ds)
+    # wgmma reads shared memory through the same proxy as TMA, so dS also needs a fence.
     fence_async_shared()
-    # the last chunk is long read: asked here, one barrier of the warpgroup's threads serves this and dS
+    # TMA has read the staging buffer long ago. The compiler puts a barrier of the warpgroup's threads around this wait, and
+    # here that barrier is shared with the one for dS.
     tma.store_wait(0)
-    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, last_slot, HALF, CONFIG)
-    grad_k = warpgroup_mma(gl.convert_layout(ds, LEFT), query, grad_k, is_async=True)
-    # dQ leaves while dK is computed
+    grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
+    grad_k = warpgroup_mma(gl.convert_layout(ds, P_LAYOUT), query, grad_k, is_async=True)
+    # Wait until only dK is in flight, and send dQ while dK is computed.
     grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
-    _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
+    _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
     mbarrier.arrive(empty.index(stage), count=1)
     return grad_k, grad_v
 
 
 @gluon.jit
-def _walk(
-    item, view, num_tiles, dq_sums, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
-    HALF: gl.constexpr, CONFIG: gl.constexpr,
+def _compute_work_tile(
+    work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """(grad_k, grad_v, chunk of the last dQ, which is still to come, slot of its keys, next stage, its phase) after an item.
+    """Compute all steps of a work tile, whose keys are in `slot`; the other arguments are those of `_step`.
 
-    `slot`: of the item's own keys.
+    Returns:
+        (grad_k, grad_v, chunk and key slot of the last step, whose dQ is still missing, next stage, its phase).
     """
     DIM: gl.constexpr = CONFIG.dim
-    GRADS: gl.constexpr = CONFIG.grads
+    GRADIENTS: gl.constexpr = CONFIG.gradient_layout
     GROUP: gl.constexpr = CONFIG.group
     QUERIES: gl.constexpr = CONFIG.queries
-    batch, key_head, first, end, begin, num_steps = item
-    grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADS)
-    grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADS)
-    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + HALF + SPARE + 1
-    # a count that the compiler knows would cost some instructions a step
+    batch, key_head, first, end, begin, num_steps = work_tile
+    grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADIENTS)
+    grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADIENTS)
+    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
+    # If the compiler knew the number of iterations, every step would take some more instructions.
     for _member in range(GROUP + _opaque_zero()):
         start = begin * QUERIES
-        chunk = first_chunk + 0  # a plain second name would not be carried round the loop
+        # "+ 0" creates a new value. Gluon does not carry a variable through a loop if it is only a second name of another one.
+        chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
-                grad_k, grad_v, dq_sums, view, start, slot, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
-                HALF, CONFIG,
+                grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage,
+                phase, log2_scale, CONSUMER, CONFIG,
             )  # fmt: skip
-            last_chunk = chunk + 0
-            last_slot = slot + 0
+            previous_chunk = chunk + 0
+            previous_slot = slot + 0
             stage ^= 1
             if stage == 0:
                 phase ^= 1
             start += QUERIES
             chunk += 2
         first_chunk += 2 * num_tiles
-    return grad_k, grad_v, last_chunk, last_slot, stage, phase
+    return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
 
 
 @gluon.jit
-def _consume(arguments, HALF: gl.constexpr, CONFIG: gl.constexpr):
-    """One computing partition: 64 keys of every item through all steps."""
-    bounds, items, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
+def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """A consumer partition: 64 keys of every work tile."""
+    bounds, work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
     num_masks, num_tiles, num_keys = sizes
-    queries, douts, rows, keys, values, ds_tiles, chunks = buffers
+    queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     log2_scale = scale * LOG2_E
-    turn = gl.to_tensor(0)
-    item = _load_item(items, turn, CONFIG)
-    view = _view(item, bounds, sizes, HALF, CONFIG)
+    index = gl.to_tensor(0)
+    work_tile = _load_work_tile(work_tiles, index, CONFIG)
+    key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    last_chunk = gl.to_tensor(SPARE)
-    last_slot = gl.to_tensor(0)
-    while item[3] > 0:
-        grad_k, grad_v, last_chunk, last_slot, stage, phase = _walk(
-            item, view, num_tiles, dq_sums, (turn & 1) * 2, last_chunk, last_slot, buffers, barriers, stage, phase, log2_scale,
-            HALF, CONFIG,
+    previous_chunk = gl.to_tensor(SPARE_CHUNK)
+    previous_slot = gl.to_tensor(0)
+    while work_tile[3] > 0:
+        grad_k, grad_v, previous_chunk, previous_slot, stage, phase = _compute_work_tile(
+            work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
+            stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # asked for anew, these four take no registers from the steps
-        batch, key_head, first, end, _, _ = _load_item(items, turn, CONFIG)
-        place = batch, key_head, first + HALF * ROWS, end
-        turn += 1
-        item = _load_item(items, turn, CONFIG)
-        view = _view(item, bounds, sizes, HALF, CONFIG)
+        # Load these four again instead of keeping them in registers during the steps.
+        batch, key_head, first, end, _, _ = _load_work_tile(work_tiles, index, CONFIG)
+        row_range = batch, key_head, first + CONSUMER * ROWS, end
+        index += 1
+        # Start to load the next work tile before the gradients of this one are written.
+        work_tile = _load_work_tile(work_tiles, index, CONFIG)
+        key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
         tma.store_wait(0)
-        _put_rows(dv, grad_v, chunks.index(HALF), place, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
-        _put_rows(dk, grad_k * scale, chunks.index(HALF), place, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
-    _wait_for_last_step(empty, stage, phase)
-    grad_q = _multiply_all_keys(ds_tiles, keys, stage ^ 1, last_slot, HALF, CONFIG)
+        own_staging = staging.index(CONSUMER)
+        _write_gradient(dv, grad_v, own_staging, row_range, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
+        _write_gradient(dk, grad_k * scale, own_staging, row_range, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
+    # Compute and send the dQ of the last step.
+    _wait_for_previous_step(empty, stage, phase)
+    grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
     tma.store_wait(0)
-    _send(grad_q, chunks.index(HALF), dq_sums, last_chunk, CONFIG)
-    tma.store_wait(0)  # the last chunk of dQ is read from shared memory, which ends with the program
+    _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
+    # Shared memory ends with the program. TMA must have read it before.
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _put_rows(grads, tile, staged, place, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write the rows of `tile` that the item has to its head of the contiguous (B, num_keys, heads, COLUMNS), or ADD them.
+def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
+    """Write a consumer's dk or dv, or add it to an accumulator.
 
-    What is not fp32 goes by way of `staged`, shared memory that must be free.
+    Args:
+        grads: contiguous (B, num_keys, Hkv, COLUMNS).
+        tile: (64, dim), in registers.
+        staging: free shared memory, which a 16-bit gradient passes through.
+        row_range: (batch entry, key head, first key of the consumer, end of the work tile's keys).
     """
-    batch, key_head, own, end = place
+    batch, key_head, own, end = row_range
     base = grads + ((batch * num_keys + own).to(gl.int64) * CONFIG.num_key_heads + key_head) * COLUMNS
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # four lanes of an accumulator hold 8 columns: in fp32 a whole sector of memory, in 16 bits half of one
-    GRADS: gl.constexpr = CONFIG.grads
-    STORED: gl.constexpr = GRADS if dtype == gl.float32 else WHOLE_ROWS
+    # Four threads of an accumulator hold 8 neighbouring columns. In fp32 these are a whole 32-byte sector of memory, so they
+    # are stored directly. In 16 bits they are half a sector, so the tile is first brought into whole rows.
+    GRADIENTS: gl.constexpr = CONFIG.gradient_layout
+    STORED: gl.constexpr = GRADIENTS if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-        # all of the chunk's memory, of which the rows take a half if DIM is 64
-        in_order = hopper_common.reinterpret(staged, dtype, [2 * ROWS * CONFIG.columns // DIM, DIM], MATRIX).slice(0, ROWS)
+        # View the whole memory of the chunk. If DIM is 64, the rows take only half of it.
+        in_order = hopper_common.reinterpret(staging, dtype, [2 * ROWS * CONFIG.chunk_columns // DIM, DIM], MATRIX)
+        in_order = in_order.slice(0, ROWS)
         in_order.store(tile)
         tile = in_order.load(STORED)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
@@ -469,37 +594,52 @@ def _put_rows(grads, tile, staged, place, num_keys, COLUMNS: gl.constexpr, ADD: 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_keys"])
 def _main_kernel(
-    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, items,
+    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, work_tiles,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    """Compute dk and dv of all work tiles, and add up dq. The arguments are those that `_add_block` passes.
+
+    Args:
+        q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
+        scalars, dq_sums: TMA descriptors of what `_prepare_kernel` writes.
+        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), written or added to.
+        query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
+        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
+        num_masks: 1 if all batch entries have the same mask, else B.
+        num_tiles: number of query tiles of a head.
+        num_keys: Nk.
+        scale: the softmax scale.
+    """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
-    COLUMNS: gl.constexpr = CONFIG.columns
+    COLUMNS: gl.constexpr = CONFIG.chunk_columns
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QUERIES], q.dtype)
-    STAGED: gl.constexpr = CONFIG.staged_chunk
+    STAGING: gl.constexpr = CONFIG.staging_layout
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     douts = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
-    rows = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * QUERIES], scalars.layout)
-    keys = gl.allocate_shared_memory(q.dtype, [2 * SLOTS, ROWS, DIM], MATRIX)
+    row_scalars = gl.allocate_shared_memory(gl.float32, [STAGES, 2 * QUERIES], scalars.layout)
+    keys = gl.allocate_shared_memory(q.dtype, [2 * KEY_SLOTS, ROWS, DIM], MATRIX)
     values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
-    chunks = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGED)
+    staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGING)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    # An arrival acts for a whole partition: the producer arrives at the `full` barriers, both consumers at `empty`.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    # Make the initialised barriers visible to TMA.
     fence_async_shared()
-    # constants stay out of these: a tuple in a variable turns them into tensors
+    # Pass constants as arguments of their own. In a tuple that is a variable, Gluon turns them into tensors.
     sizes = num_masks, num_tiles, num_keys
-    buffers = queries, douts, rows, keys, values, ds_tiles, chunks
+    buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty
-    loading = q, k, v, dout, scalars, items, num_tiles, buffers, barriers
-    computing = (query_lo, query_hi), items, sizes, dq_sums, dk, dv, scale, buffers, barriers
+    loading = q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers
+    computing = (query_lo, query_hi), work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
         [(_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG))],
         [4, 1],
@@ -508,20 +648,31 @@ def _main_kernel(
 
 
 @triton.jit
-def _in_rows(flat, COLUMNS: tl.constexpr):
-    """A chunk of dq out of the order of registers, which is (8 columns, warp, lane // 4, lane % 4, 8 rows, 2 columns)."""
+def _in_row_order(flat, COLUMNS: tl.constexpr):
+    """Reorder a chunk of dq (64 * COLUMNS,) from the order of registers to rows (64, COLUMNS).
+
+    The order of registers is (groups of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2 columns).
+    """
     tile = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
     return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS))
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """One chunk of dq: in order, scaled, and written or added."""
-    COLUMNS: tl.constexpr = CONFIG.columns
+    """Bring one chunk of dq into row order, scale it, and write or add it.
+
+    Args:
+        dq_sums: the sums of dq behind the spare chunk, fp32.
+        dq: contiguous (B, Nq, Hq, D).
+        num_tiles: number of query tiles of a head.
+        num_queries: Nq.
+        scale: the softmax scale.
+    """
+    COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads
     chunk = tl.program_id(0).to(tl.int64)
-    flat = tl.load(dq_sums + (SPARE + 1 + chunk) * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
+    flat = tl.load(dq_sums + (SPARE_CHUNK + 1 + chunk) * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
     half, tile, pair = chunk % 2, chunk // 2 % num_tiles, chunk // 2 // num_tiles
     rows = tile * QUERIES + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
@@ -532,7 +683,7 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     index = ((pair // NUM_HEADS * num_queries + rows) * NUM_HEADS + pair % NUM_HEADS)[:, None] * CONFIG.head_dim
     index += columns[None, :]
     mask = (rows < num_queries)[:, None] & (columns < CONFIG.head_dim)[None, :]
-    grad = _in_rows(flat, COLUMNS) * scale
+    grad = _in_row_order(flat, COLUMNS) * scale
     if CONFIG.add_dq:
         grad += tl.load(dq + index, mask=mask, other=0.0)
     tl.store(dq + index, grad.to(dq.dtype.element_ty), mask=mask)
@@ -557,19 +708,34 @@ def backward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> Gradients:
-    """As `ringattn.kernels.triton.backward.backward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
+    """Gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
 
-    dk and dv are the same bits in every run; dq is summed in no fixed order and may differ in the last bits of fp32. `delta`
-    may also be (out, dlse), of which `row_delta` would make it: that saves a launch. `shares_sms` as in `ringattn.kernels.hopper.forward`.
+    dk and dv are the same bits in every run. dq is summed in no fixed order, so its last bits in fp32 may differ.
 
-    Raises:
-        ValueError: what `ringattn.kernels.triton.backward.backward` refuses, and what `ringattn.kernels.hopper.common.refusal` says; dropout, blocks.
+    Call `ringattn.kernels.dispatch.backward`, which checks the arguments. This function does not.
+
+    Args:
+        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. Strides that TMA cannot address cost a copy: the last
+            dimension must be contiguous, and the other strides must be multiples of 8 elements. The same is true of k, v, dout.
+        k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
+        v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
+        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
+        lse: (B, Nq, Hq), fp32, over all keys of every query, including those of other blocks.
+        delta: (B, Nq, Hq), fp32, from `row_delta`; or (out, dlse) from which `row_delta` would compute it, which saves a
+            launch.
+        intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
+        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
+        dq, dk, dv: accumulators with the shapes of q, k and v, fp32 and contiguous, to which the gradients are added. None: a
+            new tensor is returned.
+        grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
+        dropout, blocks: must be None.
+        precision: ignored, because it applies to fp32 inputs only.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time, as for the forward.
+
+    Returns:
+        (dq, dk, dv), each either the accumulator or a new contiguous tensor.
     """
-    validation.check_inputs(q, k, v, intervals, scale)
-    hopper_common.check(q, v, dropout, blocks)
-    validation.check_options(q, k, None, None, precision)
     given = dq, dk, dv
-    validation.check_gradients(q, k, v, dout, lse, delta, given, grad_dtype)
     grads = triton_common.allocate_gradients(q, k, v, given, grad_dtype)
     if q.numel() > 0 and k.numel() > 0:
         config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], tuple(x is not None for x in given))
@@ -580,20 +746,17 @@ def backward(
     return grads
 
 
-class BlockwiseBackward:
-    """As `ringattn.kernels.dispatch.BlockwiseBackward`: rows are prepared once, before the first block, and dq finished once."""
+class IncrementalBackward:
+    """The backward of the same queries over one block of keys after another, as a ring delivers them.
 
-    def __init__(
-        self,
-        q: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Delta,
-        scale: float,
-        precision: str = "ieee",
-        shares_sms: bool = False,
-    ) -> None:
-        self.rows, self.scale, self.precision, self.shares_sms = (q, dout, lse, delta), float(scale), precision, shares_sms
+    Queries are prepared once, before the first block, and dq is finished once, after the last block.
+
+    Args:
+        q, dout, lse, delta, scale, shares_sms: as for `backward`; lse is over the keys of all blocks.
+    """
+
+    def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False) -> None:
+        self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
         self._sums: tuple[Tensor, Tensor] | None = None
         self._config: Config | None = None
 
@@ -606,68 +769,84 @@ class BlockwiseBackward:
         dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        q, dout, lse, delta = self.rows
-        validation.check_inputs(q, k, v, intervals, self.scale)
-        hopper_common.check(q, v, dropout, None)
-        validation.check_options(q, k, None, None, self.precision)
-        validation.check_gradients(q, k, v, dout, lse, delta, (None, dk, dv), torch.float32)
+        """Add one block of keys to dq and return its (dk, dv).
+
+        Args:
+            k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+            intervals: of the queries over the keys of this block.
+            dk, dv: fp32 accumulators with the shapes of k and v, or None.
+            dropout: must be None.
+
+        Returns:
+            (dk, dv) in fp32: the accumulators, or new tensors.
+
+        Raises:
+            ValueError: `dropout` is not None.
+        """
+        q, dout, lse, delta = self._queries
+        if dropout is not None:
+            raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
         add = False, dk is not None, dv is not None
         config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], add)
         _, dk, dv = triton_common.allocate_gradients(q, k, v, (q, dk, dv), torch.float32)
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
-            _add_block(q, k, v, dout, self._sums, intervals, self.scale, (dk, dv), config, self.shares_sms)
+            _add_block(q, k, v, dout, self._sums, intervals, self._scale, (dk, dv), config, self._shares_sms)
         return dk, dv
 
     def finish(self) -> Tensor:
-        q = self.rows[0]
+        """Return dq (B, Nq, Hq, D) over all blocks so far, in q's dtype."""
+        q = self._queries[0]
         if self._sums is None:
             return torch.zeros_like(q)
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         with torch.cuda.device_of(q):
-            _finish(self._sums[1], dq, self.scale, self._config)
+            _finish(self._sums[1], dq, self._scale, self._config)
         return dq
 
 
 @lru_cache(maxsize=256)
-def _describe_scratch(num_pairs: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """How TMA reads the scalars of a query tile, and adds a chunk of dq; of no tensors yet."""
-    nowhere, block = torch.empty(1, device="cpu"), (2 * config.columns, 32)
-    num_rows = (config.chunk_size + num_pairs * config.queries * config.dim) // 32
+def _scratch_descriptors(num_head_tiles: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Return the TMA descriptors for loading the scalars of a query tile and for adding a chunk of dq.
+
+    They describe no tensor yet, see `ringattn.kernels.hopper.common.with_base`.
+    """
+    no_tensor, block = torch.empty(1, device="cpu"), (2 * config.chunk_columns, 32)
+    num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
     return (
-        TensorDescriptor(nowhere, [num_pairs * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),
-        TensorDescriptor(nowhere, [num_rows, 32], [32, 1], list(block), hopper_common.shared_layout(block, torch.float32)),
+        TensorDescriptor(no_tensor, [num_head_tiles * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),
+        TensorDescriptor(no_tensor, [num_rows, 32], [32, 1], list(block), hopper_common.shared_layout(block, torch.float32)),
     )
 
 
 @lru_cache(maxsize=256)
 def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
+    """Return the constants of the kernels for D, Dv, Hq, Hkv, and for which of dq, dk and dv are accumulators."""
     dim = hopper_common.padded_dim(head_dim, value_dim)
     return Config(dim, head_dim, value_dim, num_heads, num_heads // num_key_heads, *add)
 
 
-def _section(num_queries: int) -> int:
-    """How many heads take turns at each block of keys, at most.
+def _heads_per_group(num_queries: int) -> int:
+    """Return how many key heads a head group has, at most.
 
-    Short sequences balance better with many, and their sums of dq stay in the L2 cache; long ones are even, and do not.
+    The heads of a group are processed together, block of keys by block of keys. For short sequences, many heads balance the
+    load better, and their sums of dq stay in the L2 cache. Long sequences are balanced with one head, and their sums do not
+    fit.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 
 def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config) -> tuple[Tensor, Tensor]:
-    """(scalars of the rows, a spare chunk and the sums of dq), as the main kernel takes them; the sums are zero."""
+    """Launch `_prepare_kernel`. Return its results (scalars, dq_sums), which the main kernel reads and adds to."""
     batch, num_queries, num_heads, _ = q.shape
     num_tiles = -(-num_queries // config.queries)
-    num_pairs = batch * num_heads * num_tiles  # of a head and a query tile
-    scalars = lse.new_empty(num_pairs * 2 * config.queries)
-    dq_sums = lse.new_empty(config.chunk_size + num_pairs * config.queries * config.dim)
+    num_head_tiles = batch * num_heads * num_tiles
+    scalars = lse.new_empty(num_head_tiles * 2 * config.queries)
+    dq_sums = lse.new_empty(config.chunk_size + num_head_tiles * config.queries * config.dim)
     rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
     rows = [x if x is None else x.contiguous() for x in rows]
-    launch(
-        _prepare_kernel, num_pairs, (*rows, scalars, dq_sums),
-        (num_tiles, num_queries), CONFIG=config,
-    )  # fmt: skip
+    launch(_prepare_kernel, num_head_tiles, (*rows, scalars, dq_sums), (num_tiles, num_queries), CONFIG=config)
     return scalars, dq_sums
 
 
@@ -675,32 +854,42 @@ def _add_block(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: tuple[Tensor, Tensor], intervals: Intervals, scale: float,
     grads: tuple[Tensor, Tensor], config: Config, shares_sms: bool,
 ) -> None:  # fmt: skip
-    """Write or add dk and dv of a block of keys, `grads`, and add to the sums of dq."""
+    """Launch `_main_kernel` for one block of keys.
+
+    Args:
+        q, k, v, dout, intervals, scale, shares_sms: as for `backward`.
+        sums: (scalars, dq_sums) from `_prepare`; dq_sums is added to.
+        grads: (dk, dv), written or added to.
+    """
     (batch, num_queries, _, _), (_, num_keys, num_key_heads, _) = q.shape, k.shape
     dim, queries = config.dim, config.queries
     num_tiles = -(-num_queries // queries)
-    q, k, v, dout = [hopper_common.as_strided_rows(x) for x in (q, k, v, dout)]
+    q, k, v, dout = [hopper_common.as_addressable(x) for x in (q, k, v, dout)]
+    tiles = (q, queries), (k, ROWS.value), (v, ROWS.value), (dout, queries)
+    scratch = _scratch_descriptors(batch * config.num_heads * num_tiles, config)
     descriptors = (
-        hopper_common.describe(q, queries, dim), hopper_common.describe(k, ROWS.value, dim), hopper_common.describe(v, ROWS.value, dim),
-        hopper_common.describe(dout, queries, dim),
-        *map(hopper_common.with_base, _describe_scratch(batch * config.num_heads * num_tiles, config), sums),
-    )  # fmt: skip
+        *(hopper_common.tma_descriptor(x, rows, dim) for x, rows in tiles),
+        *map(hopper_common.with_base, scratch, sums),
+    )
     by_key = intervals.transposed
-    sections = -(-batch * num_key_heads // _section(num_queries))
+    num_head_groups = -(-batch * num_key_heads // _heads_per_group(num_queries))
     programs = hopper_common.num_programs(q.device, shares_sms)
-    items = by_key.items(KEYS.value, queries, batch, num_key_heads, sections, programs, seeing=True, group=config.group)
-    if not by_key.all_see:  # no item is theirs
+    work_tiles = by_key.work_tiles(
+        KEYS.value, queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
+    )
+    if not by_key.all_rows_nonempty:
+        # Keys that no query sees have no work tile, so nobody writes their gradients.
         for grad, add in zip(grads, (config.add_dk, config.add_dv), strict=True):
             if not add:
                 grad.zero_()
     launch(
-        _main_kernel, items.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, items),
+        _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles),
         (by_key.batch, num_tiles, num_keys, scale), CONFIG=config,
     )  # fmt: skip
 
 
 def _finish(dq_sums: Tensor, dq: Tensor, scale: float, config: Config) -> None:
-    """Put the sums in order: write or add them to dq."""
+    """Launch `_finish_kernel`, which writes the sums to dq or adds them to it."""
     batch, num_queries, num_heads, _ = dq.shape
     num_tiles = -(-num_queries // config.queries)
     launch(_finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

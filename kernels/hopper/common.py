@@ -1,6 +1,12 @@
-"""What the Hopper kernels share: Gluon under its several names, tensor descriptors, and who can run them.
+"""What the Hopper forward and backward share: differences between Triton releases, TMA descriptors, and supported cases.
 
-Gluon renames functions from release to release; every such call stands behind a name of this file.
+The kernels are written in Gluon, the tile-level language inside the triton package. Gluon renames functions from release to
+release. Every function with more than one name has a single name in this module, and the kernels use only that name.
+
+Vocabulary of sm_90: TMA is the unit that copies tiles between global and shared memory without using registers. A TMA
+descriptor is the record that tells it the shape, the strides and the tile of a tensor. wgmma is the matrix instruction of a
+warpgroup (four warps, 128 threads). An mbarrier is a barrier in shared memory that counts arrivals and bytes copied by TMA. A
+named barrier is one of the 16 barriers that the hardware has per program (CTA).
 """
 
 from functools import lru_cache
@@ -15,36 +21,51 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 
+# The largest head dim, because tiles are at most 128 columns wide.
 MAX_DIM = 128
+
+# The dtypes of q, k and v, and their names in Gluon.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
-ROWS = gl.constexpr(CONSUMER_ROWS)  # of one wgmma, which are a consumer's
+
+# The number of rows that one wgmma computes, and therefore the number of rows of a tile that one consumer warpgroup computes.
+ROWS = gl.constexpr(CONSUMER_ROWS)
+
+# log2(e) and ln(2) convert between natural units and the log2 units in which the kernels keep scores: exp2 is an instruction
+# of the GPU, exp is not.
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# triton 3.8 calls the copies from global to shared memory loads
+# Triton 3.8 renames the asynchronous copies from and to global memory.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
-    """The head dim of the tiles, 64 or 128: TMA fills the columns past a tensor's own with zeros."""
+    """Return the head dim of the tiles in shared memory, 64 or 128.
+
+    TMA fills the columns that a tensor does not have with zeros when it loads a tile, and leaves them out when it stores one.
+    """
     return 64 if max(head_dim, value_dim) <= 64 else 128
 
 
 @lru_cache(maxsize=256)
-def refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Why the Hopper kernels cannot compute on `device` with `dtype` and dims = (D, Dv); None if they can."""
+def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
+    """Return why the Hopper kernels cannot run with these inputs, or None if they can.
+
+    Args:
+        device: of all tensors.
+        dtype: of q, k and v.
+        dims: the head dims (D, Dv).
+    """
     if device.type != "cuda":
-        return f"they do not run on {device.type}"
+        return f"the Hopper kernels do not run on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
-        return f"the GPU is sm_{major}{minor}, not sm_90"
+        return f"the Hopper kernels require an sm_90 GPU, and this GPU is sm_{major}{minor}"
     if dtype not in DTYPES:
         return f"{dtype} is not fp16 or bf16"
     for name, dim in zip(("query", "value"), dims, strict=True):
@@ -55,60 +76,65 @@ def refusal(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> 
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """How many programs may share the work: one a processor, or any number where other kernels may hold processors."""
+    """Return how many programs the work tiles of a call are assigned to.
+
+    Normally there is one program per SM, and each program computes many work tiles. If other kernels hold some of the SMs
+    (`shares_sms`), the number is unlimited, so that every work tile has its own program.
+    """
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def check(q: Tensor, v: Tensor, dropout: Dropout | None, blocks: BlockMask | None) -> None:
-    """Raise ValueError for inputs and options that only the portable kernels take."""
-    reason = refusal(q.device, q.dtype, (q.shape[-1], v.shape[-1]))
-    if dropout is not None or blocks is not None:
-        reason = "they have no dropout and no block masks"
-    if v.shape[1] == 0:
-        reason = "there are no keys"
-    if reason is not None:
-        raise ValueError(f"the Hopper kernels cannot run: {reason}; use the portable ones, backend='triton'")
 
 
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """The layout of `block` in shared memory that both TMA and wgmma read."""
+    """Return the swizzled layout of a tile in shared memory that both TMA and wgmma understand."""
     return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES.get(dtype, gl.float32))
 
 
-def as_strided_rows(x: Tensor) -> Tensor:
-    """`x` (B, N, H, D) itself if TMA can address it, else a contiguous copy; D is a multiple of 8."""
-    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _addressable(x.shape, x.stride())):
+def as_addressable(x: Tensor) -> Tensor:
+    """Return x (B, N, H, D) itself if TMA can address it, else a contiguous copy. D must be a multiple of 8."""
+    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=1024)
-def _addressable(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether TMA accepts these strides of a 16-bit tensor: 1 in the last dimension, multiples of 8 in the others."""
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in outer)
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """`descriptor`, but of `x`. One that is made anew checks itself at length: one is made for each shape, and copied."""
+    """Return a copy of `descriptor` that describes the memory of `x`.
+
+    The constructor of a descriptor checks all of its arguments, which takes long. The kernels construct one descriptor per
+    shape and copy it for every call.
+    """
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
 
 
 @lru_cache(maxsize=1024)
-def _template(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int) -> TensorDescriptor:
+def _descriptor_template(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int
+) -> TensorDescriptor:
     block = (1, rows, 1, dim)
-    # the stride of a dimension of one says nothing, and may be one that TMA refuses
+    # The stride of a dimension of size 1 is never used, but PyTorch may report a value that TMA rejects. Replace it by 8.
     strides = [stride if stride > 0 and stride % 8 == 0 else 8 for stride in strides[:-1]] + [1]
     return TensorDescriptor(
         torch.empty(1, dtype=dtype, device="cpu"), list(shape), strides, list(block), shared_layout(block, dtype)
     )
 
 
-def describe(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
-    """How TMA moves `rows` rows of one head of x (B, N, H, D); rows and columns that x lacks read as 0 and are not written."""
-    return with_base(_template(x.shape, x.stride(), x.dtype, rows, dim), x)
+def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
+    """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x.
+
+    Args:
+        x: (B, N, H, D), from `as_addressable`.
+        rows, dim: the size of a tile. Rows and columns of a tile that `x` does not have are loaded as 0 and never stored.
+    """
+    return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, rows, dim), x)
 
 
 @_core.builtin
@@ -117,27 +143,33 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# triton 3.8 exports it
+# TMA's reduce-add: the L2 cache adds a tile of shared memory to global memory. Triton 3.8 exports it as async_atomic_add. In
+# earlier releases only the compiler's builder has it.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """The same shared memory as another kind of tile."""
-    # public from triton 3.9 on
+    """Return a view of the same shared memory as a tile of another dtype, shape and layout."""
+    # Triton 3.9 makes this method public.
     change = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.jit
 def tile_view(buffer, desc):
-    """A two-dimensional tile (rows, dim) of shared memory as the block that `desc` moves."""
+    """Return a two-dimensional tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
     return reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
-def step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, STEP: gl.constexpr):
-    """First column of a step of the walk: the tiles to mask first, head then tail, then those that all rows see."""
+def step_start(loop, step, STEP: gl.constexpr):
+    """Return the first key of a step of the KV loop, for `loop` = (begin, num_masked_prefix, num_unmasked, num_masked).
+
+    The steps process the masked tiles first: those at the beginning of the interval, then those at its end. The unmasked tiles
+    between them follow. With this order, the condition `step < num_masked` tells whether a step applies the mask.
+    """
+    begin, num_masked_prefix, num_unmasked, num_masked = loop
     tile = gl.where(
         step < num_masked, step + gl.where(step < num_masked_prefix, 0, num_unmasked), num_masked_prefix + step - num_masked
     )
@@ -146,7 +178,12 @@ def step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, STEP: g
 
 @gluon.jit
 def wait_for_writes():
-    """Wait until all that this partition has stored by TMA is written; `tma.store_wait` waits until it has been read."""
+    """Wait until everything that this partition has stored by TMA is visible in global memory.
+
+    `tma.store_wait` is weaker: it waits only until TMA has read the shared memory that a store comes from.
+    """
+    # Gluon has no function for the form of the instruction without ".read". An inline assembly call must return a value, hence
+    # the unused move.
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -159,13 +196,13 @@ def _barrier_assembly(instruction, number, threads):
 
 @gluon.jit
 def named_barrier_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Count this partition's threads in at a hardware barrier without waiting."""
+    """Arrive at a named barrier with all threads of this partition, without waiting."""
     ASSEMBLY: gl.constexpr = _barrier_assembly("bar.arrive", NUMBER, THREADS)
     gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def named_barrier_wait(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Wait at a hardware barrier until THREADS threads have arrived, this partition's included."""
+    """Wait at a named barrier until THREADS threads have arrived, including those of this partition."""
     ASSEMBLY: gl.constexpr = _barrier_assembly("bar.sync", NUMBER, THREADS)
     gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)

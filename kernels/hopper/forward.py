@@ -1,25 +1,52 @@
-"""Hopper forward: the contract of `ringattn.kernels.reference.forward` for sm_90, in Gluon.
+"""Hopper forward: `ringattn.kernels.reference.forward` for sm_90, in Gluon.
 
-One program a processor works off the items that `Intervals.items` deals out to it, each a tile of query rows of one head. One
-warp, the producer, moves tiles by TMA; the other partitions, the consumers, are warpgroups with 64 of an item's rows each and
-hold their scores, probabilities and output in registers. A consumer that an item leaves without rows only stands by.
+It computes FlashAttention-2 (Dao 2023, algorithm 1), pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-    producer     an item's Q into the slot that the last item does not use, once all consumers have left that; then for every
-                 step K and V into the next stage, once all consumers have left what it held; then, if a state comes in or
-                 leaves, it hands the stages that follow to the consumers, for their o
-    consumers    S(j) = Q K(j)^T is issued, then O += P(j-1) V(j-1); the softmax of S(j) runs while the latter computes
+A work tile is a tile of queries of one head. A program computes the work tiles that `Intervals.work_tiles` assigned to it
+before the launch, usually one program per SM. In a program, one warp is the producer. The other partitions are two or three
+consumers, warpgroups that compute 64 rows of every work tile. They keep scores, probabilities and o in registers.
 
-    barriers     full, empty of each stage of K and of V, whose phases run on from item to item; q_full, q_empty of the slots.
-                 Where K and V of a stage are left together, K's empty is V's
-    slots        the output leaves by way of Q's memory: consumers leave a slot once the next item's first product is done. A
-                 state leaves by way of stages, left at that point, too; then Q has one slot, left after an item's last S
-    rounds       a second one, through all items again, of a program that had a row whose origin could not stay: what that is,
-                 `hopper_softmax` says
-    turns        if on, a consumer issues its products after its neighbour has: the tensor cores then work off one consumer's
-                 products while the others are at their softmax, instead of all waiting for all
+      PRODUCER                          SHARED MEMORY                      CONSUMERS
 
-The walk takes the tiles at the ends of the rows' intervals first and masks those; the steady loop over the tiles that all rows
-see then passes the mask by. Scores are in log2 units. (Dao 2023, algorithm 1; Shah et al. 2024, FlashAttention-3, section 3.)
+      load Q -------- q_full --------> [ queries: 1 or 2 slots  ] -------> S(j) = Q K(j)^T in every step
+               <----- q_empty -------                             <------- release the slot
+      load K(j) ----- k_full[s] -----> [ keys: ring of stages   ] -------> S(j) = Q K(j)^T
+               <----- k_empty[s] ----                             <------- release K(j)
+      load V(j) ----- v_full[s] -----> [ values: ring of stages ] -------> O += P(j) V(j)
+               <----- v_empty[s] ----                             <------- release V(j)
+
+      behind the last step of a work tile, if a state comes in or is returned:
+
+      load o, or ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
+      nothing  <----- k_empty, v_empty                            <------- release the stages in the next work tile
+
+In a consumer, the softmax of one step overlaps with the second product of the previous step:
+
+      step j        issue S(j) = Q K(j)^T | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V
+      tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
+
+Barriers. Each `full` barrier counts one arrival of the producer and the bytes that TMA has copied. Each `empty` barrier counts
+one arrival of every consumer. Stages and phases continue from work tile to work tile, so the producer loads the next work tile
+while the consumers finish the last one. If K and V of a stage are released jointly, `k_empty` is the same barrier as `v_empty`.
+
+Slots of Q. An output leaves through the shared memory of Q. In that case there are two slots, and a consumer releases a slot
+after the first product of the next work tile. A state leaves through stages instead. In that case there is one slot, and a
+consumer releases it after the last S of the work tile. One bit, which flips with every work tile, is both the number of the
+slot and the phase of `q_full` and `q_empty`.
+
+State stages. The o of a state has twice the bytes of a Q in 16 bits. The producer therefore transfers the next stages of the
+K/V pipeline to the consumers, where o is loaded, stored or added by TMA. `ringattn.kernels.hopper.epilogue` does that.
+
+Retry pass. In bf16, the softmax subtracts an optimistic reference max, see `ringattn.kernels.hopper.softmax`. If a row of a
+program overflows, all partitions of that program go through all of its work tiles once more and update the reference max in
+every step.
+
+Ping-pong. If it is on, named barriers make a consumer issue its products after the consumer before it has issued its own. The
+tensor cores then compute the products of one consumer while the others compute their softmax. Without it, all consumers would
+wait for the tensor cores at the same time.
+
+KV loop. The steps process the masked tiles at the two ends of the intervals first, and then the unmasked tiles between them,
+which skip the mask. Scores are in log2 units.
 """
 
 from dataclasses import dataclass, replace
@@ -37,10 +64,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels import validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import (
     LOG2_E,
     ROWS,
@@ -51,444 +78,547 @@ from ringattn.kernels.hopper.common import (
     tma_load,
     wait_for_writes,
 )
-from ringattn.kernels.hopper.epilogue import finish, hand_over, load_origins, load_scalars
-from ringattn.kernels.hopper.softmax import by_thread, follow, hold, mask, rescale, settle, weigh
+from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
-FIRST_TURN = gl.constexpr(8)  # hardware barriers below are Triton's own
-TURN_THREADS = gl.constexpr(256)  # of the consumer that takes a turn, and of the one that passes it
+# The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
+# the lower numbers.
+FIRST_PING_PONG_BARRIER = gl.constexpr(8)
+
+# The threads that arrive at such a barrier: those of the consumer that waits, and those of the one before it.
+PING_PONG_THREADS = gl.constexpr(256)
 
 
 @dataclass(frozen=True)
 class Config:
-    """What a kernel is compiled for."""
+    """The constants for which a kernel is compiled.
 
-    dim: int  # of the tiles, 64 or 128; head dims are padded to it
+    Args:
+        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
+        value_dim: Dv.
+        num_heads: Hq.
+        group: number of query heads per key head.
+        has_state: whether there is an incoming state.
+        final: whether (out, lse) is written instead of a state.
+        consumers: number of consumers, 2 or 3.
+        keys: number of keys per step.
+        stages: number of stages of the K/V pipeline.
+        joint_release: whether consumers release K and V of a stage with one arrival, after P V.
+        registers: number of registers per thread of a consumer.
+        ping_pong: whether consumers take turns to issue their products.
+        fence_softmax: whether to use the fence of that name in `ringattn.kernels.hopper.softmax`.
+        update_ref_max: whether the reference max is updated from the first pass on. Otherwise only the retry pass updates it.
+    """
+
+    dim: int
     value_dim: int
     num_heads: int
-    group: int  # query heads a key head
+    group: int
     has_state: bool
     final: bool
     consumers: int
-    keys: int  # of a step
-    stages: int  # of K and V
-    together: bool  # consumers leave K and V of a stage together
-    registers: int  # of a consumer's threads
-    turns: bool
-    hold: bool  # see `hopper_softmax.hold`
-    follow: bool  # origins follow the maxima from the start, not only where one that stays has failed
+    keys: int
+    stages: int
+    joint_release: bool
+    registers: int
+    ping_pong: bool
+    fence_softmax: bool
+    update_ref_max: bool
 
     @property
     def queries(self) -> int:
-        """Rows of an item."""
+        """The number of rows of a work tile."""
         return self.consumers * ROWS.value
 
     @property
-    def scores(self) -> gl.NVMMADistributedLayout:
-        """Layout of a consumer's scores (64, keys)."""
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's scores (64, keys) in registers."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.keys, 16])
 
     @property
-    def output(self) -> gl.NVMMADistributedLayout:
-        """Layout of a consumer's output (64, dim)."""
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's o (64, dim) in registers."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dim, 16])
 
     @property
-    def in_place(self) -> bool:
-        """Whether a state is read, merged and written."""
+    def p_layout(self) -> gl.DotOperandLayout:
+        """The layout of p (64, keys) as the left operand of p v."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=2)
+
+    @property
+    def updates_state(self) -> bool:
+        """Whether the incoming state is updated in place."""
         return self.has_state and not self.final
 
     @property
-    def slots(self) -> int:
-        """Of Q, at most two, so that one bit tells an item's slot and the phases of q_full and q_empty."""
+    def q_slots(self) -> int:
+        """The number of slots of Q. It is at most two, so that one bit is both the slot and the phase of q_full and q_empty."""
         return 2 if self.final else 1
 
     @property
-    def parts(self) -> int:
-        """Into how many parts the columns of a consumer's o are cut, so that one fits the memory of a stage's K, or V."""
+    def o_parts(self) -> int:
+        """The number of parts of a consumer's o (64, dim) in fp32, each as large as the K buffer or the V buffer of a stage."""
         return 2 * ROWS.value // self.keys
 
     @property
     def state_stages(self) -> int:
-        """Stages by which the o of all consumers comes in, or leaves."""
-        return -(-self.consumers * self.parts // 2) if self.has_state or not self.final else 0
-
-    @property
-    def left(self) -> gl.DotOperandLayout:
-        """Layout of p (64, keys) as the left operand of p v."""
-        return gl.DotOperandLayout(operand_index=0, parent=self.output, k_width=2)
+        """The number of stages that hold the o of all consumers when a state comes in or is returned."""
+        return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
-# of keys and values in the cache, which the output passes through too: a state in fp32, on its way in and out
+# The bytes of K and V that the heads of one head group have together, so that they stay in the L2 cache. The output also passes
+# through the cache. A state passes through it twice, in fp32, and leaves half of it to K and V.
 L2_BYTES = 32 * 2**20
-L2_BYTES_BESIDE_STATE = 16 * 2**20
-# from triton 3.8 on, whose assembler is another, `hold` would make it run all products one by one
-HOLD = hopper_common.TRITON_VERSION < (3, 8)
-TILES = {  # by padded head dim
-    64: dict(consumers=3, keys=128, stages=3, together=False, registers=160, turns=True, hold=False),
-    128: dict(consumers=3, keys=64, stages=3, together=True, registers=160, turns=False, hold=HOLD),
+L2_BYTES_WITH_STATE = 16 * 2**20
+
+# Triton 3.8 has another assembler, which would serialise all products of a kernel with `fence_softmax`.
+FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
+
+# The fastest settings measured on an H200, by padded head dim.
+TILES = {
+    64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
+    128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
-# with few rows that see something in all heads, items of fewer rows leave fewer processors idle
+
+# Up to this number of rows that see a key, counted over all heads, the forward uses work tiles of 128 rows instead of 192. They
+# leave fewer SMs idle.
 FEW_ROWS = 2**16
-TILES_OF_FEW = TILES | {128: dict(consumers=2, keys=128, stages=2, together=False, registers=240, turns=True, hold=HOLD)}
+TILES_FEW_ROWS = TILES | {
+    128: dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
+}
+
+# The registers per thread of the producer, which computes nothing.
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _load_item(items, number):
-    """(batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked) of an item of `Intervals.items`; end is 0 after the last.
+def _load_work_tile(work_tiles, index):
+    """Load entry `index` of `Intervals.work_tiles`: (batch entry, head, first row, end, loop).
 
-    Every partition asks for itself: what it is handed arrives through shared memory. The producer is the first to ask.
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked), see `step_start`. The end is 0 behind the last work tile of
+    a program.
+
+    Every partition loads the entry itself, because partitions could only pass it on through shared memory. The producer is
+    ahead of the consumers and loads it first.
     """
-    row = items + number * 8
-    first, end, begin, num_masked_prefix, num_unmasked, num_masked = load_tile(row)
-    head, batch = gl.load(row + 6), gl.load(row + 7)
-    return batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked
+    entry = work_tiles + index * 8
+    first, end, loop = load_tile(entry)
+    head, batch = gl.load(entry + 6), gl.load(entry + 7)
+    return batch, head, first, end, loop
 
 
 @gluon.jit
-def _next(stage, phase, CONFIG: gl.constexpr):
-    """The stage after this one, and the phase of its barriers."""
+def _next_stage(stage, phase, CONFIG: gl.constexpr):
+    """Return the next stage and the phase of its barriers."""
     last = stage == CONFIG.stages - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
-def _produce(arguments, retry, CONFIG: gl.constexpr):
-    """The loading partition, a single warp."""
+def _produce(arguments, overflow, CONFIG: gl.constexpr):
+    """The producer partition, a single warp: load all work tiles, and once more if there is a retry pass."""
     slot = gl.to_tensor(0)
     stage = gl.to_tensor(0)
+    # A wait for the phase before the first one returns at once, so the producer finds all stages empty.
     phase = gl.to_tensor(1)
     slot, stage, phase = _load_tiles(arguments, slot, stage, phase, CONFIG)
-    if not CONFIG.follow:
-        if _any_failed(retry, 1, CONFIG):
+    if not CONFIG.update_ref_max:
+        if _any_overflow(overflow, 1, CONFIG):
             _load_tiles(arguments, slot, stage, phase, CONFIG)
 
 
 @gluon.jit
 def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
-    """Load what all items of this program need. Returns slot, stage and phase to go on with."""
+    """Load Q, K and V of all work tiles of this program. Return the next slot, stage and phase."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
     KEYS: gl.constexpr = CONFIG.keys
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
-    q, k, v, state_tiles, items, buffers, barriers = arguments
+    q, k, v, state_tiles, work_tiles, buffers, barriers = arguments
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    item = gl.program_id(0)
-    batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, item)
+    index = gl.program_id(0)
+    batch, head, first, end, loop = _load_work_tile(work_tiles, index)
     while end > 0:
+        _, _, num_unmasked, num_masked = loop
         mbarrier.wait(q_empty, slot ^ 1)
         mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
         for c in gl.static_range(CONSUMERS):
-            query = queries.index(slot % CONFIG.slots * CONSUMERS + c)
+            query = queries.index(slot % CONFIG.q_slots * CONSUMERS + c)
             tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
         key_head = head // CONFIG.group
+        # A work tile whose rows see no key has one step all the same, so that consumers need no special case.
         for step in range(gl.maximum(num_masked + num_unmasked, 1)):
-            start = step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, KEYS)
+            start = step_start(loop, step, KEYS)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
             tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
             tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
-            stage, phase = _next(stage, phase, CONFIG)
+            stage, phase = _next_stage(stage, phase, CONFIG)
         for i in gl.static_range(STATE_STAGES):
             mbarrier.wait(k_empty.index(stage), phase)
-            hand_over(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
+            transfer_buffer(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
             mbarrier.wait(v_empty.index(stage), phase)
-            hand_over(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
-            stage, phase = _next(stage, phase, CONFIG)
+            transfer_buffer(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
+            stage, phase = _next_stage(stage, phase, CONFIG)
         slot ^= 1
-        item += gl.num_programs(0)
-        batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, item)
+        index += gl.num_programs(0)
+        batch, head, first, end, loop = _load_work_tile(work_tiles, index)
     return slot, stage, phase
 
 
 @gluon.jit
-def _any_failed(retry, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Whether a consumer reported a row whose origin cannot stay, once all have reported."""
-    reports, reported = retry
+def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until every consumer has reported, and return whether a row of any of them has overflowed.
+
+    WARPS is the number of warps of the calling partition.
+    """
+    flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     CONSUMERS: gl.constexpr = CONFIG.consumers
     mbarrier.wait(reported, 0)
-    failed = reports.index(0).load(LAYOUT)
+    overflowed = flags.index(0).load(LAYOUT)
     for c in gl.static_range(1, CONSUMERS):
-        failed |= reports.index(c).load(LAYOUT)
-    return gl.max(failed, axis=0) > 0
+        overflowed |= flags.index(c).load(LAYOUT)
+    return gl.max(overflowed, axis=0) > 0
 
 
 @gluon.jit
-def _report(retry, failed, CONSUMER: gl.constexpr):
-    """Tell all partitions whether a row of this consumer has failed."""
-    reports, reported = retry
+def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
+    """Tell all partitions whether a row of this consumer has overflowed, in any of its work tiles."""
+    flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    reports.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(failed.to(gl.int32), axis=0))
+    flags.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(overflowed.to(gl.int32), axis=0))
     mbarrier.arrive(reported, count=1)
 
 
 @gluon.jit
-def _leave_keys(k_empty, stage, CONFIG: gl.constexpr):
-    if not CONFIG.together:
+def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
+    # With a joint release, the arrival for V also stands for K.
+    if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
 
 
 @gluon.jit
-def _take_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    if CONFIG.turns:
-        named_barrier_wait(FIRST_TURN + CONSUMER, TURN_THREADS)
+def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until the consumer before this one has issued its products."""
+    if CONFIG.ping_pong:
+        named_barrier_wait(FIRST_PING_PONG_BARRIER + CONSUMER, PING_PONG_THREADS)
 
 
 @gluon.jit
-def _pass_turn(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    if CONFIG.turns:
-        named_barrier_arrive(FIRST_TURN + (CONSUMER + 1) % CONFIG.consumers, TURN_THREADS)
+def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Let the consumer behind this one issue its products."""
+    if CONFIG.ping_pong:
+        named_barrier_arrive(FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers, PING_PONG_THREADS)
 
 
 @gluon.jit
 def _step(
-    query, buffers, barriers, carry, bounds, plan, step, log2_scale,
-    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
+    query, buffers, barriers, carry, row_bounds, loop, step, log2_scale,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the next tile while the last tile's p meets its values."""
+    """Compute the probabilities of this step while the tensor cores multiply those of the previous step with their values.
+
+    Args:
+        query: the consumer's Q (64, dim) in shared memory.
+        buffers: (keys, values).
+        barriers: (k_full, k_empty, v_full, v_empty).
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase): the probabilities of the previous step, the
+            softmax state without them in o, the stage and phase of this step and of the previous one.
+        row_bounds: from `_load_consumer_tile`.
+        loop: from `_load_work_tile`.
+        step: number of this step, at least 1.
+
+    Returns:
+        The carry of the next step.
+    """
     KEYS: gl.constexpr = CONFIG.keys
-    SCORES: gl.constexpr = CONFIG.scores
+    SCORES: gl.constexpr = CONFIG.scores_layout
     keys, values = buffers
     k_full, k_empty, v_full, v_empty = barriers
-    p, origin, l, o, stage, phase, last_stage, last_phase = carry
-    lo, hi, settled, _ = bounds
+    p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
+    lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
-    _take_turn(CONSUMER, CONFIG)
+    _wait_for_ping_pong(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    # Issue S first. The products finish in the order in which they are issued, and the softmax needs S.
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(last_stage), last_phase)
-    growing = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
-    _pass_turn(CONSUMER, CONFIG)
+    mbarrier.wait(v_full.index(previous_stage), previous_phase)
+    pending_o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
+    _pass_ping_pong(CONSUMER, CONFIG)
+    # Wait until at most one product, P V, is in flight. S is then complete.
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    _leave_keys(k_empty, stage, CONFIG)
-    begin, num_masked_prefix, num_unmasked, num_masked = plan
+    _release_keys(k_empty, stage, CONFIG)
+    _, _, _, num_masked = loop
     if step < num_masked:
-        scores = mask(scores, lo, hi, step_start(begin, num_masked_prefix, num_unmasked, num_masked, step, KEYS), CONFIG)
-    if not FOLLOW:
-        # the first of the tiles that all rows see settles the last
-        if (step <= num_masked) & ~settled:
-            origin = settle(scores, origin, log2_scale, CONFIG)
-    if FOLLOW:
-        origin, alpha = follow(scores, origin, log2_scale, CONFIG)
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, KEYS), CONFIG)
+    if not UPDATE_REF_MAX:
+        # All rows see all keys of the first unmasked tile, step num_masked. After it, no reference max is unset.
+        if (step <= num_masked) & ~all_initialised:
+            ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
+    if UPDATE_REF_MAX:
+        ref_max, alpha = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    weights, l = weigh(scores, origin, l, log2_scale, CONFIG)
-    l = hold(l, CONFIG)
-    o = warpgroup_mma_wait(0, deps=(growing,))
-    mbarrier.arrive(v_empty.index(last_stage), count=1)
-    if FOLLOW:
-        o = rescale(o, alpha, CONFIG)
-    # only now: before the wait the registers of the last p are still being read
-    p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
-    next_stage, next_phase = _next(stage, phase, CONFIG)
-    return p, origin, l, o, next_stage, next_phase, stage, phase
+    weights, l = softmax.exp_scores(scores, ref_max, l, log2_scale, CONFIG)
+    l = softmax.fence_softmax(l, CONFIG)
+    o = warpgroup_mma_wait(0, deps=(pending_o,))
+    mbarrier.arrive(v_empty.index(previous_stage), count=1)
+    if UPDATE_REF_MAX:
+        # P V was added to o relative to the previous reference max, so o is rescaled after it.
+        o = softmax.rescale(o, alpha, CONFIG)
+    # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
+    # p, and the conversion overwrites them.
+    p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
+    next_stage, next_phase = _next_stage(stage, phase, CONFIG)
+    return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
 
 @gluon.jit
 def _first_step(
-    query, keys, barriers, bounds, plan, held, stage, phase, log2_scale,
-    CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr,
+    query, keys, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """(p, origin, l, o) after the first tile of an item, which may lie past all keys, where nothing is seen at all."""
+    """Compute the probabilities of the first step of a work tile. Return (p, ref_max, l, o) as `_step` takes them.
+
+    The arguments are those of `_step`, but barriers = (k_full, k_empty, v_empty, q_empty), and `state_stage` is the state stage
+    of the previous work tile, or -1. If no row sees a key, the keys of this step may all lie behind the end, and all scores are
+    masked.
+    """
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
-    SCORES: gl.constexpr = CONFIG.scores
-    OUTPUT: gl.constexpr = CONFIG.output
+    SCORES: gl.constexpr = CONFIG.scores_layout
+    OUTPUT: gl.constexpr = CONFIG.output_layout
     k_full, k_empty, v_empty, q_empty = barriers
-    lo, hi, _, origin = bounds
+    lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
-    _take_turn(CONSUMER, CONFIG)
+    _wait_for_ping_pong(CONSUMER, CONFIG)
     zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    _pass_turn(CONSUMER, CONFIG)
+    _pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # the last item's output, or state, has been read from shared memory by now
+    # Only now release the memory through which the result of the previous work tile leaves. TMA had the time of one product to
+    # read it, so this wait is short.
     tma.store_wait(0)
-    _leave_held(k_empty, v_empty, held, CONFIG)
-    _leave_keys(k_empty, stage, CONFIG)
-    if CONFIG.slots == 2:
+    _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
+    _release_keys(k_empty, stage, CONFIG)
+    if CONFIG.q_slots == 2:
         mbarrier.arrive(q_empty, count=1)
-    begin, num_masked_prefix, num_unmasked, num_masked = plan
+    _, _, num_unmasked, num_masked = loop
     if (num_masked > 0) | (num_unmasked == 0):
-        scores = mask(scores, lo, hi, step_start(begin, num_masked_prefix, num_unmasked, num_masked, 0, KEYS), CONFIG)
-    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, by_thread(zeros, KEYS).type.layout))
-    nothing = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
-    origin = gl.convert_layout(origin, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + nothing
-    if FOLLOW:
-        origin, _ = follow(scores, origin, log2_scale, CONFIG)
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, 0, KEYS), CONFIG)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(zeros, KEYS).type.layout))
+    zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
+    ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
+    if UPDATE_REF_MAX:
+        ref_max, _ = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
     else:
-        origin = settle(scores, origin, log2_scale, CONFIG)
-    weights, l = weigh(scores, origin, nothing, log2_scale, CONFIG)
-    p = gl.convert_layout(weights.to(query.dtype), CONFIG.left)
+        ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
+    weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
+    p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
-    return p, origin, l, o
+    return p, ref_max, l, o
 
 
 @gluon.jit
-def _leave_held(k_empty, v_empty, held, CONFIG: gl.constexpr):
-    """Leave the stage that the last item's state came, or went, by; it is -1 if there is none."""
+def _release_state_stage(k_empty, v_empty, state_stage, CONFIG: gl.constexpr):
+    """Release the stage that held this consumer's o of the previous work tile; -1 if there is none."""
     if CONFIG.state_stages > 0:
-        if held >= 0:
-            _leave_keys(k_empty, held, CONFIG)
-            mbarrier.arrive(v_empty.index(held), count=1)
+        if state_stage >= 0:
+            _release_keys(k_empty, state_stage, CONFIG)
+            mbarrier.arrive(v_empty.index(state_stage), count=1)
 
 
 @gluon.jit
-def _stand_by(flow, q_empty, num_steps, held, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """The stage and phase after an item of which a consumer has no row: it lets the others have its turns and all stages."""
-    k_full, k_empty, v_full, v_empty = flow
-    # the last item's output, or state, must have been read
+def _skip_tile(barriers, q_empty, num_steps, state_stage, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Skip a work tile in which this consumer has no rows. Return the next stage and phase.
+
+    The `empty` barriers and the ping-pong count on all consumers, so this consumer arrives at every barrier and passes on every
+    turn without computing anything.
+    """
+    k_full, k_empty, v_full, v_empty = barriers
     tma.store_wait(0)
-    _leave_held(k_empty, v_empty, held, CONFIG)
+    _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     for _step_index in range(gl.maximum(num_steps, 1)):
         mbarrier.wait(k_full.index(stage), phase)
-        _take_turn(CONSUMER, CONFIG)
-        _pass_turn(CONSUMER, CONFIG)
-        _leave_keys(k_empty, stage, CONFIG)
+        _wait_for_ping_pong(CONSUMER, CONFIG)
+        _pass_ping_pong(CONSUMER, CONFIG)
+        _release_keys(k_empty, stage, CONFIG)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, CONFIG)
-    _, stage, phase = _await_state(flow, stage, phase, -1, CONFIG)
+        stage, phase = _next_stage(stage, phase, CONFIG)
+    _, stage, phase = _wait_for_state_stages(barriers, stage, phase, -1, CONFIG)
     return stage, phase
 
 
 @gluon.jit
-def _await_state(flow, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the o of all consumers, and leave the stages without this one's: (its first stage, the next, its phase)."""
-    k_full, k_empty, v_full, v_empty = flow
+def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for the state stages of a work tile, and release all but that of this consumer.
+
+    CONSUMER is -1 for a consumer that skips the work tile and keeps none. Return (own stage, next stage, its phase).
+    """
+    k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     own_stage = stage
     for i in gl.static_range(STATE_STAGES):
         mbarrier.wait(k_full.index(stage), phase)
         mbarrier.wait(v_full.index(stage), phase)
-        if i == CONSUMER * CONFIG.parts // 2:
+        if i == CONSUMER * CONFIG.o_parts // 2:
             own_stage = stage
         else:
-            _leave_keys(k_empty, stage, CONFIG)
+            _release_keys(k_empty, stage, CONFIG)
             mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next(stage, phase, CONFIG)
+        stage, phase = _next_stage(stage, phase, CONFIG)
     return own_stage, stage, phase
 
 
 @gluon.jit
-def _consumer_item(items, number, lo, hi, results, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Where a consumer's rows of an item are: (batch, head, own, end), the plan of its walk, the bounds of its rows.
+def _load_consumer_tile(
+    work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Load what a consumer needs to know of its rows of a work tile.
 
-    And whether all of them that see a key see one of the first tile, and the origins that they start with.
+    Returns:
+        (batch entry, head, first row of this consumer, end, loop, row_bounds), with row_bounds = (lo, hi, all_initialised,
+        ref_max). lo and hi (64,) are the intervals of the rows. ref_max (64,) is the reference max with which they start.
+        all_initialised tells whether the first step sets the reference max of every row that sees a key at all.
     """
-    batch, head, first, end, begin, num_masked_prefix, num_unmasked, num_masked = _load_item(items, number)
-    own = first + CONSUMER * ROWS
-    rows = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores))
-    offset = gl.minimum(batch, num_masks - 1) * num_queries  # one mask may serve all
+    batch, head, first, end, loop = _load_work_tile(work_tiles, index)
+    first_row = first + CONSUMER * ROWS
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
+    # One mask may serve all batch entries.
+    offset = gl.minimum(batch, num_masks - 1) * num_queries
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
-    start = step_start(begin, num_masked_prefix, num_unmasked, num_masked, 0, CONFIG.keys)
-    # then the first row sees up to it or further, and the last from it on or from before
-    first_hi = gl.load(hi + offset + own, mask=own < end, other=0)
-    last_lo = gl.load(lo + offset + gl.minimum(own + ROWS, end) - 1, mask=own < end, other=0)
-    settled = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    origin = load_origins(results, (batch, head, own, end), num_queries, CONFIG)
-    return batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, (row_lo, row_hi, settled, origin)
+    start = step_start(loop, 0, CONFIG.keys)
+    # Bounds never decrease from row to row. If the first hi lies behind the start of the tile and the last lo before its end,
+    # then every interval that is not empty contains a key of the tile.
+    first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
+    last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
+    all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
+    ref_max = load_ref_max(results, (batch, head, first_row, end), num_queries, CONFIG)
+    return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
 @gluon.jit
-def _consume(arguments, retry, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """One computing partition: 64 rows of every item through all steps, and once more where the origin of a row failed."""
-    if CONFIG.turns and CONSUMER == CONFIG.consumers - 1:
-        named_barrier_arrive(FIRST_TURN, TURN_THREADS)
+def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """A consumer partition: 64 rows of every work tile, and once more if a row of the program has overflowed."""
+    if CONFIG.ping_pong and CONSUMER == CONFIG.consumers - 1:
+        # Consumer 0 has the first turn.
+        named_barrier_arrive(FIRST_PING_PONG_BARRIER, PING_PONG_THREADS)
     slot = gl.to_tensor(0)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    slot, stage, phase, failed = _work_off(arguments, slot, stage, phase, CONSUMER, CONFIG.follow, CONFIG)
-    if not CONFIG.follow:
-        _report(retry, failed, CONSUMER)
-        if _any_failed(retry, 4, CONFIG):
-            # or what was written first could arrive last
+    slot, stage, phase, overflowed = _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, CONFIG.update_ref_max, CONFIG)
+    if not CONFIG.update_ref_max:
+        _report_overflow(overflow, overflowed, CONSUMER)
+        if _any_overflow(overflow, 4, CONFIG):
+            # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise they could
+            # arrive later and replace the valid ones.
             wait_for_writes()
-            _work_off(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
+            _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
 
 
 @gluon.jit
-def _work_off(arguments, slot, stage, phase, CONSUMER: gl.constexpr, FOLLOW: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute this consumer's rows of all items. Returns slot, stage and phase to go on with, and which rows have failed."""
-    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores)
-    lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
+def _compute_work_tiles(
+    arguments, slot, stage, phase, CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Compute this consumer's rows of all work tiles. Return the next slot, stage and phase, and which rows have overflowed."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores_layout)
+    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     tiles = keys, values
-    flow = k_full, k_empty, v_full, v_empty
-    item = gl.program_id(0)
-    batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
-        items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
+    kv_barriers = k_full, k_empty, v_full, v_empty
+    index = gl.program_id(0)
+    batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
+        work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
     )
-    failed = gl.zeros([ROWS], gl.int1, BY_ROW)
-    held = gl.to_tensor(-1)
+    overflowed = gl.zeros([ROWS], gl.int1, BY_ROW)
+    state_stage = gl.to_tensor(-1)
     while end > 0:
+        _, _, num_unmasked, num_masked = loop
         mbarrier.wait(q_full, slot)
-        if own < end:
-            place = batch, head, own, end
-            query = queries.index(slot % CONFIG.slots * CONFIG.consumers + CONSUMER)
-            plan = begin, num_masked_prefix, num_unmasked, num_masked
-            first = k_full, k_empty, v_empty, q_empty
-            p, origin, l, o = _first_step(
-                query, keys, first, bounds, plan, held, stage, phase, log2_scale, CONSUMER, FOLLOW, CONFIG
-            )
-            last_stage = stage
-            last_phase = phase
-            stage, phase = _next(stage, phase, CONFIG)
+        if first_row < end:
+            row_range = batch, head, first_row, end
+            query = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
+            first_barriers = k_full, k_empty, v_empty, q_empty
+            p, ref_max, l, o = _first_step(
+                query, keys, first_barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+                CONSUMER, UPDATE_REF_MAX, CONFIG,
+            )  # fmt: skip
+            previous_stage = stage
+            previous_phase = phase
+            stage, phase = _next_stage(stage, phase, CONFIG)
             for step in range(1, num_masked + num_unmasked):
-                carry = p, origin, l, o, stage, phase, last_stage, last_phase
-                p, origin, l, o, stage, phase, last_stage, last_phase = _step(
-                    query, tiles, flow, carry, bounds, plan, step, log2_scale, CONSUMER, FOLLOW, CONFIG
+                carry = p, ref_max, l, o, stage, phase, previous_stage, previous_phase
+                p, ref_max, l, o, stage, phase, previous_stage, previous_phase = _step(
+                    query, tiles, kv_barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
                 )
-            if CONFIG.slots == 1:
+            if CONFIG.q_slots == 1:
                 mbarrier.arrive(q_empty, count=1)
-            mbarrier.wait(v_full.index(last_stage), last_phase)
-            o = warpgroup_mma(p, values.index(last_stage), o, is_async=True)
-            # the state that came in and the next item are looked up meanwhile
-            incoming = load_scalars(results, place, num_queries, CONFIG)
-            item += gl.num_programs(0)
-            batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
-                items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
+            # The product with the values of the last step.
+            mbarrier.wait(v_full.index(previous_stage), previous_phase)
+            o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
+            # While it runs, load the scalars of the incoming state and the next work tile.
+            incoming = load_state_scalars(results, row_range, num_queries, CONFIG)
+            index += gl.num_programs(0)
+            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
+                work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
             )
             o = warpgroup_mma_wait(0, deps=(o,))
-            mbarrier.arrive(v_empty.index(last_stage), count=1)
+            mbarrier.arrive(v_empty.index(previous_stage), count=1)
+            # Only now combine the numbers of the four threads that share a row.
             l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
-            origin = gl.convert_layout(gl.max(origin, axis=1), BY_ROW)
-            held, stage, phase = _await_state(flow, stage, phase, CONSUMER, CONFIG)
-            own_tiles = keys.index(held), values.index(held)
-            failed |= finish(origin, l, o, query, own_tiles, incoming, results, place, num_queries, CONSUMER, FOLLOW, CONFIG)
-        else:
-            stage, phase = _stand_by(flow, q_empty, num_masked + num_unmasked, held, stage, phase, CONSUMER, CONFIG)
-            item += gl.num_programs(0)
-            batch, head, own, end, begin, num_masked_prefix, num_unmasked, num_masked, bounds = _consumer_item(
-                items, item, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
+            ref_max = gl.convert_layout(gl.max(ref_max, axis=1), BY_ROW)
+            state_stage, stage, phase = _wait_for_state_stages(kv_barriers, stage, phase, CONSUMER, CONFIG)
+            state_buffers = keys.index(state_stage), values.index(state_stage)
+            overflowed |= finish_work_tile(
+                ref_max, l, o, query, state_buffers, incoming, results, row_range, num_queries, CONSUMER, UPDATE_REF_MAX, CONFIG
             )
-            held = gl.to_tensor(-1)
+        else:
+            num_steps = num_masked + num_unmasked
+            stage, phase = _skip_tile(kv_barriers, q_empty, num_steps, state_stage, stage, phase, CONSUMER, CONFIG)
+            index += gl.num_programs(0)
+            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
+                work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
+            )
+            state_stage = gl.to_tensor(-1)
         slot ^= 1
-    # memory that an output leaves from must stay until it has been read
+    # Shared memory ends with the program. TMA must have read it before.
     tma.store_wait(0)
-    _leave_held(k_empty, v_empty, held, CONFIG)
-    return slot, stage, phase, failed
+    _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
+    return slot, stage, phase, overflowed
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries"])
 def _forward_kernel(
-    q, k, v, state_tiles, out_tiles, lo, hi, items, state_m, state_l, state_o, lse, out,
+    q, k, v, state_tiles, out_tiles, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    """Compute all work tiles. The arguments are those that `_launch` passes.
+
+    Args:
+        q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        state_tiles, out_tiles: TMA descriptors of state_o and of out, both (B, Nq, Hq, Dv), or None.
+        lo, hi: (num_masks, Nq), the interval of each query.
+        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
+        state_m, state_l, state_o: the state, read, written or both; None if there is none.
+        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), written; None if a state is returned.
+        num_masks: 1 if all batch entries have the same mask, else B.
+        num_queries: Nq.
+        log2_scale: the factor that converts q k^T to scores in log2 units.
+    """
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     STAGES: gl.constexpr = CONFIG.stages
-    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
+    queries = gl.allocate_shared_memory(q.dtype, [CONFIG.q_slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
     keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
@@ -497,6 +627,7 @@ def _forward_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    # An arrival acts for a whole partition, so the counts are numbers of partitions.
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=CONFIG.consumers)
     for i in gl.static_range(STAGES):
@@ -504,25 +635,27 @@ def _forward_kernel(
         mbarrier.init(v_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=CONFIG.consumers)
         mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
-    reports = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    reported = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(reported, count=CONFIG.consumers)
+    overflow_flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    overflow_reported = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    mbarrier.init(overflow_reported, count=CONFIG.consumers)
+    # Make the initialised barriers visible to TMA.
     fence_async_shared()
     buffers = queries, keys, values
-    retry = reports, reported
-    if CONFIG.together:
+    overflow = overflow_flags, overflow_reported
+    if CONFIG.joint_release:
         k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
-    loading = q, k, v, state_tiles, items, buffers, barriers
+    loading = q, k, v, state_tiles, work_tiles, buffers, barriers
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles
-    computing = lo, hi, items, num_masks, num_queries, results, buffers, barriers, log2_scale
-    # the first of them takes the registers that the others leave
+    computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
+    # The lists of numbers of warps and registers leave out the first partition, the default one. It has four warps and gets the
+    # registers that the others leave.
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
-                (_consume, (computing, retry, 0, CONFIG)),
-                (_consume, (computing, retry, 1, CONFIG)),
-                (_produce, (loading, retry, CONFIG)),
+                (_consume, (computing, overflow, 0, CONFIG)),
+                (_consume, (computing, overflow, 1, CONFIG)),
+                (_produce, (loading, overflow, CONFIG)),
             ],
             [4, 1],
             [CONFIG.registers, PRODUCER_REGISTERS],
@@ -530,10 +663,10 @@ def _forward_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (computing, retry, 0, CONFIG)),
-                (_consume, (computing, retry, 1, CONFIG)),
-                (_consume, (computing, retry, 2, CONFIG)),
-                (_produce, (loading, retry, CONFIG)),
+                (_consume, (computing, overflow, 0, CONFIG)),
+                (_consume, (computing, overflow, 1, CONFIG)),
+                (_consume, (computing, overflow, 2, CONFIG)),
+                (_produce, (loading, overflow, CONFIG)),
             ],
             [4, 4, 1],
             [CONFIG.registers, CONFIG.registers, PRODUCER_REGISTERS],
@@ -554,19 +687,32 @@ def forward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """As `ringattn.kernels.triton.forward.forward`, for fp16 and bf16 and head dims that are multiples of 8 up to 128.
+    """Attention of one block of queries to one block of keys on one sm_90 GPU (Dao 2023, algorithm 1).
 
-    Work is dealt out evenly to one program a processor, before they start. Where that is `shares_sms`, as other kernels may hold
-    processors meanwhile, every item has a program of its own: one that starts late then delays nothing but itself.
+    Call `ringattn.kernels.dispatch.forward`, which checks the arguments. This function does not.
 
-    Raises:
-        ValueError: what `ringattn.kernels.triton.forward.forward` refuses, and what `ringattn.kernels.hopper.common.refusal` says; dropout, blocks.
+    Args:
+        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. Strides that TMA cannot address cost a copy: the last
+            dimension must be contiguous, and the other strides must be multiples of 8 elements.
+        k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
+        v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
+        intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
+            Tiles outside all intervals are skipped, and tiles inside all intervals are computed without a mask.
+        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
+        state: (m, l, o) of these queries over the keys of earlier calls, fp32 and contiguous: m and l (B, Nq, Hq), o
+            (B, Nq, Hq, Dv). Without `final`, it is updated in place. None: no earlier keys.
+        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
+        dropout, blocks: must be None.
+        precision: ignored, because it applies to fp32 inputs only.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. Normally one program per SM computes
+            a share of the work tiles that is assigned before the launch, and a program without an SM would delay the whole
+            call. With `shares_sms`, every work tile has a program of its own, so that a late program delays only itself.
+
+    Returns:
+        The state (m, l, o) over the earlier keys and these, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse
+        (B, Nq, Hq) in fp32. The m of a state is a reference max, which may differ from the maximum of the scores; l and o are
+        relative to it. A query that has not seen a key has the state (-inf, 0, 0), the output 0 and the lse -inf.
     """
-    validation.check_inputs(q, k, v, intervals, scale)
-    validation.check_options(q, k, dropout, blocks, precision)
-    hopper_common.check(q, v, dropout, blocks)
-    if state is not None:
-        validation.check_state(state, q, v)
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:
         _launch(q, k, v, intervals, scale, (m, l, o, out, lse), state is not None, shares_sms)
@@ -575,42 +721,52 @@ def forward(
 
 @lru_cache(maxsize=256)
 def configure(
-    dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool, few: bool
+    dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool, few_rows: bool
 ) -> Config:
-    """The kernel for head dims (D, Dv) and (query, key) heads; `few`: with tiles for few rows."""
+    """Return the constants of the kernel for a call.
+
+    Args:
+        dims: head dims (D, Dv).
+        heads: numbers of query heads and key heads (Hq, Hkv).
+        dtype: of q, k and v.
+        has_state, final: whether a state comes in, and whether the output is wanted.
+        few_rows: whether to use the tiles for few rows.
+    """
     dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
-    tiles = (TILES_OF_FEW if few else TILES)[dim]
-    # probabilities up to LIMIT overflow fp16
-    follow = dtype != torch.bfloat16
-    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, follow=follow)
-    # while a state comes, or leaves, the next item's first keys need a stage, or two, where a slot makes room
-    return replace(config, stages=max(config.stages, config.state_stages + 3 - config.slots))
+    tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
+    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max is updated from the first pass on.
+    update = dtype != torch.bfloat16
+    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
+    # While state stages are in use, the first keys of the next work tile need stages, too: one if Q has two slots. With one
+    # slot there is room for two.
+    return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool, shares_sms: bool
 ) -> None:  # fmt: skip
-    """Run the kernel on checked inputs; `results` are (m, l, o, out, lse), None where not wanted."""
+    """Run the kernel; `results` are (m, l, o, out, lse), with None for those that the call neither reads nor writes."""
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
     m, l, o, out, lse = results
-    few = intervals.num_seeing * (batch // intervals.batch) * num_heads <= FEW_ROWS
-    config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, out is not None, few)
-    given, o = o, hopper_common.as_strided_rows(o) if has_state else o
-    q, k, v = [hopper_common.as_strided_rows(x) for x in (q, k, v)]
-    blocks = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
-    blocks += (o, ROWS.value, config.dim // config.parts), (out, ROWS.value, config.dim)
-    descriptors = [None if x is None else hopper_common.describe(x, rows, columns) for x, rows, columns in blocks]
-    cache = L2_BYTES_BESIDE_STATE if has_state else L2_BYTES
-    heads_in_cache = max(1, cache // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
-    sections = -(-num_heads * batch // heads_in_cache)
+    few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
+    config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, out is not None, few_rows)
+    given_o, o = o, hopper_common.as_addressable(o) if has_state else o
+    q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
+    tiles = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
+    tiles += (o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
+    descriptors = [None if x is None else hopper_common.tma_descriptor(x, rows, columns) for x, rows, columns in tiles]
+    l2_bytes = L2_BYTES_WITH_STATE if has_state else L2_BYTES
+    heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
+    num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
-    # rows that see nothing leave a state as it is
-    seeing = has_state and out is None
-    items = intervals.items(config.queries, config.keys, batch, num_heads, sections, programs, seeing)
+    # In an in-place update, rows that see no key leave the state as it is.
+    skip_empty = has_state and out is None
+    work_tiles = intervals.work_tiles(config.queries, config.keys, batch, num_heads, num_head_groups, programs, skip_empty)
     with torch.cuda.device_of(q):
         launch(
-            _forward_kernel, items.shape[1], (*descriptors, intervals.lo, intervals.hi, items, m, l, o, lse, out),
+            _forward_kernel, work_tiles.shape[1],
+            (*descriptors, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
             (intervals.batch, num_queries, float(scale) * LOG2_E.value), CONFIG=config,
         )  # fmt: skip
-    if config.in_place and o is not given:
-        given.copy_(o)
+    if config.updates_state and o is not given_o:
+        given_o.copy_(o)

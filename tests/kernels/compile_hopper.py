@@ -21,7 +21,7 @@ from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
 
 HEADS = 4
-INTEGERS = ("lo", "hi", "query_lo", "query_hi", "items")
+INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -38,7 +38,7 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
     if config.state_stages:
-        types["state_tiles"] = descriptor("fp32", (1, hopper_forward.ROWS.value, 1, dim // config.parts))
+        types["state_tiles"] = descriptor("fp32", (1, hopper_forward.ROWS.value, 1, dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
     return hopper_forward._forward_kernel, config, types, absent
@@ -50,7 +50,7 @@ def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     config = hopper_backward.Config(dim, dim, dim, HEADS, group, add, add, add)
     rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
     types = {name: descriptor(dtype, (1, n, 1, dim)) for name, n in rows.items()}
-    types["dq_sums"] = descriptor("fp32", (2 * config.columns, 32))
+    types["dq_sums"] = descriptor("fp32", (2 * config.chunk_columns, 32))
     types["scalars"] = descriptor("fp32", (2 * config.queries,), hopper_backward.SCALARS_LAYOUT)
     types |= dict.fromkeys(("dk", "dv"), "*fp32" if add else f"*{dtype}")
     return hopper_backward._main_kernel, config, types, []
