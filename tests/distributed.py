@@ -38,9 +38,7 @@ def run_ranks(function: Callable, ranks: int, directory: Path, *args: object, ba
         torch.multiprocessing.ProcessRaisedException: a rank raised an exception; the message contains its traceback.
         torch.multiprocessing.ProcessExitedException: a rank crashed or exceeded TIMEOUT; a note contains its stacks.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    arguments = ranks, directory, TIMEOUT, backend, dict(os.environ), function, args
-    context = mp.start_processes(_rank, arguments, nprocs=ranks, join=False, start_method="forkserver")
+    context = start_ranks(function, ranks, directory, *args, backend=backend)
     try:
         while not context.join():
             pass
@@ -53,6 +51,13 @@ def run_ranks(function: Callable, ranks: int, directory: Path, *args: object, ba
         for process in context.processes:
             process.kill()
             process.join()
+
+
+def start_ranks(function: Callable, ranks: int, directory: Path, *args: object, backend: str = "gloo") -> mp.ProcessContext:
+    """Start the ranks of `run_ranks` and return their processes. The caller must wait for them."""
+    directory.mkdir(parents=True, exist_ok=True)
+    arguments = ranks, directory, TIMEOUT, backend, dict(os.environ), function, args
+    return mp.start_processes(_rank, arguments, nprocs=ranks, join=False, start_method="forkserver")
 
 
 def _rank(
@@ -76,8 +81,8 @@ def _rank(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{directory / 'store'}", rank=rank, world_size=ranks)
-    try:
-        function(*args)
-    finally:
-        dist.destroy_process_group()
+    # If the function fails, the process group is not destroyed first. Otherwise the other ranks would fail as well, before
+    # this rank could report its exception.
+    function(*args)
+    dist.destroy_process_group()
     os._exit(0)  # The threads of gloo sometimes abort a process that exits in the usual way.

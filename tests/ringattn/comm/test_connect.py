@@ -1,19 +1,151 @@
-"""Two nodes on one machine: network namespaces with names of their own, joined by one virtual cable."""
+"""Tests of the handshake in which the ranks of a group compare their calls and choose a transport."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate, ulysses_attention
 from ringattn.comm import connect
+from ringattn.comm.all_to_all import PointToPointAllToAll
+from ringattn.comm.connect import TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
+from ringattn.comm.p2p import P2PTransport, SingleRankTransport
+from tests.distributed import run_ranks
 from tests.ringattn.comm.test_p2p import check_rings
 from tests.ringattn.test_ulysses import check_mesh
+
+CPU = torch.device("cpu")
+
+
+def test_no_group_is_a_ring_of_one_rank() -> None:
+    """The public calls pass None for this process alone, and its name is empty."""
+    assert rank_and_size(None) == (0, 1)
+    assert isinstance(connect.connect("", CPU), SingleRankTransport)
+
+
+def test_a_simulated_rank_is_its_own_transport() -> None:
+    """Its rank and size are those of the simulated ring."""
+
+    def check(rank: int, group) -> None:
+        assert rank_and_size(group) == (rank, 3)
+        assert connect.connect(group.group_name, CPU) is group
+        assert isinstance(connect.open_all_to_all(group), PointToPointAllToAll)
+
+    simulate(3, check)
+
+
+def test_an_unknown_transport_raises_an_error() -> None:
+    """The message lists the names of transports."""
+    with pytest.raises(ValueError, match="'pigeon'.*auto, nvlink, p2p"):
+        connect.connect("", CPU, "pigeon")
+
+
+def check_handshake() -> None:
+    """All ranks of a job choose gloo on CPUs, once per group, and the environment variable replaces "auto"."""
+    group = dist.group.WORLD
+    transport = connect.connect(group.group_name, CPU)
+    assert isinstance(transport, P2PTransport) and transport.interconnect.name == "gloo" and transport.interconnect.all_pairs
+    assert connect.connect(group.group_name, CPU) is transport
+    assert connect.connect(group.group_name, CPU, "p2p") is not transport
+    assert connect.connect(group.group_name).interconnect is None  # plain messages without a handshake
+    os.environ[TRANSPORT_VARIABLE] = "pigeon"
+    with pytest.raises(ValueError, match=f"{TRANSPORT_VARIABLE}=pigeon"):
+        connect.connect(dist.new_group().group_name, CPU)
+    os.environ[TRANSPORT_VARIABLE] = "nvlink"
+    with pytest.raises(ValueError, match="'nvlink' is unavailable: the tensors are on cpu"):
+        connect.connect(dist.new_group().group_name, CPU)
+
+
+def test_all_ranks_choose_the_same_transport(tmp_path: Path) -> None:
+    """Two processes on CPUs."""
+    run_ranks(check_handshake, 2, tmp_path)
+
+
+def test_a_new_group_with_an_old_name_is_connected_anew() -> None:
+    """A process group may be destroyed, and a new one gets the same name."""
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        name = dist.group.WORLD.group_name
+        connect.connect(name, CPU)
+        group_of_connection = connect._connections[name, CPU, "auto"][0]
+        current = dist.group.WORLD
+        dist.destroy_process_group()
+        assert group_of_connection is current
+
+
+@pytest.mark.parametrize(
+    "hosts, gpus, reason",
+    (
+        (("a", "b"), ("x", "y"), "2 hosts"),
+        (("a", "a"), ("x", "x"), "same GPU"),
+        (("a", "a"), ("x", "y"), "not every rank can see"),
+    ),
+)
+def test_reasons_against_nvlink(hosts: tuple, gpus: tuple, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks must be on one host, each with its own GPU, and every rank must see all GPUs."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    ranks = [_Identity(host, gpu, 1.0) for host, gpu in zip(hosts, gpus, strict=True)]
+    assert reason in _why_not_nvlink(ranks, torch.device("cuda"))
+
+
+def check_first_calls(differences: tuple[str, ...], call: Callable[[str, dist.ProcessGroup], object]) -> None:
+    """For each difference, in a new group: the first call of rank 2 differs from those of the other ranks."""
+    for differs in differences:
+        message = f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "
+        with pytest.raises(ValueError, match=message):
+            call(differs if dist.get_rank() == 2 else "", dist.new_group())
+
+
+def call_ring(differs: str, group: dist.ProcessGroup) -> None:
+    """Call ring_attention. `differs` names the argument with another value."""
+    options = {"layout": Layout.zigzag(24, 3), "mask": Mask.causal(documents=[20, 4]), "dropout_p": 0.1, "seed": 1}
+    options["schedule"] = "state" if differs == "schedule" else "kv"
+    options |= {
+        "layout": {"layout": Layout.striped(24, 3)},
+        "documents": {"mask": Mask.causal(documents=[4, 20])},
+        "seed": {"seed": 2},
+    }.get(differs, {})
+    shape = {"batch size": (1, 8, 4, 16), "heads": (2, 8, 2, 16)}.get(differs, (2, 8, 4, 16))
+    q = torch.ones(shape, dtype=torch.float64 if differs == "dtype" else torch.float32)
+    k = q[:, :, :2] if differs == "key heads" else q
+    ring_attention(q, k, k[..., :8] if differs == "value head dim" else k, group=group, **options)
+
+
+def call_ulysses(differs: str, group: dist.ProcessGroup) -> None:
+    """Call ulysses_attention without a ring."""
+    q, documents = torch.ones(1, 8, 6, 16), [4, 20] if differs == "documents" else [20, 4]
+    options = {"layout": Layout.zigzag(24, 1).split(3), "mask": Mask.causal(documents=documents)}
+    ulysses_attention(q, q, q[..., :8] if differs == "value head dim" else q, ulysses_group=group, **options)
+
+
+def call_decode(differs: str, group: dist.ProcessGroup) -> None:
+    """Call decode_attention. A difference in the cache counts as well."""
+    cache = KVCache(24, dist.get_rank(), 3, block=2 if differs == "block" else 4)
+    cache.append(*torch.ones(2, 1, 20, 2, 16))
+    q = torch.ones(1, 2 if differs == "queries" else 1, 2, 16)
+    decode_attention(q, cache, group=group, window=5 if differs == "window" else None)
+
+
+RING = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype"
+FIRST_CALLS = {
+    "ring": (RING, call_ring),
+    "ulysses": (("documents", "value head dim"), call_ulysses),
+    "decoding": (("window", "block", "queries"), call_decode),
+}
+
+
+@pytest.mark.parametrize("operation", FIRST_CALLS)
+def test_first_calls_that_differ_raise_an_error(operation: str, tmp_path: Path) -> None:
+    """Every rank raises the error, which names the argument and both values."""
+    run_ranks(check_first_calls, 3, tmp_path, *FIRST_CALLS[operation])
+
 
 ROOT = Path(__file__).parents[3]
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -22,12 +154,13 @@ RANKS = 4  # two on each node
 
 
 def ip(*arguments: str) -> None:
+    """Run the command `ip`."""
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
 
 
 @pytest.fixture
 def nodes() -> Iterator[list[str]]:
-    """Names of two network namespaces that reach each other, and nothing else."""
+    """The names of two network namespaces that can reach each other, and nothing else."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("needs root, ip and unshare to make network namespaces")
     names = [f"ring-{os.getpid()}-{i}" for i in range(2)]
@@ -48,8 +181,9 @@ def nodes() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
 
 
-def test_two_nodes_compute_the_same(nodes: list[str]) -> None:
-    """The ring across both nodes; and Ulysses inside them with the ring across."""
+@pytest.mark.slow
+def test_two_nodes_give_the_same_result(nodes: list[str]) -> None:
+    """A ring across both nodes, and Ulysses inside the nodes with a ring across them."""
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "PYTHONPATH": str(ROOT)}
     ranks = []
     for rank in range(RANKS):
@@ -66,14 +200,15 @@ def test_two_nodes_compute_the_same(nodes: list[str]) -> None:
 
 
 def main(rank: int) -> None:
+    """Run one rank of the job."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=RANKS)
     interconnect = connect.connect(dist.group.WORLD.group_name, torch.device("cpu")).interconnect
     assert not interconnect.all_pairs, "ranks of two hosts relay"
-    check_rings(33, 8, torch.float64, "reference", 1e-10)
+    check_rings(33, 8, torch.float64, "reference", 1e-10, quick=True)
     check_mesh(ulysses=2)
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads sometimes abort a process that ends in the usual way
+    os._exit(0)  # The threads of gloo sometimes abort a process that exits in the usual way.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The ring in real processes: gloo on CPUs, NCCL and NVLink on GPUs."""
+"""Tests of rings in real processes: over gloo on CPUs, and over NCCL and NVLink on GPUs."""
 
 import random
 import threading
@@ -13,21 +13,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ringattn import Layout, Mask, flash_attention, ring_attention, ulysses
-from ringattn.comm import connect
 from ringattn.layout import KINDS
+from tests.covering import pairs
 from tests.distributed import run_ranks
-from tests.ringattn.rings import Case, assert_close, masks
+from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks
 from tests.ringattn.test_ulysses import on_rank
 
 GPUS = torch.cuda.device_count()
 
 
-def _on(ranks: int):
+def _param(ranks: int):
     too_few = pytest.mark.skipif(ranks > GPUS, reason=f"needs {ranks} GPUs")
     return pytest.param(ranks, id=f"P{ranks}", marks=[pytest.mark.gpu, too_few])
 
 
-on_gpus = pytest.mark.parametrize("ranks", [_on(2), _on(4)])
+on_gpus = pytest.mark.parametrize("ranks", [_param(2), _param(4)])
 
 
 def check_rings(
@@ -38,21 +38,27 @@ def check_rings(
     tolerance: float,
     device: str = "cpu",
     transport: str = "auto",
+    quick: bool = False,
 ) -> None:
-    """On every rank: each layout, mask and schedule over all ranks of the job, against float64 on one rank."""
+    """On every rank of a job: masks, layouts and schedules over all ranks, compared with fp64 on one rank.
+
+    With `quick` every pair of values occurs, and otherwise every combination.
+    """
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     case = Case.random(seq_len=seq_len, batch=2, dim=dim, value_dim=dim).to(dtype)
-    for mask in masks(seq_len).values():
-        exact = case.to(torch.float64).unsharded(mask)
-        for kind, schedule in product(KINDS, ("state", "kv")):
-            layout = Layout(kind, seq_len, ranks)
-            options = {"schedule": schedule, "backend": backend, "transport": transport}
-            shards = case.to(device).on_rank(layout, mask, rank, group, **options)
-            assert_close([layout.unshard(shard, group=group).cpu() for shard in shards], exact, tolerance)
+    choices = dict(mask=MASK_NAMES, kind=KINDS, schedule=("state", "kv"))
+    exact = {}
+    for name, kind, schedule in pairs(**choices) if quick else product(*choices.values()):
+        mask, layout = masks(seq_len)[name], Layout(kind, seq_len, ranks)
+        if name not in exact:
+            exact[name] = case.to(torch.float64).unsharded(mask)
+        options = {"schedule": schedule, "backend": backend, "transport": transport}
+        shards = case.to(device).on_rank(layout, mask, rank, group, **options)
+        assert_close([layout.unshard(shard, group=group).cpu() for shard in shards], exact[name], tolerance)
 
 
 def check_subgroups() -> None:
-    """Two rings of two ranks in one job, whose ranks are not those of the world."""
+    """Two rings of two ranks in one job: a rank has another number in its ring than in the job."""
     rank = dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     group, case, layout = groups[rank % 2], Case.random(seq_len=21, seed=rank % 2), Layout.zigzag(21, 2)
@@ -61,46 +67,58 @@ def check_subgroups() -> None:
     assert_close([layout.unshard(shard, group=group) for shard in shards], case.unsharded(mask), 1e-10)
 
 
-def check_gloo() -> None:
-    check_rings(33, 8, torch.float64, "reference", 1e-10)
-    check_rings(33, 8, torch.float32, "auto", 1e-5)
+def check_gloo(quick: bool) -> None:
+    """Rings over all ranks of a job on CPUs, and on four ranks also rings of two."""
+    check_rings(33, 8, torch.float64, "reference", 1e-10, quick=quick)
+    check_rings(33, 8, torch.float32, "auto", 1e-5, quick=quick)
     if dist.get_world_size() == 4:
         check_subgroups()
 
 
 def check_groups_of_unshard() -> None:
-    """A layout over two of the four ranks."""
+    """Join a layout over two of the four ranks of a job."""
     layout, rank = Layout.zigzag(21, 2), dist.get_rank()
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     x = torch.arange(21.0)[None]
     shard = layout.shard(x, rank // 2)
-    assert torch.equal(layout.unshard(shard, group=pairs[rank % 2]), x)
-    for group, found in ((None, "has 4 ranks"), (pairs[1 - rank % 2], "is a "), (dist.group.WORLD, "has 4 ranks")):
-        with pytest.raises(ValueError, match=f"the group {found}.*: give the process group of the 2 ranks of the layout"):
+    assert torch.equal(layout.unshard(shard, group=groups[rank % 2]), x)
+    for group, found in ((None, "4 ranks"), (groups[1 - rank % 2], "group"), (dist.group.WORLD, "4 ranks")):
+        with pytest.raises(ValueError, match=f"{found}.*2 ranks"):
             layout.unshard(shard, group=group)
 
 
-def test_unshard_refuses_the_group_of_other_ranks(tmp_path: Path) -> None:
+def test_unshard_requires_the_group_of_the_layout(tmp_path: Path) -> None:
+    """Another group raises an error instead of mixing up tokens."""
     run_ranks(check_groups_of_unshard, 4, tmp_path / "ranks")
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4), ids=lambda n: f"P{n}")
 def test_gloo(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_gloo, ranks, tmp_path / "ranks")
+    """Every pair of mask, layout and schedule."""
+    run_ranks(check_gloo, ranks, tmp_path / "ranks", True)
 
 
-def check_refusals() -> None:
-    """NVLink between CPUs; and every rank says so."""
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", (2, 3, 4), ids=lambda n: f"P{n}")
+def test_gloo_with_every_combination(ranks: int, tmp_path: Path) -> None:
+    """Every combination of mask, layout and schedule."""
+    run_ranks(check_gloo, ranks, tmp_path / "ranks", False)
+
+
+def check_nvlink_on_cpus() -> None:
+    """Every rank raises the error, with the reason and the transports that are available."""
     case, layout = Case.random(seq_len=8), Layout.zigzag(8, dist.get_world_size())
-    with pytest.raises(ValueError, match="transport 'nvlink' is not to be had: the tensors are on cpu"):
+    with pytest.raises(ValueError, match="transport='nvlink' is unavailable: the tensors are on cpu.*'p2p' or 'auto'"):
         case.on_rank(layout, Mask.causal(), dist.get_rank(), dist.group.WORLD, transport="nvlink")
 
 
-def test_nvlink_is_refused_on_cpus(tmp_path: Path) -> None:
-    run_ranks(check_refusals, 2, tmp_path / "ranks")
+def test_nvlink_is_unavailable_on_cpus(tmp_path: Path) -> None:
+    """No rank waits for another one."""
+    run_ranks(check_nvlink_on_cpus, 2, tmp_path / "ranks")
 
 
 def check_gpus(transport: str) -> None:
+    """Rings over all ranks of a job on GPUs, in fp32 and in bf16."""
     device = f"cuda:{dist.get_rank()}"
     check_rings(515, 64, torch.float32, "triton", 1e-5, device, transport)
     check_rings(515, 64, torch.bfloat16, "auto", 2e-2, device, transport)
@@ -109,35 +127,40 @@ def check_gpus(transport: str) -> None:
 @pytest.mark.parametrize("transport", ("nvlink", "p2p"))
 @on_gpus
 def test_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
+    """Every combination of mask, layout and schedule."""
     run_ranks(check_gpus, ranks, tmp_path / "ranks", transport, backend="nccl")
 
 
-def check_heads(transport: str) -> None:
-    """On every rank: heads exchanged among all ranks, or among half of them, in one and in several parts."""
+def check_ulysses(transport: str) -> None:
+    """On every rank of a job: all-to-alls among all ranks or among two of them, in one chunk and in several."""
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), f"cuda:{dist.get_rank()}"
-    honest = ulysses.head_chunks_for_overlap
+    original = ulysses.head_chunks_for_overlap
     for size, most in product({ranks, 2}, (1, 2)):
         ulysses.head_chunks_for_overlap = lambda rows, heads, key_heads, most=most: min(most, key_heads)
         mesh = dist.init_device_mesh("cuda", (ranks // size, size), mesh_dim_names=("ring", "ulysses"))
         groups = dict(ulysses_group=mesh.get_group("ulysses"), ring_group=mesh.get_group("ring"))
         layout = Layout.zigzag(1031, ranks // size).split(size)
         case = Case.random(1031, batch=2, heads=16, key_heads=8, dim=64, value_dim=64, dtype=torch.bfloat16)
-        for again, mask in product((False, True), masks(1031).values()):
-            options = groups | dict(transport=transport, recompute_all_to_all=again)
+        for recompute, mask in product((False, True), masks(1031).values()):
+            options = groups | dict(transport=transport, recompute_all_to_all=recompute)
             got = on_rank(case.to(device), layout, mask, rank, **options)
             exact = case.to(torch.float64).to(device).unsharded(mask)
             assert_close([layout.unshard(x) for x in got], exact, 2e-2)
-    ulysses.head_chunks_for_overlap = honest
+    ulysses.head_chunks_for_overlap = original
 
 
 @pytest.mark.parametrize("transport", ("nvlink", "p2p"))
 @on_gpus
-def test_exchange_of_heads(ranks: int, transport: str, tmp_path: Path) -> None:
-    run_ranks(check_heads, ranks, tmp_path / "ranks", transport, backend="nccl")
+def test_ulysses_on_gpus(ranks: int, transport: str, tmp_path: Path) -> None:
+    """Every mask, with and without repeating the all-to-all in the backward."""
+    run_ranks(check_ulysses, ranks, tmp_path / "ranks", transport, backend="nccl")
 
 
-def check_heads_in_a_hurry() -> None:
-    """Exchanges back to back while ranks dawdle, outside of a CUDA graph and in one: the same bits as one at a time."""
+def check_ulysses_with_delays() -> None:
+    """Calls follow each other while ranks are delayed at random, outside of a CUDA graph and in one.
+
+    The bits equal those of calls that run one at a time.
+    """
     rank, ranks, delays = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
     layout, mask = Layout.contiguous(16384, 1).split(ranks), Mask.causal()
     cases = [Case.random(16384, heads=16, key_heads=16, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
@@ -179,12 +202,13 @@ def check_heads_in_a_hurry() -> None:
 
 
 @on_gpus
-def test_exchange_of_heads_in_a_hurry(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_heads_in_a_hurry, ranks, tmp_path / "ranks", backend="nccl")
+def test_ulysses_with_delays(ranks: int, tmp_path: Path) -> None:
+    """No rank overwrites a slot that another rank still reads."""
+    run_ranks(check_ulysses_with_delays, ranks, tmp_path / "ranks", backend="nccl")
 
 
-def check_hurry() -> None:
-    """Rings back to back while ranks dawdle, three data sets in turn: the same bits as rings one at a time."""
+def check_rings_with_delays() -> None:
+    """Ring passes follow each other while ranks are delayed at random. The bits equal those of passes one at a time."""
     rank, ranks, delays = dist.get_rank(), dist.get_world_size(), random.Random(dist.get_rank())
     layout, mask = Layout.zigzag(2048 * ranks, ranks), Mask.causal()
     cases = [Case.random(2048 * ranks, heads=4, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
@@ -206,12 +230,13 @@ def check_hurry() -> None:
 
 
 @on_gpus
-def test_nvlink_in_a_hurry(ranks: int, tmp_path: Path) -> None:
-    run_ranks(check_hurry, ranks, tmp_path / "ranks", backend="nccl")
+def test_nvlink_with_delays(ranks: int, tmp_path: Path) -> None:
+    """No rank overwrites a slot that another rank still reads."""
+    run_ranks(check_rings_with_delays, ranks, tmp_path / "ranks", backend="nccl")
 
 
 def check_graph() -> None:
-    """Forward and backward in a CUDA graph, replayed with other data, between rings outside of it."""
+    """Forward and backward are captured in a CUDA graph and replayed with other data, between passes outside of it."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout, mask = Layout.zigzag(1024 * ranks, ranks), Mask.causal()
     cases = [Case.random(1024 * ranks, heads=4, dim=64, value_dim=64, dtype=torch.bfloat16, seed=i) for i in range(3)]
@@ -234,28 +259,19 @@ def check_graph() -> None:
                     x.copy_(layout.shard(whole, rank))
             graph.replay()
             replayed = [x.detach().clone() for x in (*outputs, *grads)]
-            again = case.on_rank(layout, mask, rank, dist.group.WORLD, **options)
+            repeated = case.on_rank(layout, mask, rank, dist.group.WORLD, **options)
             assert all(torch.equal(x, y) for x, y in zip(replayed, alone[i], strict=True))
-            assert all(torch.equal(x, y) for x, y in zip(again, alone[i], strict=True))
+            assert all(torch.equal(x, y) for x, y in zip(repeated, alone[i], strict=True))
 
 
 @on_gpus
 def test_nvlink_in_a_cuda_graph(ranks: int, tmp_path: Path) -> None:
+    """Replays return the same bits as calls outside of a graph."""
     run_ranks(check_graph, ranks, tmp_path / "ranks", backend="nccl")
 
 
-def test_a_group_of_the_same_name_is_another() -> None:
-    for _ in range(2):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        name, cpu = dist.group.WORLD.group_name, torch.device("cpu")
-        connect.connect(name, cpu)
-        same = connect._connections[name, cpu, "auto"][0] is dist.group.WORLD
-        dist.destroy_process_group()
-        assert same
-
-
-def begin_two_rings() -> None:
-    """Two threads, each with a ring of its own, which the ranks begin in another order."""
+def start_two_rings() -> None:
+    """Two threads use a ring each, and the ranks start them in different order."""
     groups, layout = [dist.new_group([0, 1]) for _ in range(2)], Layout.zigzag(8, 2)
     case, order, done = Case.random(seq_len=8), (0, 1) if dist.get_rank() == 0 else (1, 0), []
 
@@ -269,16 +285,18 @@ def begin_two_rings() -> None:
         time.sleep(0.3)
     for thread in threads:
         thread.join(60)
-    assert len(done) == 2, "the threads wait for each other"
+    assert len(done) == 2, "the threads block each other"
     for results in done:
         assert_close(results, case.unsharded(Mask.causal()), 1e-10)
 
 
-def test_two_threads_begin_rings_of_their_own(tmp_path: Path) -> None:
-    run_ranks(begin_two_rings, 2, tmp_path / "ranks")
+def test_two_threads_use_two_rings(tmp_path: Path) -> None:
+    """The handshake of one group does not block a thread with another group."""
+    run_ranks(start_two_rings, 2, tmp_path / "ranks")
 
 
-def refuse_sharded_tensors() -> None:
+def pass_sharded_tensors() -> None:
+    """Pass DTensors to attention."""
     mesh = init_device_mesh("cpu", (1,))
     x = distribute_tensor(torch.randn(1, 8, 2, 4), mesh, [Shard(1)])
     calls = (
@@ -286,9 +304,10 @@ def refuse_sharded_tensors() -> None:
         lambda: ring_attention(x, x, x, layout=Layout.zigzag(8, 1), mask=Mask.causal()),
     )
     for call in calls:
-        with pytest.raises(ValueError, match="q, k, v are DTensors: give each rank's own rows as plain tensors"):
+        with pytest.raises(ValueError, match="DTensor"):
             call()
 
 
-def test_sharded_tensors_are_refused(tmp_path: Path) -> None:
-    run_ranks(refuse_sharded_tensors, 1, tmp_path / "ranks")
+def test_dtensors_raise_an_error(tmp_path: Path) -> None:
+    """A rank must pass its own tokens as plain tensors."""
+    run_ranks(pass_sharded_tensors, 1, tmp_path / "ranks")

@@ -1,0 +1,120 @@
+"""Tests of AttentionSpec and of the validation that the public calls have in common."""
+
+import pytest
+import torch
+
+from ringattn import Layout, Mask
+from ringattn.spec import (
+    AttentionSpec,
+    autocast,
+    check_attention,
+    check_choices,
+    check_layout,
+    count_pairs,
+    resolve_scale,
+)
+
+OPTIONS = dict(
+    group="",
+    schedule="auto",
+    transport="auto",
+    scale=0.5,
+    dropout_p=0.0,
+    seed=7,
+    first_head=0,
+    backend="auto",
+    precision="ieee",
+)
+Q, K = torch.zeros(2, 6, 4, 8), torch.zeros(2, 6, 2, 8)
+
+
+def create(mask: Mask, layout: Layout, **changes: object) -> AttentionSpec:
+    """The spec of a call with default options."""
+    return AttentionSpec.create(mask, layout, **OPTIONS | changes)
+
+
+def test_a_spec_carries_mask_and_layout_as_values() -> None:
+    """A compiler can trace tensors, numbers and strings."""
+    spec = create(Mask.causal(window=3, documents=[[2, 4], [6]]), Layout.zigzag(6, 1))
+    assert spec.documents.tolist() == [2, 4, 6] and spec.is_causal and spec.window == 3
+    assert (spec.layout, spec.seq_len, spec.ranks) == ("zigzag", 6, 1)
+    assert create(Mask.full(), Layout.contiguous(6, 1)).window == 0
+
+
+def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
+    """The seed matters only with dropout. Backend and precision may differ between ranks."""
+    call = create(Mask.causal(), Layout.zigzag(6, 1)).as_call(Q, K, K)
+    assert (call["batch size"], call["heads"], call["key heads"], call["dtype"]) == (2, 4, 2, "torch.float32")
+    assert call["window"] is None and call["seed"] is None and "backend" not in call
+    assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call(Q, K, K)["seed"] == 7
+
+
+def test_count_pairs() -> None:
+    """Batch entries with the same documents count the same, and queries may be the last ones of the sequence."""
+    empty, documents = Mask.causal().lengths, Mask.causal(documents=[2, 4]).lengths
+    assert count_pairs(3, 6, empty, True, 0) == 3 * 21
+    assert count_pairs(1, 6, empty, False, 0) == 36
+    assert count_pairs(1, 6, empty, True, 2) == 11
+    assert count_pairs(1, 6, documents, True, 0) == 3 + 10
+    assert count_pairs(2, 6, Mask.causal(documents=[[2, 4], [6]]).lengths, True, 0) == 13 + 21
+    assert count_pairs(1, 6, empty, True, 0, num_queries=2) == 5 + 6
+
+
+def test_resolve_scale() -> None:
+    """The default is D ** -0.5. A learnable scale would silently get no gradient, so it raises an error."""
+    assert resolve_scale(Q, None) == 8**-0.5
+    assert resolve_scale(Q, torch.tensor(0.25)) == 0.25
+    with pytest.raises(ValueError, match="scale=1.0"):
+        resolve_scale(Q, torch.ones((), requires_grad=True))
+
+
+def test_autocast() -> None:
+    """fp64 and integers keep their dtype, and nothing is cast outside of autocast."""
+    assert autocast(Q, K) == (Q, K)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert [x.dtype for x in autocast(Q, K.double(), K.int())] == [torch.bfloat16, torch.float64, torch.int32]
+
+
+def test_check_layout() -> None:
+    """The layout must be a Layout for as many ranks as the group has."""
+    check_layout(Layout.zigzag(6, 2), 2)
+    check_layout(Layout.zigzag(6, 2))
+    with pytest.raises(ValueError, match="layout is a str.*Layout.zigzag"):
+        check_layout("zigzag")
+    with pytest.raises(ValueError, match="2 ranks but the group has 3: "):
+        check_layout(Layout.zigzag(6, 2), 3)
+    with pytest.raises(ValueError, match="2 ranks but the group has 1 .group=None"):
+        check_layout(Layout.zigzag(6, 2), 1)
+
+
+def test_check_choices() -> None:
+    """Names of schedules and transports are compared with the known ones."""
+    check_choices("kv", "p2p")
+    with pytest.raises(ValueError, match="'p2p'.*auto, state, kv"):
+        check_choices("p2p", "kv")
+    with pytest.raises(ValueError, match="'kv'.*auto, nvlink, p2p"):
+        check_choices("kv", "kv")
+
+
+INVALID = {
+    "no-mask": ({"mask": None}, "mask is a NoneType"),
+    "three-key-heads": ({"k": torch.zeros(2, 6, 3, 8), "v": torch.zeros(2, 6, 3, 8)}, "4 query .* 3 key"),
+    "zero-scale": ({"scale": 0.0}, "scale ?= ?0.0"),
+    "infinite-scale": ({"scale": float("inf")}, "scale ?= ?inf"),
+    "negative-dropout": ({"dropout_p": -0.1}, "dropout_p ?= ?-0.1"),
+    "seed-of-65-bits": ({"dropout_p": 0.1, "seed": 2**64}, "seed ?= ?18446744073709551616"),
+    "documents-of-another-length": ({"seq_len": 7, "mask": Mask.causal(documents=[6])}, "6 .* 7"),
+    "documents-of-another-batch": ({"mask": Mask.causal(documents=[[6]] * 3)}, "3 batch"),
+    "unknown-backend": ({"backend": "fast"}, "'fast'"),
+    "unknown-precision": ({"precision": "fp8"}, "'fp8'"),
+}
+
+
+@pytest.mark.parametrize("changes, message", INVALID.values(), ids=INVALID)
+def test_check_attention(changes: dict, message: str) -> None:
+    """Every invalid argument raises an error that names its value."""
+    arguments = dict(mask=Mask.causal(), seq_len=6, scale=0.5, dropout_p=0.0, seed=0, backend="auto", precision="ieee")
+    tensors = {"q": Q, "k": K, "v": K} | {name: changes[name] for name in changes.keys() & set("qkv")}
+    check_attention(Q, K, K, **arguments)
+    with pytest.raises(ValueError, match=message):
+        check_attention(**tensors, **arguments | {name: x for name, x in changes.items() if name not in tensors})
