@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ringattn.kernels import tile_scheduler
 
-# Tiles end where a long document ends: where a bound jumps by at least this many tiles of rows from one row to the next. Shorter
-# documents share tiles.
+# Tiles end where a long document ends: where a bound jumps by at least this many tiles of rows from one row to the next.
+# Shorter documents share tiles.
 DOCUMENT_JUMP = 4
 
 

@@ -1,6 +1,9 @@
-"""Compile the Triton kernels for sm_90 without a GPU and print a JSON line of resources for each.
+"""Compile the Triton kernels for sm_90 without a GPU, and print the resources of each as a line of JSON.
 
-A program of its own: where tests set TRITON_INTERPRET=1, @triton.jit makes functions that cannot be compiled.
+    python -m tests.kernels.compile_sm90 forward:bf16:64:blocks+dropout ...
+
+This is a program of its own, because @triton.jit makes functions that cannot be compiled in a process with TRITON_INTERPRET=1,
+which the tests set.
 """
 
 import json
@@ -27,7 +30,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
-    """The type of a kernel argument in Triton's notation."""
+    """Return the type of a kernel argument in Triton's notation."""
     if name.endswith("_strides"):
         return ("i32",) * 3
     if name == "block_strides":
@@ -42,7 +45,7 @@ def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
 
 
 def aligned(signature: dict) -> dict[tuple[int, ...], list]:
-    """The attributes of a usual call: all pointers and strides are multiples of 16."""
+    """Return the attributes of a usual call, in which all pointers and strides are multiples of 16."""
     attributes = {}
     for index, (name, kind) in enumerate(signature.items()):
         if name.endswith("_strides"):
@@ -54,27 +57,34 @@ def aligned(signature: dict) -> dict[tuple[int, ...], list]:
     return attributes
 
 
-def compile_kernel(name: str, dtype: str, head_dim: int, features: str) -> triton.compiler.CompiledKernel:
-    """The kernel as it would be launched on a Hopper GPU for grouped heads; features: dropout, blocks, tf32, in any mix."""
+def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:
+    """Compile a kernel as it would be launched on a Hopper GPU for grouped heads.
+
+    Args:
+        name: a key of KERNELS.
+        dtype: a key of DTYPES.
+        head_dim: the padded head dim of q, k and v.
+        options: any of dropout, blocks and tf32, joined by plus signs.
+    """
     kernel, tile = KERNELS[name], triton_common.choose_tile(name, DTYPES[dtype], head_dim)
     q = torch.empty(1, 1, 4, head_dim, device="meta")
     k = torch.empty(1, 1, 2, head_dim, device="meta")
     constants = triton_common.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
     constants |= dict(ADD_DQ=True, ADD_DK=True, ADD_DV=True)
-    constants |= dict(BLOCK=128 if "blocks" in features else 0, PRECISION="tf32" if "tf32" in features else "ieee")
-    if "dropout" not in features:
+    constants |= dict(BLOCK=128 if "blocks" in options else 0, PRECISION="tf32" if "tf32" in options else "ieee")
+    if "dropout" not in options:
         constants |= dict(query_positions=None, key_positions=None)
-    if "blocks" not in features:
+    if "blocks" not in options:
         constants |= dict(block_lists=None, block_strides=None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, aligned(signature))
-    options = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    launch = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
 def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
-    """Registers a thread, bytes spilled to the stack a thread, and bytes of shared memory of a program."""
+    """Return registers per thread, bytes spilled to the stack per thread, and bytes of shared memory per program."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -86,9 +96,9 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
 
 def main() -> None:
     for argument in sys.argv[1:]:
-        name, dtype, head_dim, features = argument.split(":")
-        compiled = compile_kernel(name, dtype, int(head_dim), features)
-        case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), features=features)
+        name, dtype, head_dim, options = argument.split(":")
+        compiled = compile_kernel(name, dtype, int(head_dim), options)
+        case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), options=options)
         print(json.dumps(case | resources(compiled)), flush=True)
 
 

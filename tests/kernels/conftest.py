@@ -1,4 +1,4 @@
-"""Fresh memory is filled with NaN in these tests, so that an element nobody wrote shows; small tiles on request."""
+"""In these tests, fresh memory is filled with NaN, so that an element that no kernel wrote is noticed."""
 
 import pytest
 import torch
@@ -11,16 +11,16 @@ SMALL_TILE = triton_common.Tile(64, 64, 8, 2) if ON_GPU else triton_common.Tile(
 
 @pytest.fixture(autouse=True)
 def fresh_memory_is_nan(poison: None) -> None:
-    """In every test of this folder."""
+    """Apply the fixture `poison` to every test of this folder."""
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several tiles for short sequences, so that every edge of the walk occurs."""
-    table = triton_common.choose_tile
+    """Make the Triton kernels use small tiles, so that short sequences have several tiles."""
+    choose_tile = triton_common.choose_tile
 
-    def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> triton_common.Tile:
-        # the fp32 tile of the table is small, and a larger one may not fit into a GPU's shared memory
-        return table(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
+    def choose_small_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> triton_common.Tile:
+        # The usual fp32 tile is small already, and a larger one may not fit into the shared memory of a GPU.
+        return choose_tile(kernel, dtype, head_dim) if ON_GPU and dtype == torch.float32 else SMALL_TILE
 
-    monkeypatch.setattr(triton_common, "choose_tile", choose_tile)
+    monkeypatch.setattr(triton_common, "choose_tile", choose_small_tile)

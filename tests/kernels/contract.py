@@ -1,12 +1,13 @@
-"""What every forward and backward must do, in the words of tests: one body for the portable and for the Hopper kernels."""
+"""What every forward and backward must do: checks that the tests of the portable and of the Hopper kernels share."""
 
 from types import ModuleType
+from typing import Protocol
 
 import pytest
 import torch
+from torch import Tensor
 
 from ringattn.kernels import reference
-from ringattn.kernels.dispatch import BlockwiseBackward
 from ringattn.kernels.interval_mask import Intervals, full
 from tests.kernels.compare import (
     SCALAR_TOLERANCE,
@@ -16,29 +17,52 @@ from tests.kernels.compare import (
     assert_states_close,
     max_row_error,
 )
-from tests.kernels.problems import Problem, strided
+from tests.kernels.problems import GRADIENTS, Problem, strided
 
-GRADIENTS = ("dq", "dk", "dv")
+
+class Incremental(Protocol):
+    """The methods of `ringattn.kernels.dispatch.IncrementalBackward`."""
+
+    def add(
+        self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None, dv: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def finish(self) -> Tensor: ...
+
+
+def check_forward(problem: Problem, forward: ModuleType) -> None:
+    """Check that the state, the output and the lse of a kernel module match the float64 reference."""
+    for final in (False, True):
+        expected = problem.double().forward(reference, final=final)
+        assert_states_close(problem.forward(forward, final=final), expected, TOLERANCE[problem.q.dtype])
+
+
+def check_backward(problem: Problem, backward: ModuleType, floor: float = 1e-30) -> None:
+    """Check that the gradients of a kernel module match the float64 reference. `floor` is the smallest scale of a gradient row.
+
+    Pass 1, the scale of the inputs, where a query may attend to a single key: dq and dk are then differences of equal numbers.
+    """
+    for name, x, y in zip(GRADIENTS, problem.backward(backward), problem.double().backward(reference), strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype], floor)
 
 
 def check_kernels(problem: Problem, forward: ModuleType, backward: ModuleType, floor: float = 1e-30) -> None:
-    """State, output, lse and gradients of two kernel modules; `floor` is the least scale of a gradient row.
-
-    It is 1, the scale of the inputs, where rows may see one key only: then dq and dk are differences of equal numbers.
-    """
-    tolerance, exact = TOLERANCE[problem.q.dtype], problem.double()
-    for final in (False, True):
-        assert_states_close(problem.forward(forward, final=final), exact.forward(reference, final=final), tolerance)
-    for name, x, y in zip(GRADIENTS, problem.backward(backward), exact.backward(reference), strict=True):
-        assert_rows_close(name, x, y, tolerance, floor)
+    """Run `check_forward` and `check_backward`."""
+    check_forward(problem, forward)
+    check_backward(problem, backward, floor)
 
 
-def check_strided(problem: Problem, layout: str, forward: ModuleType, backward: ModuleType) -> None:
-    """`check_kernels` of inputs that are parts of larger tensors, see `problems.strided`."""
+def make_strided(problem: Problem, layout: str) -> Problem:
+    """Replace the inputs by parts of larger tensors, see `tests.kernels.problems.strided`."""
     for name in ("q", "k", "v", "dout"):
         setattr(problem, name, strided(getattr(problem, name), layout))
     assert not problem.q.is_contiguous()
-    check_kernels(problem, forward, backward)
+    return problem
+
+
+def check_strided(problem: Problem, layout: str, forward: ModuleType, backward: ModuleType) -> None:
+    """Run `check_kernels` with inputs that are parts of larger tensors."""
+    check_kernels(make_strided(problem, layout), forward, backward)
 
 
 def check_chain(
@@ -49,10 +73,10 @@ def check_chain(
     tolerance: float | None = None,
     scalars: float = SCALAR_TOLERANCE,
 ) -> None:
-    """A chain of calls over the pieces of the keys between `bounds` equals one call."""
+    """Check that a chain of calls over the pieces of the keys between `bounds` equals one call over all keys."""
     state, num_keys = None, whole.k.shape[1]
     for first, last in zip(bounds, bounds[1:], strict=False):
-        part = whole.intervals.cut(slice(0, whole.q.shape[1]), slice(first, last))
+        part = whole.intervals.restrict(slice(0, whole.q.shape[1]), slice(first, last))
         state = forward.forward(
             *(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale),
             state=state,
@@ -63,42 +87,45 @@ def check_chain(
 
 
 def check_accumulators(problem: Problem, backward: ModuleType) -> None:
-    """Gradients are added to given ones, in place."""
+    """Check that gradients are added to given accumulators, in place."""
     start = [torch.randn(x.shape, device=x.device) for x in (problem.q, problem.k, problem.v)]
-    total = [x.clone() for x in start]
-    given = dict(zip(GRADIENTS, total, strict=True))
-    assert all(x is y for x, y in zip(problem.gradients(backward, **given), total, strict=True))
-    for x, y, z in zip(total, start, problem.double().backward(reference), strict=True):
+    accumulators = [x.clone() for x in start]
+    given = dict(zip(GRADIENTS, accumulators, strict=True))
+    assert all(x is y for x, y in zip(problem.gradients(backward, **given), accumulators, strict=True))
+    for x, y, z in zip(accumulators, start, problem.double().backward(reference), strict=True):
         assert_rows_close("accumulator", x, y + z, TOLERANCE[problem.q.dtype])
 
 
-def check_blockwise(problem: Problem, bounds: list[int], backward: BlockwiseBackward) -> None:
-    """Over pieces of the keys between `bounds`, every other one with accumulators, a blockwise backward equals one call."""
-    rows, keys = slice(0, problem.q.shape[1]), []
+def check_incremental(problem: Problem, bounds: list[int], backward: Incremental) -> None:
+    """Check that an incremental backward over the pieces of the keys between `bounds` equals one call over all keys.
+
+    Every other piece has accumulators.
+    """
+    queries, grads = slice(0, problem.q.shape[1]), []
     for i, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
         k, v = problem.k[:, first:last], problem.v[:, first:last]
         given = [torch.full_like(x, i, dtype=torch.float32).contiguous() if i % 2 else None for x in (k, v)]
-        dk, dv = backward.add(k, v, problem.intervals.cut(rows, slice(first, last)), *given)
+        dk, dv = backward.add(k, v, problem.intervals.restrict(queries, slice(first, last)), *given)
         assert dk.dtype == dv.dtype == torch.float32 and all(x is None or x is y for x, y in zip(given, (dk, dv), strict=True))
-        keys.append([x - i % 2 * i for x in (dk, dv)])
+        grads.append([x - i % 2 * i for x in (dk, dv)])
     dq = backward.finish()
     assert dq.dtype == problem.q.dtype
-    gradients = dq, *(torch.cat(x, 1) for x in zip(*keys, strict=True))
+    gradients = dq, *(torch.cat(x, 1) for x in zip(*grads, strict=True))
     for name, x, y in zip(GRADIENTS, gradients, problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
 
 
 def check_fresh_gradients(problem: Problem, backward: ModuleType) -> None:
-    """Beside an accumulator for dq, dk and dv are fresh and of the inputs' dtype."""
-    total = torch.zeros_like(problem.q, dtype=torch.float32)
-    dq, dk, dv = problem.gradients(backward, dq=total)
-    assert dq is total and dk.dtype == dv.dtype == problem.q.dtype
+    """Check that dk and dv are new tensors in the dtype of the inputs if only dq has an accumulator."""
+    accumulator = torch.zeros_like(problem.q, dtype=torch.float32)
+    dq, dk, dv = problem.gradients(backward, dq=accumulator)
+    assert dq is accumulator and dk.dtype == dv.dtype == problem.q.dtype
     for name, x, y in zip(GRADIENTS, (dq, dk, dv), problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype])
 
 
 def check_faults_are_caught(problem: Problem, faulty: Problem, forward: ModuleType, backward: ModuleType) -> None:
-    """The comparison fails where the kernels are given the intervals of `faulty`: out, lse, and a gradient."""
+    """Check that the comparison notices the fault in `faulty`: in out, in lse and in at least one gradient."""
     expected, tolerance = problem.double(), TOLERANCE[problem.q.dtype]
     out, lse = faulty.forward(forward, final=True)
     correct_out, correct_lse = expected.forward(reference, final=True)
@@ -110,7 +137,7 @@ def check_faults_are_caught(problem: Problem, faulty: Problem, forward: ModuleTy
 
 
 def check_offsets_beyond_32_bits(forward: ModuleType, device: torch.device) -> None:
-    """Rows whose first element lies past 2**31: only the last rows are compared."""
+    """Check the last keys of a tensor with more than 2**31 elements. Only these keys are attended to."""
     num_keys, num_heads, dim = 2**17 + 5, 128, 128
     q = torch.randn(1, 3, num_heads, dim, device=device).half()
     k, v = (torch.randn(1, num_keys, num_heads, dim, device=device, dtype=torch.float16) for _ in range(2))

@@ -1,33 +1,38 @@
-"""Who picks which kernels, and says why."""
+"""Which backend computes a call, the reason for the choice, and what the dispatcher itself computes."""
+
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from ringattn.kernels import dispatch
+from ringattn.kernels import dispatch, validation
 from ringattn.kernels.interval_mask import full
-from tests.kernels.contract import check_blockwise
+from tests.covering import every_pair
+from tests.kernels.contract import check_incremental
 from tests.kernels.masks import intervals_of
-from tests.kernels.problems import make_problem
+from tests.kernels.problems import make_blocks, make_dropout, make_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+PORTABLE = ["reference", "blockwise", "triton"]
 
 
 @pytest.fixture(autouse=True)
-def fresh_choices():
-    """Choices are remembered; those of a pretended GPU must not be."""
+def empty_caches() -> Iterator[None]:
+    """Choices are cached. Choices for the simulated GPUs of these tests must not stay in the cache."""
     from ringattn.kernels.hopper import common as hopper_common
 
     yield
-    for function in (dispatch.choose_backend, hopper_common.refusal):
+    for function in (dispatch.choose_backend, hopper_common.unsupported_reason):
         function.cache_clear()
 
 
-def pretend(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def simulate_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
 
 
-def test_hopper_kernels_on_hopper(monkeypatch):
-    pretend((9, 0), monkeypatch)
+def test_hopper_kernels_are_selected_on_sm_90(monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
     assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
     assert dispatch.choose_backend(GPU, torch.float16, dims=(80, 64)).backend == "hopper"
     assert dispatch.choose_backend(GPU, torch.bfloat16, "triton").backend == "triton"
@@ -38,48 +43,91 @@ def test_hopper_kernels_on_hopper(monkeypatch):
     [
         ((8, 0), torch.bfloat16, (128, 128), True, "sm_80"),
         ((10, 0), torch.bfloat16, (128, 128), True, "sm_100"),
-        ((9, 0), torch.float32, (128, 128), True, "not fp16 or bf16"),
-        ((9, 0), torch.bfloat16, (192, 128), True, "query head dim 192"),
-        ((9, 0), torch.bfloat16, (64, 12), True, "value head dim 12"),
+        ((9, 0), torch.float32, (128, 128), True, "torch.float32"),
+        ((9, 0), torch.bfloat16, (192, 128), True, "head dim 192"),
+        ((9, 0), torch.bfloat16, (64, 12), True, "head dim 12"),
         ((9, 0), torch.bfloat16, (128, 128), False, "no dropout"),
     ],
-    ids=["ampere", "blackwell", "fp32", "wide", "odd-value-dim", "dropout"],
+    ids=["ampere", "blackwell", "fp32", "large-head-dim", "odd-value-dim", "dropout"],
 )
-def test_portable_kernels_where_hopper_cannot(capability, dtype, dims, plain, reason, monkeypatch):
-    pretend(capability, monkeypatch)
+def test_triton_kernels_are_selected_where_the_hopper_kernels_are_unavailable(
+    capability, dtype, dims, plain, reason, monkeypatch
+):
+    simulate_gpu(capability, monkeypatch)
     choice = dispatch.choose_backend(GPU, dtype, "auto", dims, plain)
-    assert choice.backend == "triton" and reason in choice.why
-    with pytest.raises(ValueError, match=reason):
+    assert choice.backend == "triton" and reason in choice.reason
+    with pytest.raises(ValueError, match=f"hopper.*{reason}.*backend='triton'"):
         dispatch.choose_backend(GPU, dtype, "hopper", dims, plain)
 
 
-def test_cpu_ranks_compute_in_pytorch():
-    assert dispatch.choose_backend(CPU, torch.float32).backend == "tiled"
+def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
+    monkeypatch.setitem(sys.modules, "ringattn.kernels.hopper.common", None)  # importing it raises ImportError
+    choice = dispatch.choose_backend(GPU, torch.bfloat16)
+    assert choice.backend == "triton" and "Gluon" in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "dims", "reason"),
+    [
+        (CPU, torch.float32, (64, 64), "cpu"),
+        (GPU, torch.float64, (64, 64), "torch.float64"),
+        (GPU, torch.bfloat16, (64, 300), "head dims 64 and 300"),
+    ],
+    ids=["cpu", "fp64", "head-dim"],
+)
+def test_blockwise_is_selected_where_no_gpu_kernel_runs(device, dtype, dims, reason):
+    choice = dispatch.choose_backend(device, dtype, dims=dims)
+    assert choice.backend == "blockwise" and reason in choice.reason
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "reason"),
+    [(torch.float64, (64, 64), "torch.float64"), (torch.float32, (300, 64), "300"), (torch.float32, (0, 64), "head dims 0")],
+    ids=["fp64", "large-head-dim", "no-head-dim"],
+)
+def test_requested_triton_kernels_must_support_the_call(dtype, dims, reason):
+    with pytest.raises(ValueError, match=f"triton.*{reason}.*blockwise"):
+        dispatch.choose_backend(GPU, dtype, "triton", dims)
+
+
+def test_triton_kernels_run_on_a_cpu_only_in_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert dispatch.choose_backend(CPU, torch.float32, "triton").backend == "triton"
+    with pytest.raises(ValueError, match="interpreter computes bf16"):
+        dispatch.choose_backend(CPU, torch.bfloat16, "triton")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    dispatch.choose_backend.cache_clear()
+    with pytest.raises(ValueError, match="do not run on cpu"):
+        dispatch.choose_backend(CPU, torch.float32, "triton")
+
+
+def test_unknown_and_unavailable_backends_are_errors():
     with pytest.raises(ValueError, match="do not run on cpu"):
         dispatch.choose_backend(CPU, torch.bfloat16, "hopper")
-    with pytest.raises(ValueError, match="unknown kernel backend 'fast'"):
+    with pytest.raises(ValueError, match="unknown kernel backend 'fast'.*blockwise"):
         dispatch.choose_backend(CPU, torch.float32, "fast")
 
 
-def test_triton_kernels_are_refused_where_triton_cannot_run(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    dispatch.choose_backend.cache_clear()
-    with pytest.raises(ValueError, match="do not run on cpu"):
-        dispatch.choose_backend(torch.device("cpu"), torch.float32, "triton")
+def test_tiled_is_a_deprecated_alias_of_blockwise():
+    problem = make_problem(*intervals_of("causal", 5, 5), 5)
+    with pytest.warns(DeprecationWarning, match="backend='tiled' is deprecated: use backend='blockwise'"):
+        out, _ = problem.forward(dispatch, final=True, backend="tiled")
+    assert torch.equal(out, problem.forward(dispatch, final=True, backend="blockwise")[0])
 
 
-def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
-    asked = []
+def test_deterministic_algorithms_exclude_the_hopper_backward(monkeypatch):
+    selected = []
 
     class Kernels:
         @staticmethod
         def backward(*arguments, **options):
-            return asked.append(None)
+            return None
 
-    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_module", lambda backend, direction: asked.append(backend) or Kernels)
-    q, rows = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    arguments = (q, q, q, q, rows, rows, full(2, 2), 1.0)
+    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_module", lambda backend, name: selected.append(backend) or Kernels)
+    q, lse = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    arguments = (q, q, q, q, lse, lse, full(2, 2), 1.0)
     dispatch.backward(*arguments)
     torch.use_deterministic_algorithms(True)
     try:
@@ -88,12 +136,51 @@ def test_deterministic_algorithms_keep_the_hopper_backward_out(monkeypatch):
             dispatch.backward(*arguments, backend="hopper")
     finally:
         torch.use_deterministic_algorithms(False)
-    assert [x for x in asked if x] == ["hopper", "triton"]
+    assert selected == ["hopper", "triton"]
 
 
-@pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out-and-dlse"])
-def test_delta_may_be_what_it_is_made_from(with_dlse, backend, device):
+def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
+    received = []
+
+    class Kernels:
+        @staticmethod
+        def forward(*arguments, shares_sms, **options):
+            received.append(shares_sms)
+
+    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_module", lambda backend, name: Kernels)
+    q = torch.zeros(1, 2, 1, 8)
+    for shares_sms in (False, True):
+        dispatch.forward(q, q, q, full(2, 2), 1.0, shares_sms=shares_sms)
+    assert received == [False, True]
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+def test_every_call_is_validated_once(backend, device, monkeypatch):
+    problem = make_problem(*intervals_of("causal", 5, 5), 5, device=device)
+    calls = []
+    for name in ("check_inputs", "check_state", "check_gradients"):
+        check = getattr(validation, name)
+        monkeypatch.setattr(validation, name, lambda *args, name=name, check=check: calls.append(name) or check(*args))
+    state = problem.forward(dispatch, backend=backend)
+    problem.forward(dispatch, backend=backend, state=state)
+    problem.gradients(dispatch, backend=backend)
+    assert calls == ["check_inputs", "check_inputs", "check_state", "check_inputs", "check_gradients"]
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+def test_backends_compute_the_same(backend, device):
+    """The dispatcher passes every argument on to the backend it names."""
+    options = {"dropout": make_dropout(20, 30, device=device), "blocks": make_blocks(20, 30, (1, 2), device=device)}
+    problem = make_problem(*intervals_of("causal", 20, 30), 30, device=device, **options)
+    expected = *problem.forward(dispatch, final=True, backend="reference"), *problem.gradients(dispatch, backend="reference")
+    actual = *problem.forward(dispatch, final=True, backend=backend), *problem.gradients(dispatch, backend=backend)
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
+@every_pair(backend=PORTABLE, with_dlse=[False, True])
+def test_delta_may_be_given_as_out_and_dlse(backend, with_dlse, device):
     problem = make_problem(*intervals_of("causal", 20, 20), 20, device=device)
     out, lse = problem.forward(dispatch, final=True, backend=backend)
     dlse = torch.ones_like(lse) if with_dlse else None
@@ -104,15 +191,32 @@ def test_delta_may_be_what_it_is_made_from(with_dlse, backend, device):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("backend", ["tiled", "triton"])
-@pytest.mark.parametrize("of_output", [False, True], ids=["delta", "out"])
-def test_one_block_of_keys_after_the_other(of_output, backend, device):
-    problem = make_problem(*intervals_of("window", 41, 41), 41, torch.float32, 2, (4, 2), device=device)
-    delta = (problem.forward(dispatch, final=True, backend=backend)[0], None) if of_output else problem.delta
-    rows = problem.q, problem.v, problem.dout, problem.lse, delta
-    check_blockwise(problem, [0, 7, 8, 41], dispatch.blockwise_backward(*rows, problem.scale, backend))
+@pytest.mark.parametrize(
+    ("backend", "delta_as_out"),
+    [
+        ("blockwise", False),
+        ("triton", True),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("blockwise", True), ("triton", False)]),
+    ],
+)
+def test_incremental_backward_equals_one_call(backend, delta_as_out, device):
+    problem = make_problem(*intervals_of("window", 33, 33), 33, torch.float32, 2, (4, 2), device=device)
+    delta = (problem.forward(dispatch, final=True, backend=backend)[0], None) if delta_as_out else problem.delta
+    queries = problem.q, problem.v, problem.dout, problem.lse, delta
+    check_incremental(problem, [0, 7, 8, 33], dispatch.IncrementalBackward(*queries, problem.scale, backend))
 
 
-def test_no_block_of_keys_gives_no_gradient():
-    q, rows = torch.ones(1, 3, 1, 8), torch.ones(1, 3, 1)
-    assert torch.equal(dispatch.blockwise_backward(q, q, q, rows, rows, 1.0).finish(), torch.zeros_like(q))
+def test_incremental_backward_without_blocks_gives_zero():
+    q, lse = torch.ones(1, 3, 1, 8), torch.ones(1, 3, 1)
+    assert torch.equal(dispatch.IncrementalBackward(q, q, q, lse, lse, 1.0).finish(), torch.zeros_like(q))
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+def test_partials_are_summed_on_any_device_and_for_any_batch(batch, device):
+    generator = torch.Generator().manual_seed(0)
+    base, *parts = (torch.randn(batch, n, 3, 40, generator=generator).to(device) for n in (37, 37, 18, 1))
+    expected = base.double()
+    for first, x in zip((0, 0, 36), parts, strict=True):
+        expected[:, first : first + x.shape[1]] += x
+    total = dispatch.sum_partials(base, list(zip((0, 0, 36), parts, strict=True)), torch.float32)
+    torch.testing.assert_close(total.double(), expected, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Worked examples of the online softmax with known answers: golden tests of the reference's state."""
+"""Worked examples of the online softmax with known answers, computed with the reference."""
 
 import math
 
@@ -10,8 +10,8 @@ from ringattn.kernels import reference
 from ringattn.kernels.interval_mask import full
 
 
-def rows(*values: list[float]) -> Tensor:
-    """(1, N, 1, D) float64 from N rows."""
+def tokens(*values: list[float]) -> Tensor:
+    """Return a float64 tensor (1, N, 1, D) of N vectors."""
     return torch.tensor(values, dtype=torch.float64)[None, :, None]
 
 
@@ -19,16 +19,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, state: reference.State
     return reference.forward(q, k, v, full(q.shape[1], k.shape[1]), scale, state)
 
 
-def score_states(*piles: list[float]) -> list[reference.State]:
-    """The states of one query after each pile of scores: keys are the scores, the query is 1 and so is the scale."""
+def score_states(*blocks: list[float]) -> list[reference.State]:
+    """Return the states of one query after each block of scores. The keys are the scores, and the query and the scale are 1."""
     states: list[reference.State] = []
-    for pile in piles:
-        keys = rows(*([score] for score in pile))
-        states.append(attend(rows([1.0]), keys, torch.ones_like(keys), 1.0, states[-1] if states else None))
+    for block in blocks:
+        keys = tokens(*([score] for score in block))
+        states.append(attend(tokens([1.0]), keys, torch.ones_like(keys), 1.0, states[-1] if states else None))
     return states
 
 
-def test_two_piles_of_two():
+def test_two_blocks_of_two_scores():
     first, second = score_states([1, 3], [2, 5])
     assert (first[0].item(), second[0].item()) == (3, 5)
     assert first[1].item() == pytest.approx(1.135, abs=5e-4)
@@ -37,7 +37,7 @@ def test_two_piles_of_two():
     assert second[1].item() == pytest.approx(sum(math.exp(s - 5) for s in (1, 3, 2, 5)), rel=1e-14)
 
 
-def test_two_piles_of_four():
+def test_two_blocks_of_four_scores():
     first, second = score_states([3, 1, 2, 4], [5, 1, 3, 1])
     assert (first[0].item(), second[0].item()) == (4, 5)
     assert first[1].item() == pytest.approx(1.553, abs=5e-4)
@@ -46,10 +46,10 @@ def test_two_piles_of_four():
     assert second[1].item() == pytest.approx(rescaled + sum(math.exp(s - 5) for s in (5, 1, 3, 1)), rel=1e-14)
 
 
-def test_one_query_over_two_blocks():
-    q = rows([1, 0, 2, 1])
-    k = rows([1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1])
-    v = rows([2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3])
+def test_one_query_attends_to_two_blocks_of_keys():
+    q = tokens([1, 0, 2, 1])
+    k = tokens([1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1])
+    v = tokens([2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3])
     m, l, o = state = attend(q, k[:, :4], v[:, :4], 1.0)
     assert m.item() == 4
     assert l.item() == pytest.approx(1.3205, abs=5e-5)
@@ -62,17 +62,17 @@ def test_one_query_over_two_blocks():
     assert lse.item() == pytest.approx(5 + math.log(1.6577), abs=5e-5)
 
 
-def test_five_tokens_in_tiles_of_two():
-    q = rows([1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1])
-    k = rows([0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5])
-    v = rows([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5])
+def test_five_tokens_in_tiles_of_two_keys():
+    q = tokens([1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1])
+    k = tokens([0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5])
+    v = tokens([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5])
     state = None
     for first in (0, 2, 4):
         state = attend(q, k[:, first : first + 2], v[:, first : first + 2], 0.5, state)
     assert state[0].flatten().tolist() == pytest.approx([1.0, 1.5, 1.0, 1.0, 0.75], abs=1e-15)
     assert state[1].flatten().tolist() == pytest.approx([3.3597, 2.4840, 3.9919, 3.1875, 4.1152], abs=5e-5)
     out, _ = reference.finalize(state, torch.float64)
-    expected = rows(
+    expected = tokens(
         [0.2254, 0.4135, 0.2964, 0.2964],
         [0.4602, 0.1475, 0.3018, 0.2058],
         [0.2495, 0.3481, 0.3481, 0.2495],
@@ -84,11 +84,11 @@ def test_five_tokens_in_tiles_of_two():
     torch.testing.assert_close(out[0, :, 0], direct, rtol=0, atol=2e-16)
 
 
-def test_4096_rows_in_tiles_of_128():
-    """Relative error about 2e-15 against the direct softmax."""
-    num_rows, dim, tile = 4096, 64, 128
+def test_4096_tokens_in_tiles_of_128_keys():
+    """The relative error against the direct softmax is about 2e-15."""
+    num_tokens, dim, tile = 4096, 64, 128
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, num_rows, 1, dim, generator=generator, dtype=torch.float64) for _ in range(3))
+    q, k, v = (torch.randn(1, num_tokens, 1, dim, generator=generator, dtype=torch.float64) for _ in range(3))
     state = None
     for keys, values in zip(k.split(tile, 1), v.split(tile, 1), strict=True):
         state = attend(q, keys, values, dim**-0.5, state)

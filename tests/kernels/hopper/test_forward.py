@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ringattn.kernels import reference
-from ringattn.kernels.interval_mask import CUT, Intervals, full
+from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals, full
 from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.contract import (
     check_accumulators,
-    check_blockwise,
     check_chain,
     check_faults_are_caught,
     check_fresh_gradients,
+    check_incremental,
     check_kernels,
     check_offsets_beyond_32_bits,
     check_strided,
@@ -91,7 +91,7 @@ def test_each_batch_entry_has_its_own_intervals(batch, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_that_end_where_documents_do(dtype, dim, device):
     """Three batch entries with a different number of tiles; some end within the first rows or keys of a consumer."""
-    size = CUT * hopper_forward.TILES[dim]["consumers"] * hopper_forward.ROWS.value
+    size = DOCUMENT_JUMP * hopper_forward.TILES[dim]["consumers"] * hopper_forward.ROWS.value
     documents = [[size + 2, 37, size + 139, 1], [2 * size + 179], [1, size + 70, 2, size + 106]]
     problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), (dim, dim), device)
     assert problem.intervals.tiles(128, 128).shape[1] > (2 * size + 179) / 128 + 1
@@ -180,7 +180,7 @@ def test_gradients_are_added_to_the_accumulators(device):
 def test_one_block_of_keys_after_the_other(mask, dim, device):
     problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), (dim, dim), device=device)
     rows = problem.q, problem.dout, problem.lse, problem.delta
-    check_blockwise(problem, [0, 17, 160, 161, 410], hopper_backward.BlockwiseBackward(*rows, problem.scale))
+    check_incremental(problem, [0, 17, 160, 161, 410], hopper_backward.IncrementalBackward(*rows, problem.scale))
 
 
 def test_rows_that_see_nothing_keep_their_state(device):

@@ -1,7 +1,5 @@
-"""The Triton kernels against the float64 reference: on the GPU, or in Triton's interpreter."""
+"""The Triton forward against the float64 reference: on a GPU, or in Triton's interpreter."""
 
-import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -9,113 +7,86 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringattn.kernels import reference
-from ringattn.kernels.interval_mask import CUT, Intervals, full
+from ringattn.kernels import interval_mask, reference
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.triton import backward as triton_backward
-from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton import forward as triton_forward
+from tests.covering import every_pair
 from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_scalars_close, assert_states_close, max_row_error
 from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import (
-    check_accumulators,
     check_chain,
     check_faults_are_caught,
-    check_fresh_gradients,
+    check_forward,
     check_kernels,
     check_offsets_beyond_32_bits,
-    check_strided,
+    make_strided,
 )
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
-from tests.kernels.problems import STRIDED, Problem, make_problem
+from tests.kernels.problems import STRIDED, make_blocks, make_dropout, make_problem
+from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, masked_problem, shaped_problem
 
-ON_GPU = torch.cuda.is_available()
-# the interpreter computes bf16 wrongly
-DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * ON_GPU
-
-SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
-    "one-query": ((1, 63), (2, 1), (64, 64), 1),
-    "one-key": ((63, 1), (2, 1), (64, 64), 1),
-    "63": ((63, 63), (4, 2), (16, 16), 2),
-    "111x130": ((111, 130), (3, 1), (80, 80), 1),
-    "130x111": ((130, 111), (2, 2), (64, 48), 1),
-    "128": ((128, 128), (2, 1), (128, 128), 1),
-    "value-dim-wider": ((65, 65), (2, 1), (16, 96), 1),
-    "many-heads": ((40, 40), (10, 5), (16, 16), 2),
-}
+pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-def check_all(problem: Problem, floor: float = 1e-30) -> None:
-    check_kernels(problem, triton_forward, triton_backward, floor)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, dtype, device):
-    check_all(make_problem(*intervals_of(mask, 100, 130), 130, dtype, device=device))
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape, dtype, device):
-    rows, heads, dims, batch = SHAPES[shape]
-    problem = make_problem(*intervals_of("window", *rows), rows[1], dtype, batch, heads, dims, device)
-    check_all(problem, floor=1.0 if rows[1] == 1 else 1e-30)
+@every_pair(mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
+def test_state_and_output_match_the_reference(mask, heads, dropout, blocks, dtype, device):
+    problem = masked_problem(mask, heads, dropout, blocks, dtype, device)
+    state, expected = problem.forward(triton_forward), problem.double().forward(reference)
+    assert_states_close(state, expected, TOLERANCE[dtype])
+    assert_scalars_close("m", state[0], expected[0], SCALAR_TOLERANCE)
+    expected = reference.finalize(expected, torch.float64)
+    assert_states_close(problem.forward(triton_forward, final=True), expected, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [16, 64, 128, 256])
-def test_tiles_of_the_table(dim, dtype, device):
-    check_all(make_problem(*intervals_of("causal", 150, 150), 150, dtype, heads=(1, 1), dims=(dim, dim), device=device))
+@pytest.mark.parametrize("shape", [pytest.param(x, marks=() if x in QUICK_SHAPES else pytest.mark.slow) for x in SHAPES])
+def test_shapes_match_the_reference(shape, dtype, device):
+    check_forward(shaped_problem(shape, dtype, device), triton_forward)
 
 
-@pytest.mark.parametrize(("rows", "heads", "batch"), [(1, 1, 1), (700, 3, 2), (64, 16, 1), (127, 40, 2)])
-def test_what_the_backward_prepares(rows, heads, batch, device):
-    lse, delta = torch.randn(2, batch, rows, heads, device=device)
-    expected = torch.stack([lse / math.log(2), delta], -1).transpose(1, 2).contiguous()
-    torch.testing.assert_close(triton_backward._prepare(lse, delta), expected)
+@pytest.mark.parametrize("layout", STRIDED)
+def test_inputs_may_have_any_strides(layout, device):
+    problem = make_strided(make_problem(*intervals_of("causal", *SIZES), SIZES[1], batch=2, device=device), layout)
+    check_forward(problem, triton_forward)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_each_batch_entry_has_its_own_intervals(device):
-    check_all(make_problem(*random_intervals(70, 90, seed=1, batch=2), 90, batch=2, heads=(2, 2), device=device))
+def test_batch_entries_may_have_different_intervals(device):
+    bounds = random_intervals(*SIZES, seed=1, batch=2)
+    check_forward(make_problem(*bounds, SIZES[1], batch=2, heads=(2, 2), device=device), triton_forward)
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_tiles_that_end_where_documents_do(device):
-    """Two batch entries, of which one has fewer tiles."""
-    size = CUT * SMALL_TILE.queries
-    bounds = packed_intervals([[size + 2, 37, size + 7], [2 * size + 46]])
-    problem = make_problem(*bounds, 2 * size + 46, torch.float16, 2, device=device)
+def test_tiles_end_where_documents_end(device, monkeypatch):
+    """The first of two batch entries has more tiles than the second."""
+    monkeypatch.setattr(interval_mask, "DOCUMENT_JUMP", 1)
+    size = SMALL_TILE.queries
+    bounds = packed_intervals([[size + 2, 5, size + 7], [2 * size + 14]])
+    problem = make_problem(*bounds, 2 * size + 14, torch.float16, 2, heads=(1, 1), device=device)
     table = problem.intervals.tiles(SMALL_TILE.queries, SMALL_TILE.keys)
     assert table[0, -1, 1] > 0 and table[1, -1, 1] == 0
-    check_all(problem)
+    check_forward(problem, triton_forward)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("rows", [(0, 20), (20, 0), (0, 0)], ids=str)
-def test_no_rows(rows, device):
-    check_all(make_problem(*intervals_of("full", *rows), rows[1], device=device))
+@every_pair(mask=["causal", "documents", "empty-rows"], final=[False, True])
+def test_chain_over_pieces_of_the_keys_equals_one_call(mask, final, device):
+    problem = make_problem(*intervals_of(mask, 40, 70), 70, device=device)
+    check_chain(problem, [0, 17, 40, 41, 70], final, triton_forward)
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("layout", STRIDED)
-def test_strided_inputs(layout, device):
-    check_strided(
-        make_problem(*intervals_of("causal", 70, 70), 70, batch=2, device=device), layout, triton_forward, triton_backward
-    )
+@pytest.mark.slow
+def test_chain_with_dropout_and_blocks_equals_one_call(device):
+    sizes = (70, 200)
+    options = dict(dropout=make_dropout(*sizes, device=device), blocks=make_blocks(*sizes, (1, 2), device=device))
+    whole = make_problem(*intervals_of("window", *sizes), sizes[1], device=device, **options)
+    state, queries = None, slice(0, sizes[0])
+    for keys in (slice(0, 64), slice(64, 192), slice(192, 200)):
+        part = {name: option.restrict(queries, keys) for name, option in options.items()}
+        operands = whole.q, whole.k[:, keys], whole.v[:, keys], whole.intervals.restrict(queries, keys), whole.scale
+        state = triton_forward.forward(*operands, state, keys.stop == sizes[1], **part)
+    assert_states_close(state, whole.double().forward(reference, final=True), TOLERANCE[torch.float32])
 
 
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
-@pytest.mark.parametrize("mask", MASKS)
-def test_chain_over_pieces_of_the_keys(mask, final, device):
-    check_chain(make_problem(*intervals_of(mask, 90, 110), 110, device=device), [0, 17, 60, 61, 110], final, triton_forward)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_the_state_is_updated_in_place(device):
+def test_state_is_updated_in_place(device):
     problem = make_problem(*intervals_of("causal", 40, 40), 40, device=device)
     state = reference.empty_state(problem.q, problem.v.shape[-1])
     result = problem.forward(triton_forward, state=state)
@@ -123,51 +94,21 @@ def test_the_state_is_updated_in_place(device):
     assert_states_close(result, problem.double().forward(reference), TOLERANCE[torch.float32])
 
 
-@pytest.mark.usefixtures("small_tiles")
-def test_gradients_are_added_to_the_accumulators(device):
-    check_accumulators(make_problem(*intervals_of("causal", 40, 40), 40, device=device), triton_backward)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_fresh_gradients_have_the_dtype_asked_for(device):
-    problem = make_problem(*intervals_of("causal", 40, 40), 40, torch.float16, device=device)
-    check_fresh_gradients(problem, triton_backward)
-    with pytest.raises(ValueError, match="grad_dtype"):
-        problem.gradients(triton_backward, grad_dtype=torch.float64)
-
-
-@pytest.mark.usefixtures("small_tiles")
-def test_the_backward_is_deterministic(device):
-    problem = make_problem(*intervals_of("documents", 90, 90), 90, torch.float16, heads=(4, 2), device=device)
-    for x, y in zip(problem.backward(triton_backward), problem.backward(triton_backward), strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("mask", MASKS)
-def test_states_are_relative_to_the_row_maximum(mask, device):
-    problem = make_problem(*intervals_of(mask, 60, 75), 75, device=device)
-    m, expected = problem.forward(triton_forward)[0], problem.double().forward(reference)[0]
-    assert_scalars_close("m", m, expected, SCALAR_TOLERANCE)
-
-
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("factor", [1e-3, 30.0])
-def test_scores_of_any_size(factor, device):
-    """Scores up to some hundreds: only differences to the row maximum may be exponentiated."""
-    problem = make_problem(*intervals_of("causal", 60, 60), 60, device=device)
+@pytest.mark.parametrize("factor", [pytest.param(1e-3, marks=pytest.mark.slow), 30.0])
+def test_large_and_small_scores_keep_their_precision(factor, device):
+    """Scores reach some hundreds. The kernel must exponentiate only differences from the maximum."""
+    problem = make_problem(*intervals_of("causal", *SIZES), SIZES[1], device=device)
     problem.q *= factor
     tolerances = (x * max(1.0, factor) for x in (TOLERANCE[torch.float32], SCALAR_TOLERANCE))
-    assert_states_close(
-        problem.forward(triton_forward, final=True), problem.double().forward(reference, final=True), *tolerances
-    )
+    expected = problem.double().forward(reference, final=True)
+    assert_states_close(problem.forward(triton_forward, final=True), expected, *tolerances)
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("fault", ["one-key", "one-tile"])
-def test_the_comparison_catches_a_fault(fault, dtype, device):
-    """Drop the last key of one row, or one tile of keys of one tile of rows: out, lse and a gradient must fail."""
+def test_comparison_notices_missing_keys(fault, dtype, device):
+    """Without the last key of one query, or without one tile of keys, out, lse and a gradient must differ."""
     problem = make_problem(*intervals_of("causal", 130, 130), 130, dtype, dims=(64, 64), device=device)
     lo, hi = problem.intervals.host
     if fault == "one-key":
@@ -178,22 +119,22 @@ def test_the_comparison_catches_a_fault(fault, dtype, device):
     check_faults_are_caught(problem, faulty, triton_forward, triton_backward)
 
 
-@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_comparison_catches_a_dropped_alpha(dtype, device):
-    """One row, whose maximum grows as usual, has the maximum to come written into its state: its alpha is then 1."""
+def test_comparison_notices_a_missing_rescale(dtype, device):
+    """Write the final maximum of one query into its state between two calls, so that its state is not rescaled."""
     problem = make_problem(*intervals_of("full", 130, 130), 130, dtype, dims=(64, 64), device=device)
     expected, tolerance = problem.double(), TOLERANCE[dtype]
     errors = []
-    for drop in (False, True):
+    for skip_rescale in (False, True):
         keys = slice(0, 65), slice(65, 130)
-        first, second = (problem.intervals.cut(slice(0, 130), part) for part in keys)
+        first, second = (problem.intervals.restrict(slice(0, 130), part) for part in keys)
         state = triton_forward.forward(problem.q, problem.k[:, keys[0]], problem.v[:, keys[0]], first, problem.scale)
-        if drop:
+        if skip_rescale:
             maxima = expected.forward(reference)[0].float()
             growth = maxima - state[0]
-            row = growth == growth[growth > 0].median()
-            state[0][row] = maxima[row]
+            query = growth == growth[growth > 0].median()
+            state[0][query] = maxima[query]
         out, _ = triton_forward.forward(
             problem.q, problem.k[:, keys[1]], problem.v[:, keys[1]], second, problem.scale, state, True
         )
@@ -201,69 +142,22 @@ def test_the_comparison_catches_a_dropped_alpha(dtype, device):
     assert errors[0] <= tolerance < errors[1]
 
 
-@pytest.mark.usefixtures("small_tiles")
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(1, 70), st.integers(1, 70), st.integers(1, 2), st.sampled_from([(1, 1), (2, 1)]), st.integers(0, 2**32))
-def test_random_intervals(device, num_queries, num_keys, batch, heads, seed):
-    lo, hi = random_intervals(num_queries, num_keys, seed, batch)
-    check_all(make_problem(lo, hi, num_keys, batch=batch, heads=heads, device=device), floor=1.0)
-
-
-def batch_of(batch: int, intervals: Intervals) -> Intervals:
-    """The same mask for every entry."""
-    return Intervals.of(*(x.repeat(batch, 1) for x in intervals.host), intervals.num_keys, intervals.device)
-
-
-REFUSED = {  # changed argument -> part of the message
-    "mixed dtypes": (lambda p: dict(k=p.k.half()), "k is torch.float16, but must be torch.float32"),
-    "fp64": (lambda p: vars(p.double()), "use ringattn.kernels.reference"),
-    "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 17), k=p.k.repeat(1, 1, 1, 17)), "query head dim 272"),
-    "value head dim": (lambda p: dict(v=p.v.repeat(1, 1, 1, 17)), "value head dim 272"),
-    "heads": (lambda p: dict(q=p.q[:, :, :3]), "3 query heads"),
-    "keys and values": (lambda p: dict(v=p.v[:, 1:]), "v has shape"),
-    "three dimensions": (lambda p: dict(q=p.q[0]), "must be (batch, rows, heads, head dim)"),
-    "interval rows": (lambda p: dict(intervals=full(4, 7, p.q.device)), "of 4 queries and 7 keys, but q and k have 5 and 7"),
-    "interval keys": (lambda p: dict(intervals=full(5, 8, p.q.device)), "of 5 queries and 8 keys, but q and k have 5 and 7"),
-    "interval batch": (lambda p: dict(intervals=batch_of(3, p.intervals)), "3 intervals of"),
-    "interval device": (lambda p: dict(intervals=full(5, 7, "meta")), "the intervals are on meta"),
-    "scale": (lambda p: dict(scale=-1.0), "must be positive"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_inputs_are_refused(case, device):
-    problem = make_problem(*intervals_of("full", 5, 7), 7, heads=(4, 2), device=device)
-    change, message = REFUSED[case]
-    problem = Problem(**vars(problem) | change(problem))
-    for function, module in ((problem.forward, triton_forward), (problem.backward, triton_backward)):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            function(module)
-
-
-@pytest.mark.skipif(ON_GPU, reason="about the interpreter")
-def test_bf16_is_refused_by_the_interpreter():
-    with pytest.raises(ValueError, match="interpreter"):
-        make_problem(*intervals_of("full", 5, 7), 7, torch.bfloat16).forward(triton_forward)
-
-
-def test_bad_states_and_accumulators_are_refused(device):
-    problem = make_problem(*intervals_of("full", 5, 7), 7, heads=(2, 2), device=device)
-    m, l, o = reference.empty_state(problem.q, 16)
-    for state in ((m, l, o.half()), (m, l[:, 1:], o), (m, l, o.mT.contiguous().mT)):
-        with pytest.raises(ValueError, match="must be|has shape"):
-            problem.forward(triton_forward, state=state)
-    arguments = (problem.q, problem.k, problem.v, problem.dout, problem.lse, problem.delta, problem.intervals)
-    dq, dk, dv = (torch.zeros_like(x) for x in (problem.q, problem.k, problem.v))
-    for gradients in ((dq.half(), dk, dv), (dq, dk[:, 1:], dv), (dq, dk, dv.mT.contiguous().mT)):
-        with pytest.raises(ValueError, match="must be|has shape"):
-            triton_backward.backward(*arguments, problem.scale, *gradients)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_odd_length(dtype, device):
-    rows = (2049, 3001)
-    check_all(make_problem(*intervals_of("causal", *rows), rows[1], dtype, heads=(4, 2), dims=(128, 128), device=device))
+@pytest.mark.slow
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    *(st.integers(1, 140), st.integers(1, 140), st.integers(1, 2), st.sampled_from([(1, 1), (2, 1), (2, 2)])),
+    *(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 2**32)),
+)
+def test_random_problems_match_the_reference(
+    device, num_queries, num_keys, batch, heads, dropout, blocks, one_block_mask, seed
+):
+    sizes = num_queries, num_keys
+    options = {"dropout": make_dropout(*sizes, seed, device)} if dropout else {}
+    if blocks:
+        options["blocks"] = make_blocks(*sizes, (1, 1) if one_block_mask else (batch, heads[0]), seed=seed, device=device)
+    lo, hi = random_intervals(*sizes, seed, batch)
+    problem = make_problem(lo, hi, num_keys, batch=batch, heads=heads, device=device, **options)
+    check_kernels(problem, triton_forward, triton_backward, floor=1.0)
 
 
 @pytest.mark.gpu
@@ -271,19 +165,29 @@ def test_offsets_beyond_32_bits(device):
     check_offsets_beyond_32_bits(triton_forward, device)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("value_dim", (16, 48, 128))
-@pytest.mark.parametrize("with_dlse", (True, False), ids=("dlse", "no-dlse"))
-def test_row_delta(with_dlse: bool, value_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-    """57 rows of 3 heads end in mid-tile; out is not contiguous."""
-    out, dout = (torch.randn(1, 3, 57, value_dim, device=device).to(dtype).transpose(1, 2) for _ in range(2))
-    dlse = torch.randn(1, 57, 3, device=device) if with_dlse else None
-    exact = reference.row_delta(out.double(), dout.double(), dlse)
-    torch.testing.assert_close(triton_backward.row_delta(out, dout, dlse), exact.float(), rtol=1e-5, atol=1e-5)
+class TestUsualTiles:
+    """The tile sizes that training uses."""
 
+    pytestmark = []
 
-def test_rows_too_far_apart_for_32_bits_are_copied():
-    near = torch.empty(1, 2, 1, 16, device="meta")
-    assert triton_common.as_rows(near) is near
-    far = torch.empty_strided((1, 2, 1, 16), (2**23, 2**22, 16, 1), device="meta")
-    assert triton_common.as_rows(far).is_contiguous()
+    @pytest.fixture
+    def small_tiles(self) -> None:
+        """Replace the fixture of the same name, which this module uses."""
+
+    @every_pair(dim=[16, 64, 128, 256], dtype=DTYPES)
+    def test_every_head_dim_matches_the_reference(self, dim, dtype, device):
+        sizes = (150, 150)
+        check_forward(make_problem(*intervals_of("causal", *sizes), 150, dtype, 1, (1, 1), (dim, dim), device), triton_forward)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("size", [64, 192, 256])
+    def test_every_block_size_matches_the_reference(self, size, device):
+        options = dict(dropout=make_dropout(300, 300, device=device), blocks=make_blocks(300, 300, size=size, device=device))
+        problem = make_problem(*intervals_of("causal", 300, 300), 300, torch.float16, 1, (1, 1), device=device, **options)
+        check_kernels(problem, triton_forward, triton_backward)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_long_odd_lengths_match_the_reference(self, dtype, device):
+        problem = make_problem(*intervals_of("causal", 2049, 3001), 3001, dtype, 1, (4, 2), (128, 128), device)
+        check_kernels(problem, triton_forward, triton_backward)

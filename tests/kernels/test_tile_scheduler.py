@@ -1,0 +1,103 @@
+"""The assignment of work tiles to programs: balanced, in the order of head groups, with a full last wave."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from ringattn.kernels import tile_scheduler
+from ringattn.kernels.interval_mask import Intervals, full
+from ringattn.kernels.tile_scheduler import backward_times, forward_times
+from tests.kernels.masks import packed_intervals
+
+
+def packed(lengths: list[int]) -> Intervals:
+    """The mask of causal documents with these lengths."""
+    return Intervals.of(*packed_intervals([lengths]), sum(lengths))
+
+
+def test_rows_are_split_where_a_bound_jumps_and_between_batch_entries():
+    bound = torch.tensor([[0, 0, 4, 5], [3, 3, 3, 7]])
+    first, end = tile_scheduler.split_at_jumps(bound, 4)
+    assert first.tolist() == [0, 2, 4, 7] and end.tolist() == [2, 4, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("from_end", "expected"),
+    [(True, [(0, 1), (1, 3), (3, 5), (5, 6)]), (False, [(0, 2), (2, 4), (4, 5), (5, 6)])],
+    ids=["short-tile-first", "short-tile-last"],
+)
+def test_one_tile_of_a_piece_may_be_short(from_end, expected):
+    tiles = tile_scheduler.split_into_tiles(torch.tensor([0, 5]), torch.tensor([5, 6]), 2, from_end)
+    assert list(zip(*(x.tolist() for x in tiles), strict=True)) == expected
+
+
+def test_heads_of_one_group_come_before_those_of_the_next():
+    tiles = torch.zeros(2, 2, 6, dtype=torch.int32)
+    tiles[0, :, 1] = tiles[1, 0, 1] = 1  # the second tile of the second batch entry is padding
+    work_tiles = tile_scheduler.order_by_head_group(tiles, heads=2, num_groups=2)
+    assert work_tiles[:, 6:].tolist() == [[0, 0], [1, 0], [0, 0], [1, 0], [0, 1], [1, 1]]
+
+
+def test_head_groups_have_nearly_equal_sizes():
+    tiles = torch.ones(1, 2, 6, dtype=torch.int32)
+    tiles[..., 0] = 0
+    heads = tile_scheduler.order_by_head_group(tiles, heads=5, num_groups=2)[:, 6].tolist()
+    assert heads == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+
+
+def test_work_tiles_go_to_the_program_with_the_least_work():
+    work_tiles = torch.arange(5, dtype=torch.int32)[:, None].repeat(1, 8) + 1
+    assigned = tile_scheduler.assign_work_tiles(work_tiles, torch.tensor([5, 1, 1, 1, 2]), 2)
+    assert assigned[..., 0].tolist() == [[1, 2], [0, 3], [0, 4], [0, 5], [0, 0]]
+
+
+def test_long_work_tiles_at_the_end_start_earlier():
+    """In its order, the work tile that takes 8 would start at 4 and end at 12, though the mean is 8."""
+    work_tiles = torch.arange(9, dtype=torch.int32)[:, None].repeat(1, 8) + 1
+    times = torch.tensor([1] * 8 + [8])
+    program, end = tile_scheduler._assign_greedily(times, 2)
+    assert end == 12
+    assigned = tile_scheduler.assign_work_tiles(work_tiles, times, 2)
+    totals = [sum(8 if tile == 9 else 1 for tile in column if tile) for column in assigned[..., 0].T.tolist()]
+    assert sorted(totals) == [8, 8]
+
+
+def test_no_work_tiles_give_one_program_without_work():
+    assigned = tile_scheduler.assign_work_tiles(torch.zeros(0, 8, dtype=torch.int32), torch.zeros(0), 4)
+    assert assigned.shape == (1, 1, 8) and not assigned.any()
+
+
+@pytest.mark.parametrize("lengths", [[8192], [50, 2000, 700, 4000, 90, 1100, 252]], ids=str)
+def test_programs_have_nearly_equal_work(lengths):
+    forward = packed(lengths).work_tiles(192, 64, 1, 16, 2, 132)
+    backward = [packed(lengths).transposed.work_tiles(128, 64, 1, 16, groups, 132, True, 1) for groups in (4, 16)]
+    for work_tiles, estimate in ((forward, forward_times), *[(x, partial(backward_times, group=1)) for x in backward]):
+        exists = work_tiles[..., 0] < work_tiles[..., 1]
+        times = (estimate(work_tiles.flatten(0, 1)).view(exists.shape) * exists).sum(0).float()
+        assert times.max() < 1.05 * times.mean()
+
+
+def test_work_tiles_of_a_short_last_wave_are_split():
+    """There are 25 tiles of 192 rows for 10 programs. In the third wave, five programs take over 64 rows of the last tiles."""
+    everything = full(25 * 192, 640)
+    work_tiles = everything.work_tiles(192, 64, 1, 1, 1, 10)
+    rows = work_tiles[..., 1] - work_tiles[..., 0]
+    assert rows.sum(0).sort().values.tolist() == [2 * 192 + 64] * 5 + [2 * 192 + 128] * 5
+    covered = torch.cat([torch.arange(*tile[:2]) for tile in work_tiles.flatten(0, 1).tolist()])
+    assert torch.equal(covered.sort().values, torch.arange(25 * 192))
+
+
+def test_work_tiles_of_the_backward_and_of_a_full_last_wave_stay_whole():
+    everything = full(25 * 192, 640)
+    backward = everything.work_tiles(192, 64, 1, 1, 1, 10, group=1)
+    assert backward[..., 0].count_nonzero() == 24  # the first of the 25 tiles starts at row 0
+    whole = everything.work_tiles(192, 64, 1, 1, 1, 25)
+    assert whole.shape[:2] == (2, 25) and (whole[0, :, 1] - whole[0, :, 0] == 192).all()
+
+
+def test_times_count_steps_rows_and_heads():
+    work_tiles = torch.tensor([[0, 192, 0, 0, 3, 1, 0, 0], [0, 64, 0, 0, 3, 1, 0, 0]])
+    overhead = tile_scheduler.FORWARD_TILE_OVERHEAD
+    assert forward_times(work_tiles).tolist() == [(4 + overhead) * 4, (4 + overhead) * 2]
+    assert backward_times(work_tiles, 3).tolist() == [4 * 3 + tile_scheduler.BACKWARD_TILE_OVERHEAD] * 2
