@@ -241,8 +241,8 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Cal
     """Return everything that must be the same on all ranks, by the names that callers know."""
     k, v, _ = cache.shard
     shape = {"queries": list(q.shape), "key heads": k.shape[2], "value head dim": v.shape[3], "dtype": str(q.dtype)}
-    held = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
-    return shape | held | {"window": window, "scale": scale}
+    settings = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
+    return shape | settings | {"window": window, "scale": scale}
 
 
 def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:

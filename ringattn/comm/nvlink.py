@@ -136,7 +136,7 @@ class RouteStep:
     credits: list[int] = field(default_factory=list)  # flags to set when the local steps before this step are done
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
-    results_follow: bool = False  # whether the next step sends results that this step computes
+    sends_results_next: bool = False  # whether the next step sends results that this step computes
 
 
 @dataclass
@@ -261,7 +261,7 @@ class NvlinkTransport:
                     receivers.add(message.dst)
                 steps[t].sends.append(self._plan_send(t, message, slots, first))
             steps[t].receives = [self._plan_receive(t, message, slots) for message in step.incoming]
-            steps[t - 1].results_follow = any(message.kind == "result" for message in step.outgoing)
+            steps[t - 1].sends_results_next = any(message.kind == "result" for message in step.outgoing)
         for kind in KINDS:
             queue = slots.arrivals.get((self.rank, kind), [])
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
@@ -336,7 +336,7 @@ class _NvlinkPass:
 
     def _wait(self, t: int) -> list[Tensors]:
         step = self.route.steps[t]
-        if step.results_follow:
+        if step.sends_results_next:
             self.ready.record(self.main)
         if step.receives:
             cuda_driver.wait_and_clear_flags([receive.arrived for receive in step.receives], self.handle)

@@ -188,9 +188,9 @@ def _rows_before(layout: Layout, rank: int) -> Tensor:
 
     These prefix counts turn an interval of positions into an interval of rows with one lookup per bound.
     """
-    held = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
-    held[layout.positions(rank) + 1] = 1
-    return held.cumsum(0, dtype=torch.int32)
+    is_own = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
+    is_own[layout.positions(rank) + 1] = 1
+    return is_own.cumsum(0, dtype=torch.int32)
 
 
 @lru_cache(maxsize=128)
