@@ -87,9 +87,15 @@ SWAPPED_OPERATORS = {
 SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
-def is_ignored(node: ast.AST) -> bool:
-    """A change inside an error message, an annotation or zip(strict=...) cannot alter a result."""
-    return isinstance(node, ast.Raise | ast.JoinedStr | ast.arg) or isinstance(node, ast.keyword) and node.arg == "strict"
+def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
+    """Whether a change inside `node` cannot alter a result, or only alters a tuned number."""
+    match node:
+        case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
+            return True  # error messages, annotations, and zip(strict=...)
+        case ast.Assign() | ast.AnnAssign():
+            return isinstance(parent, ast.Module)  # constants, most of which were measured
+        case _:
+            return node in getattr(parent, "decorator_list", ())  # such as the size of a cache
 
 
 class Source:
@@ -124,7 +130,7 @@ class Source:
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
     """The faults that a syntax tree offers: the offsets of the text to replace, and the faulty replacement."""
     for child in ast.iter_child_nodes(node):
-        if not is_ignored(child):
+        if not is_ignored(child, node):
             yield from changes(child, source)
     match node:
         case ast.Compare(left=left, ops=[operator], comparators=[right]) | ast.BinOp(left=left, op=operator, right=right):
