@@ -1,6 +1,9 @@
-"""Compile the Hopper kernels for sm_90 without a GPU and print a JSON line of resources and complaints for each.
+"""Compile the Hopper kernels for sm_90 without a GPU, and print resources and warnings of each as a line of JSON.
 
-A program of its own, as `compile_sm90.py`: where tests set TRITON_INTERPRET=1, kernels cannot be compiled.
+    python -m tests.kernels.compile_hopper forward:bf16:128:1:final backward:bf16:64:4:add ...
+
+A case is direction:dtype:head dim:query heads per key head:kind, see `forward_case` and `backward_case`. This is a program of
+its own, because kernels cannot be compiled in a process with TRITON_INTERPRET=1, which the tests set.
 """
 
 import json
@@ -20,19 +23,29 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
 
+# The number of query heads.
 HEADS = 4
+# The kernel arguments that are pointers to int32.
 INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
-    """A TMA descriptor's type in Triton's notation."""
+    """Return the type of a TMA descriptor in Triton's notation."""
     layout = layout or hopper_common.shared_layout(block, TYPES.get(dtype, torch.float32))
     return f"tensordesc<{dtype}{list(block)},{layout!r}>"
 
 
 def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
-    """(kernel, config, types of its descriptors, arguments that are not there); kind: final, begin, state, merge or few."""
+    """Return (kernel, config, types of some arguments, names of arguments that are None).
+
+    Args:
+        dtype: a key of TYPES.
+        dim: the head dim of q, k and v.
+        group: number of query heads per key head.
+        kind: final (an output without a state), begin (a new state), state (a state updated in place), merge (an output from a
+            state), or few (an output, with the tiles for few rows).
+    """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
     block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
@@ -45,7 +58,7 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 
 
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
-    """As `forward_case`; kind: fresh, or add for gradients that are added to accumulators."""
+    """Return the same for the main kernel of the backward; kind: fresh (new gradients) or add (accumulators)."""
     add = kind == "add"
     config = hopper_backward.Config(dim, dim, dim, HEADS, group, add, add, add)
     rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
@@ -57,7 +70,7 @@ def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 
 
 def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> triton.compiler.CompiledKernel:
-    """`kernel` for a usual call: all pointers are multiples of 16."""
+    """Compile a case for a usual call, in which all pointers are multiples of 16."""
     constants = {"CONFIG": config} | dict.fromkeys(absent)
     signature = {}
     for name in kernel.arg_names:
@@ -69,8 +82,8 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tr
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
 
 
-def complaints(compiled: triton.compiler.CompiledKernel) -> list[str]:
-    """What the assembler says about wgmma instructions that it runs one by one."""
+def serialization_warnings(compiled: triton.compiler.CompiledKernel) -> list[str]:
+    """Return the warnings of ptxas that it serialises wgmma instructions."""
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(compiled.asm["ptx"])
         file.flush()
@@ -79,8 +92,8 @@ def complaints(compiled: triton.compiler.CompiledKernel) -> list[str]:
     return [line for line in (done.stdout + done.stderr).splitlines() if "serialized" in line]
 
 
-def spills_of_steps(compiled: triton.compiler.CompiledKernel) -> list[int]:
-    """For every innermost loop with matrix products, how often it loads from or stores to the stack."""
+def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
+    """Return, for every innermost loop with matrix products, how often it loads from or stores to the stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -88,6 +101,7 @@ def spills_of_steps(compiled: triton.compiler.CompiledKernel) -> list[int]:
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
     jumps = [(labels[found[1]], i) for i, line in enumerate(lines) if (found := re.search(r"BRA `\((\.L\w+)\)", line))]
+    # HGMMA is the wgmma instruction. LDL and STL load from and store to the stack.
     products = [i for i, line in enumerate(lines) if "HGMMA" in line]
     loops = [(first, last) for first, last in jumps if any(first < i < last for i in products)]
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
@@ -99,9 +113,8 @@ def main() -> None:
         name, dtype, dim, group, kind = argument.split(":")
         case = {"forward": forward_case, "backward": backward_case}[name](dtype, int(dim), int(group), kind)
         compiled = compile_case(*case)
-        found = dict(case=argument, dim=int(dim), serialized=complaints(compiled), steps=spills_of_steps(compiled))
-        found |= resources(compiled)
-        print(json.dumps(found), flush=True)
+        result = dict(case=argument, dim=int(dim), serialized=serialization_warnings(compiled), spills=count_spills(compiled))
+        print(json.dumps(result | resources(compiled)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,45 +1,98 @@
-"""The plain Triton kernels around the main kernel of the Hopper backward, in Triton's interpreter or on a GPU."""
+"""The softmax of the Hopper forward: its assembly, and scores that the reference max must survive."""
+
+import re
 
 import pytest
 import torch
-from torch import Tensor
 
 from ringattn.kernels import reference
-from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.hopper import softmax
+from tests.kernels.compare import SCALAR_TOLERANCE, TOLERANCE, assert_states_close
+from tests.kernels.contract import check_chain
+from tests.kernels.hopper.conftest import DIMS, DTYPES
+from tests.kernels.masks import intervals_of
+from tests.kernels.problems import make_problem
 
-BATCH, HEADS = 2, 3
-
-
-def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
-    """scalars (B, H, tiles, 2, rows of a tile) and the sums of dq, a flat tensor, behind the spare chunk."""
-    num_queries = lse.shape[1]
-    num_tiles = -(-num_queries // config.queries)
-    scalars = torch.full((BATCH, HEADS, num_tiles, 2, config.queries), float("nan"), device=lse.device)
-    size = config.chunk_size + BATCH * HEADS * num_tiles * config.queries * config.dim
-    dq_sums = torch.full((size,), float("nan"), device=lse.device)
-    hopper_backward._prepare_kernel[(BATCH * HEADS * num_tiles,)](
-        lse, *rows, scalars, dq_sums, num_tiles, num_queries, CONFIG=config
-    )
-    return scalars, dq_sums
+# Rounding errors of scores of some hundreds are relative to the scores, so m, l and lse have larger errors than usual.
+LARGE_SCORES = dict(tolerance=TOLERANCE[torch.bfloat16], scalars=1e-3)
 
 
-@pytest.mark.parametrize("given", ("delta", "out", "out and dlse"))
-@pytest.mark.parametrize("dims", ((128, 120), (64, 64)), ids=str)
-def test_prepare(dims, given, device):
-    num_queries = 150
-    config = hopper_backward._configure(*dims, HEADS, HEADS, (False, False, False))
-    generator = torch.Generator().manual_seed(0)
-    shape = BATCH, num_queries, HEADS
-    out, dout = (torch.randn(*shape, dims[1], generator=generator, dtype=torch.float16).to(device) for _ in range(2))
-    lse, dlse = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
-    lse[:, 7] = float("-inf")
-    delta = reference.row_delta(out, dout, dlse if given == "out and dlse" else None)
-    rows = {"delta": (delta, None, None, None), "out": (None, out, dout, None), "out and dlse": (None, out, dout, dlse)}
-    scalars, dq_sums = prepare(config, lse, *rows[given])
+@pytest.mark.parametrize("count", [32, 64])
+def test_rescaling_multiplies_every_register_by_the_alpha_of_its_row(count):
+    """A thread has two rows: of every four registers, the first two belong to one row and the last two to the other."""
+    assembly = softmax._rescale_assembly(count)
+    products = re.findall(r"mul\.f32 \$(\d+), \$(\d+), \$(\d+);", assembly)
+    rows = [i // 2 % 2 for i in range(count)]
+    # The operands are o (output), o (input), and an alpha for every register. Alphas 0 and 2 are those of the two rows.
+    assert products == [(str(i), str(i), str(2 * count + 2 * row)) for i, row in enumerate(rows)]
+    assert softmax._rescale_constraints(count).split(",") == ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
 
-    by_row = scalars.transpose(2, 3).flatten(3)[..., :num_queries].permute(2, 0, 3, 1)
-    expected = torch.where(lse == float("-inf"), float("inf"), lse / torch.log(torch.tensor(2.0)))
-    torch.testing.assert_close(by_row[0], expected)
-    torch.testing.assert_close(by_row[1], delta, rtol=1e-4, atol=1e-4)
-    assert (scalars[:, :, -1, 0, num_queries % config.queries :] == float("inf")).all()
-    assert dq_sums[: config.chunk_size].isnan().all() and (dq_sums[config.chunk_size :] == 0).all()
+
+def test_a_row_without_keys_has_probability_zero():
+    """exp2(-inf - UNSET_REF_MAX) must be 0, and not NaN."""
+    assert torch.tensor(float("-inf")).sub(softmax.UNSET_REF_MAX.value).exp2() == 0
+    assert softmax.UNSET_REF_MAX.value == torch.finfo(torch.float32).min
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [1e-3, 30.0])
+def test_scores_of_any_size(factor, dtype, dim, hopper):
+    """With scores up to some hundreds, the maximum of a row exceeds the rescale threshold many times.
+
+    In bf16, that happens in the retry pass.
+    """
+    problem = make_problem(*intervals_of("causal", 600, 600), 600, dtype, dims=(dim, dim), device=hopper)
+    problem.q *= factor
+    scalars = SCALAR_TOLERANCE * max(1.0, factor)
+    for final in (False, True):
+        expected = problem.double().forward(reference, final=final)
+        assert_states_close(problem.forward(hopper_forward, final=final), expected, TOLERANCE[dtype], scalars)
+
+
+GROWTHS = {  # functions of q and k that make scores exceed those of the first tile of a row, in various ways
+    "everywhere": lambda q, k: k[:, 200:].mul_(60),
+    "in one row": lambda q, k: q[:, -100].mul_(40),
+    "in the rows of one head": lambda q, k: q[:, :, 1].mul_(30),
+    "at one key": lambda q, k: k[:, 70].mul_(100),
+    "step by step": lambda q, k: k.mul_(torch.linspace(0.01, 60, k.shape[1], device=k.device).to(k.dtype)[:, None, None]),
+}
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("mask, num_queries", [("causal", 450), ("documents", 450), ("full", 9000)])
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dim, hopper):
+    """A program repeats its work tiles, and does not add rows that did not overflow to a state twice.
+
+    With 9,000 queries, programs have several work tiles, and some of them contain no row that overflows. Under the document
+    mask, rows overflow that have not seen a key in earlier calls.
+    """
+    problem = make_problem(*intervals_of(mask, num_queries, 450), 450, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
+    GROWTHS[growth](problem.q, problem.k)
+    for final in (False, True):
+        expected = problem.double().forward(reference, final=final)
+        assert_states_close(problem.forward(hopper_forward, final=final), expected, **LARGE_SCORES)
+        check_chain(problem, [0, 64, 210, 450], final, hopper_forward, **LARGE_SCORES)
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("growth", GROWTHS)
+def test_rows_that_overflow_with_an_empty_incoming_state(growth, dim, hopper):
+    """The l of an empty state is 0, and its sign bit must mark an overflow all the same."""
+    problem = make_problem(*intervals_of("full", 400, 450), 450, torch.bfloat16, 1, (4, 2), (dim, dim), hopper)
+    GROWTHS[growth](problem.q, problem.k)
+    state = problem.forward(hopper_forward, state=reference.empty_state(problem.q, dim))
+    assert_states_close(state, problem.double().forward(reference), **LARGE_SCORES)
+
+
+def test_rows_without_keys_next_to_rows_that_overflow(hopper):
+    """Rows without a key keep an unset reference max. They do not overflow, and they match the reference."""
+    lo, hi = intervals_of("causal", 400, 400)
+    lo[:, 100:260], lo[:, 260:] = hi[:, 100:260], 260
+    problem = make_problem(lo, hi, 400, torch.bfloat16, dims=(128, 128), device=hopper)
+    problem.k[:, 300:] *= 100
+    for final in (False, True):
+        expected = problem.double().forward(reference, final=final)
+        assert_states_close(problem.forward(hopper_forward, final=final), expected, **LARGE_SCORES)

@@ -1,0 +1,253 @@
+"""The Hopper backward against the float64 reference on an sm_90 GPU. Its plain Triton kernels also run in the interpreter."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ringattn.kernels import reference
+from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.interval_mask import DOCUMENT_JUMP
+from tests.kernels.compare import TOLERANCE, assert_rows_close
+from tests.kernels.contract import (
+    check_accumulators,
+    check_backward,
+    check_fresh_gradients,
+    check_incremental,
+    make_strided,
+)
+from tests.kernels.hopper.conftest import DTYPES, SHAPES
+from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
+from tests.kernels.problems import GRADIENTS, STRIDED, make_problem, strided
+
+BATCH, HEADS = 2, 3
+KEYS = hopper_backward.KEYS.value
+
+
+def configure(dims: tuple[int, int], add_dq: bool = False) -> hopper_backward.Config:
+    return hopper_backward._configure(*dims, HEADS, HEADS, (add_dq, False, False))
+
+
+def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Run `_prepare_kernel` on memory filled with NaN.
+
+    Returns:
+        scalars (B, H, tiles, 2, queries of a tile), and dq_sums, flat, with the spare chunk first.
+    """
+    num_queries = lse.shape[1]
+    num_tiles = -(-num_queries // config.queries)
+    scalars = torch.full((BATCH, HEADS, num_tiles, 2, config.queries), float("nan"), device=lse.device)
+    size = config.chunk_size + BATCH * HEADS * num_tiles * config.queries * config.dim
+    dq_sums = torch.full((size,), float("nan"), device=lse.device)
+    hopper_backward._prepare_kernel[(BATCH * HEADS * num_tiles,)](
+        lse, *rows, scalars, dq_sums, num_tiles, num_queries, CONFIG=config
+    )
+    return scalars, dq_sums
+
+
+@pytest.mark.parametrize("given", ("delta", "out", "out and dlse"))
+@pytest.mark.parametrize("dims", ((128, 120), (64, 64)), ids=str)
+def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
+    num_queries = 150
+    config = configure(dims)
+    generator = torch.Generator().manual_seed(0)
+    shape = BATCH, num_queries, HEADS
+    out, dout = (torch.randn(*shape, dims[1], generator=generator, dtype=torch.float16).to(device) for _ in range(2))
+    lse, dlse = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+    lse[:, 7] = float("-inf")
+    delta = reference.row_delta(out, dout, dlse if given == "out and dlse" else None)
+    rows = {"delta": (delta, None, None, None), "out": (None, out, dout, None), "out and dlse": (None, out, dout, dlse)}
+    scalars, dq_sums = prepare(config, lse, *rows[given])
+
+    by_row = scalars.transpose(2, 3).flatten(3)[..., :num_queries].permute(2, 0, 3, 1)
+    expected = torch.where(lse == float("-inf"), float("inf"), lse / torch.log(torch.tensor(2.0)))
+    torch.testing.assert_close(by_row[0], expected)
+    torch.testing.assert_close(by_row[1], delta, rtol=1e-4, atol=1e-4)
+    # Queries that do not exist get lse = inf, so that their probabilities are 0.
+    assert (scalars[:, :, -1, 0, num_queries % config.queries :] == float("inf")).all()
+    assert dq_sums[: config.chunk_size].isnan().all() and (dq_sums[config.chunk_size :] == 0).all()
+
+
+def register_order(config: hopper_backward.Config) -> Tensor:
+    """Return (row, column) of each element of a chunk of dQ, (chunk_size, 2), in the order in which the registers hold them.
+
+    The order is that of a wgmma accumulator: a lane has two neighbouring columns of two rows at a distance of 8.
+    """
+    sizes = (config.chunk_columns // 8, 4, 8, 4, 2, 2)
+    group, warp, row, lane, row_half, column = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
+    return torch.stack((16 * warp + 8 * row_half + row, 8 * group + 2 * lane + column), -1).view(-1, 2)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tma_restores_the_order_of_registers(dim):
+    """The staging layout contains the swizzle that TMA removes on the way to global memory.
+
+    TMA's 128-byte swizzle stores element i of a tile in fp32 at i ^ ((i >> 5 & 7) << 2), counted in elements.
+    """
+    config = configure((dim, dim))
+    bases = torch.tensor(config.staging_layout.offset_bases)
+    elements = torch.arange(config.chunk_size)
+    offsets = elements ^ ((elements >> 5 & 7) << 2)
+    positions = torch.zeros(config.chunk_size, 2, dtype=torch.int64)
+    for bit, basis in enumerate(bases):
+        positions ^= (offsets >> bit & 1)[:, None] * basis
+    assert torch.equal(positions, register_order(config))
+
+
+@pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
+@pytest.mark.parametrize("dims", ((128, 128), (120, 64), (64, 64)), ids=str)
+def test_finish_restores_the_order_of_rows(dims, add, device):
+    num_queries, scale = 150, 0.125
+    config = configure(dims, add)
+    num_tiles = -(-num_queries // config.queries)
+    expected = torch.randn(BATCH, HEADS, num_tiles * config.queries, config.dim, device=device)
+    # The two chunks of a query tile are its halves: by columns if it has 64 rows, by rows if it has 128.
+    tiles = expected.unflatten(2, (num_tiles, config.queries))
+    halves = tiles.split(config.chunk_columns, -1) if config.queries == 64 else tiles.split(64, -2)
+    rows, columns = register_order(config).to(device).unbind(-1)
+    chunks = torch.stack(halves, 3)[..., rows, columns]
+    dq_sums = torch.cat((torch.full((config.chunk_size,), float("nan"), device=device), chunks.flatten()))
+    start = torch.randn(BATCH, num_queries, HEADS, dims[0], device=device)
+    dq = start.clone()
+    hopper_backward._finish_kernel[(2 * BATCH * HEADS * num_tiles,)](
+        dq_sums, dq, num_tiles, num_queries, scale, CONFIG=config
+    )  # fmt: skip
+
+    expected = scale * expected[:, :, :num_queries, : dims[0]].transpose(1, 2) + (start if add else 0)
+    torch.testing.assert_close(dq, expected)
+
+
+def test_short_sequences_have_many_heads_per_group():
+    """The sums of dq of a group then stay in the L2 cache."""
+    assert [hopper_backward._heads_per_group(n) for n in (1024, 8192, 16384)] == [32, 4, 1]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask, dtype, dim, hopper):
+    check_backward(make_problem(*intervals_of(mask, 500, 630), 630, dtype, dims=(dim, dim), device=hopper), hopper_backward)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(shape, dtype, hopper):
+    sizes, heads, dims, batch = SHAPES[shape]
+    problem = make_problem(*intervals_of("window", *sizes), sizes[1], dtype, batch, heads, dims, hopper)
+    check_backward(problem, hopper_backward, floor=1.0 if sizes[1] == 1 else 1e-30)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("length", [1000, 1536, 4097])
+def test_lengths(length, dim, hopper):
+    mask = intervals_of("causal", length, length)
+    check_backward(make_problem(*mask, length, torch.bfloat16, dims=(dim, dim), device=hopper), hopper_backward)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_each_batch_entry_has_its_own_intervals(batch, hopper):
+    bounds = random_intervals(370, 490, seed=1, batch=batch)
+    problem = make_problem(*bounds, 490, torch.float16, batch, (6, 2), (64, 64), hopper)
+    check_backward(problem, hopper_backward, floor=1.0)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tiles_end_at_document_boundaries(dtype, dim, hopper):
+    """The three batch entries have different numbers of tiles. Some tiles end within the first keys of a consumer."""
+    size = DOCUMENT_JUMP * 192
+    documents = [[size + 2, 37, size + 139, 1], [2 * size + 179], [1, size + 70, 2, size + 106]]
+    problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), (dim, dim), hopper)
+    check_backward(problem, hopper_backward)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_work_tiles_per_program(dim, group, hopper, num_sms):
+    """Programs have more than three work tiles each, of all lengths. One work tile per program gives the same result."""
+    documents = [[700, 2, 130, 65, 1800, 31], [2728], [1, 1, 1000, 900, 826]]
+    mask = packed_intervals(documents)
+    problem = make_problem(*mask, 2728, torch.bfloat16, 3, (9 * group, 9), (dim, dim), hopper)
+    assert 3 * 9 * problem.intervals.transposed.tiles(KEYS, hopper_backward.query_tile(dim)).shape[1] > 3 * num_sms
+    expected = problem.double().backward(reference)
+    for shares_sms in (False, True):
+        actual = problem.gradients(hopper_backward, grad_dtype=torch.float32, shares_sms=shares_sms)
+        for name, x, y in zip(GRADIENTS, actual, expected, strict=True):
+            assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_many_work_tiles_of_one_step(dim, hopper, num_sms):
+    """The keys of a work tile are read until the next work tile has finished its only step, so their slot must wait for it."""
+    num_keys = num_sms * KEYS + 40
+    mask = intervals_of("full", 60, num_keys)
+    check_backward(make_problem(*mask, num_keys, torch.bfloat16, 1, (4, 4), (dim, dim), hopper), hopper_backward)
+
+
+@pytest.mark.parametrize("all_keys", [False, True], ids=["some-keys", "all-keys"])
+def test_keys_that_no_query_sees_have_gradient_zero(all_keys, hopper):
+    """The gradient is 0 even where such a key is NaN."""
+    hi = torch.zeros(1, 300, dtype=torch.int32) if all_keys else torch.arange(1, 301, dtype=torch.int32)[None]
+    problem = make_problem(torch.zeros_like(hi), hi, 700, torch.float16, dims=(64, 64), device=hopper)
+    problem.k[:, 384:] = problem.v[:, 384:] = float("nan")
+    dq, dk, dv = problem.backward(hopper_backward)
+    assert not dq.isnan().any() and not dk[:, 300:].any() and not dv[:, 300:].any()
+
+
+@pytest.mark.parametrize("layout", STRIDED)
+def test_strided_inputs(layout, hopper):
+    problem = make_problem(*intervals_of("causal", 270, 270), 270, torch.float16, 2, dims=(64, 64), device=hopper)
+    check_backward(make_strided(problem, layout), hopper_backward)
+
+
+def test_gradients_are_added_to_accumulators(hopper):
+    problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(128, 128), device=hopper)
+    check_accumulators(problem, hopper_backward)
+
+
+def test_new_gradients_have_the_requested_dtype(hopper):
+    problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.float16, dims=(64, 64), device=hopper)
+    check_fresh_gradients(problem, hopper_backward)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", MASKS)
+def test_incremental_backward_over_blocks_of_keys(mask, dim, hopper):
+    problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
+    queries = problem.q, problem.dout, problem.lse, problem.delta
+    check_incremental(problem, [0, 17, 160, 161, 410], hopper_backward.IncrementalBackward(*queries, problem.scale))
+
+
+@pytest.mark.parametrize("dim", [64, 120])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["out", "out-and-dlse"])
+def test_delta_may_be_given_as_out_and_dlse(with_dlse, dim, hopper):
+    problem = make_problem(*intervals_of("causal", 340, 340), 340, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
+    out, lse = problem.forward(reference, final=True)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    problem.dout = strided(problem.dout, "heads-first")
+    problem.delta = reference.row_delta(out, problem.dout, dlse)
+    expected = problem.double().backward(reference)
+    problem.delta = out, dlse
+    for name, x, y in zip(GRADIENTS, problem.backward(hopper_backward), expected, strict=True):
+        assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
+
+
+def test_incremental_backward_rejects_dropout():
+    q, lse = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
+    with pytest.raises(ValueError, match="plain=False"):
+        hopper_backward.IncrementalBackward(q, q, lse, lse, 1.0).add(q, q, None, dropout=object())
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.integers(1, 700),
+    st.integers(1, 700),
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (2, 1)]),
+    st.sampled_from(DTYPES),
+    st.integers(0, 2**32),
+)
+def test_random_intervals(hopper, num_queries, num_keys, batch, heads, dtype, seed):
+    lo, hi = random_intervals(num_queries, num_keys, seed, batch)
+    check_backward(make_problem(lo, hi, num_keys, dtype, batch, heads, (64, 64), hopper), hopper_backward, floor=1.0)

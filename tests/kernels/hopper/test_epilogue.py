@@ -1,0 +1,109 @@
+"""What the Hopper forward does with states: where it keeps them in shared memory, and how it merges them."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.interval_mask import Intervals
+from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.contract import check_chain
+from tests.kernels.hopper.conftest import DIMS, DTYPES
+from tests.kernels.masks import MASKS, intervals_of
+from tests.kernels.problems import make_problem
+
+ROWS = hopper_forward.ROWS.value
+CONFIGS = [
+    hopper_forward.configure((dim, dim), (4, 2), dtype, has_state, final, few_rows)
+    for dim, dtype, has_state, final, few_rows in product((64, 128), DTYPES, (False, True), (False, True), (False, True))
+]
+
+
+@pytest.mark.parametrize("config", [x for x in CONFIGS if x.state_stages], ids=str)
+def test_state_stages_hold_the_o_of_all_consumers(config):
+    """Every part of every o has a buffer of its own, and the producer and the consumers agree on which buffer that is."""
+    buffer_bytes, part_bytes = config.keys * config.dim * 2, ROWS * config.dim * 4 // config.o_parts
+    assert part_bytes == buffer_bytes
+    # The producer numbers the buffers K, V, K, V, and so on, see `transfer_buffer`.
+    transferred = {
+        (number // config.o_parts, number % config.o_parts): (number // 2, "KV"[number % 2])
+        for number in range(2 * config.state_stages)
+    }
+    for consumer in range(config.consumers):
+        # The stage is that of `_wait_for_state_stages`, the buffer that of `_state_views`.
+        stage = consumer * config.o_parts // 2
+        buffers = "KV" if config.o_parts == 2 else "KV"[consumer % 2]
+        assert [transferred[consumer, part] for part in range(config.o_parts)] == [(stage, buffer) for buffer in buffers]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_next_work_tile_has_stages_while_states_occupy_some(config):
+    assert config.state_stages == 0 or config.stages - config.state_stages >= 3 - config.q_slots
+    # The limit of sm_90 is 227 KiB per program. Barriers and flags need less than 1 KiB.
+    in_use = 2 * config.dim * (config.q_slots * config.queries + 2 * config.stages * config.keys)
+    assert in_use <= 226 * 1024
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_chain_over_pieces_of_the_keys(mask, final, dtype, dim, hopper):
+    problem = make_problem(*intervals_of(mask, 290, 410), 410, dtype, dims=(dim, dim), device=hopper)
+    check_chain(problem, [0, 17, 160, 161, 410], final, hopper_forward)
+
+
+def test_rows_that_see_no_key_keep_their_state(hopper):
+    """Work tiles of such rows are left out of an in-place update. Here these are all work tiles."""
+    no_keys = Intervals.of(*torch.zeros(2, 1, 300, dtype=torch.int32), 200, hopper)
+    problem = make_problem(*intervals_of("causal", 300, 200), 200, torch.float16, dims=(64, 64), device=hopper)
+    state = problem.forward(hopper_forward)
+    before = [x.clone() for x in state]
+    after = hopper_forward.forward(problem.q, problem.k, problem.v, no_keys, problem.scale, state=state)
+    assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+def test_a_state_that_tma_cannot_address_is_updated_in_place(dim, hopper):
+    """The o of this state begins four bytes after the beginning of its memory."""
+    problem = make_problem(*intervals_of("full", 300, 200), 200, torch.bfloat16, dims=(dim, dim), device=hopper)
+    m, l, o = problem.forward(hopper_forward)
+    unaligned = torch.empty(o.numel() + 1, device=hopper)[1:].view_as(o).copy_(o)
+    expected = m.clone(), 2 * l, 2 * o
+    state = hopper_forward.forward(
+        problem.q, problem.k, problem.v, problem.intervals, problem.scale, state=(m, l, unaligned)
+    )  # fmt: skip
+    assert state[2] is unaligned
+    assert_states_close(state, expected, TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+def test_a_state_that_is_far_ahead(final, dtype, dim, hopper):
+    """The reference max starts with the m of the state, and the scores of later keys are far below it."""
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, 2, (4, 2), (dim, dim), hopper)
+    problem.k[:, :70] *= 60
+    check_chain(problem, [0, 64, 210, 450], final, hopper_forward, TOLERANCE[dtype], 1e-3)
+
+
+@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_m_that_stays_keeps_its_bits(dtype, dim, hopper):
+    """Otherwise, the m of a state would drift from hop to hop."""
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, dims=(dim, dim), device=hopper)
+    problem.q *= 10
+    state = problem.forward(hopper_forward)
+    m = state[0].clone()
+    for _ in range(3):
+        state = problem.forward(hopper_forward, state=state)
+    assert torch.equal(state[0], m)
+
+
+@pytest.mark.parametrize("dims", [(96, 8), (128, 64), (16, 96), (64, 24)], ids=str)
+def test_states_of_values_of_another_width(dims, hopper):
+    """Columns that the tiles have and the state does not have are neither read nor written."""
+    problem = make_problem(*intervals_of("causal", 300, 300), 300, torch.bfloat16, 2, (4, 2), dims, hopper)
+    for final in (False, True):
+        check_chain(problem, [0, 64, 210, 300], final, hopper_forward)
