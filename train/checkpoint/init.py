@@ -8,7 +8,7 @@ from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.data.tokenizer import Tokenizer, check_tokenizer, fingerprint
-from ringattn.train.parallel import mesh as parallel
+from ringattn.train.parallel.ranks import sync_errors
 
 
 def choose(config: Config) -> Path | None:
@@ -51,7 +51,7 @@ def load(path: Path, model: nn.Module) -> None:
         ConfigError: on every rank: parameters of another shape.
     """
     if huggingface.is_model(path):
-        with parallel.sync_errors():
+        with sync_errors():
             huggingface.load(path, model)
     else:
         storage.load(path, storage.model_state(model))

@@ -1,4 +1,4 @@
-"""What a rank needs of its GPU's memory, roughly: a length that cannot fit is refused before anything large is made."""
+"""Estimates of the GPU memory that a rank needs. A run that cannot fit is rejected before anything large is allocated."""
 
 import torch
 
@@ -7,19 +7,28 @@ from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import CHUNK
 
 GIB = 2**30
-SMALL = GIB  # bytes of parameters that are gathered once a micro-step: to gather them twice would spare little
-COMFORTABLE = 0.85  # of a GPU's memory: estimates are rough, and a GPU may have other work
-UNIT = 2**26  # bytes of parameters that travel together: for fewer the host takes longer than the links
+
+# If the parameters of all blocks need at most this many bytes, they stay gathered between the forward and the backward pass.
+# Sharding them again would save little memory and would cost a second all-gather per micro-step.
+SMALL_MODEL = GIB
+
+# The fraction of a GPU's memory that a run may need before blocks are recomputed in the backward pass. The rest is a reserve,
+# because estimates are rough and the GPU may also be used by other processes.
+COMFORTABLE_FRACTION = 0.85
+
+# FSDP gathers the parameters of consecutive blocks together until they reach this many bytes. Smaller all-gathers would take
+# more time to launch on the host than to transfer.
+GROUP_BYTES = 2**26
 
 
-def stay_whole(model: ModelConfig, bf16: bool) -> bool:
-    """Whether the blocks' parameters, once gathered in the forward, stay whole until the backward."""
-    return model.layers * _block_bytes(model, bf16) <= SMALL
+def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
+    """Return whether FSDP shards gathered parameters again after the forward pass, and gathers them again for the backward."""
+    return model.layers * _block_bytes(model, bf16) > SMALL_MODEL
 
 
-def unit(model: ModelConfig, bf16: bool) -> int:
-    """How many blocks' parameters are gathered, and their gradients summed, together."""
-    return min(max(UNIT // _block_bytes(model, bf16), 1), model.layers)
+def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
+    """Return how many consecutive blocks share one all-gather of parameters and one reduce-scatter of gradients."""
+    return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
 
 def _block_bytes(model: ModelConfig, bf16: bool) -> int:
@@ -34,72 +43,105 @@ def estimate(
     model: ModelConfig,
     recompute: bool,
     vocab_size: int,
-    rows: int,
+    tokens: int,
     ranks: int,
     bf16: bool,
-    exchanged: bool = False,
+    uses_ulysses: bool = False,
     compiled: bool = False,
 ) -> dict[str, float]:
-    """Bytes a rank needs, by what for. From shapes alone: what an allocator wastes and kernels borrow is not in it.
+    """Estimate the bytes that a rank needs.
+
+    The estimate follows from shapes alone. It does not include fragmentation or workspaces of kernels.
 
     Args:
-        recompute: whether blocks keep only their input and their attention's output for the backward.
-        rows: tokens of a micro-step on this rank, batch_size * N.
-        ranks: over how many the parameters are sharded.
-        exchanged: whether ranks exchange heads, and so keep attention's output in both arrangements.
-        compiled: whether torch.compile fuses what lies around attention: it keeps what products need and makes the rest anew.
+        model: the settings of the model.
+        recompute: whether the blocks save only their input and their attention output for the backward pass.
+        vocab_size: the number of tokens that the tokenizer has.
+        tokens: the number of tokens of a micro-step on this rank.
+        ranks: the number of ranks over which the parameters are sharded.
+        bf16: whether the model computes in bf16.
+        uses_ulysses: whether ranks exchange heads. Each block then saves its attention output before and after the all-to-all.
+        compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of
+            matrix products, and recomputes the other intermediate results.
+
+    Returns:
+        The bytes by purpose.
     """
     size = 2 if bf16 else 4
-    vocab = padded_vocabulary(model, vocab_size)
-    query, keys = model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
     block = _block_parameters(model)
-    units = min(2 * unit(model, bf16), model.layers)  # blocks of two units, one in use and one that travels
-    whole = model.layers if stay_whole(model, bf16) else units
-    ends = vocab * model.dim * (1 if model.tie_embeddings else 2)
-    total = model.layers * block + ends
-    # features a token that a block keeps for its backward: the residual stream twice, its norms, q k v before and after
-    # rotation, attention's output, and four of SwiGLU; compiled q k v once, and three of SwiGLU
-    once = 4 * model.dim + 2 * query + keys + 3 * model.resolved_ffn_dim
-    again = query + keys + model.resolved_ffn_dim
-    if model.qk_norm:  # q and k before their norms
-        again += query + keys // 2
-    kept = size * (once if compiled else once + again) + 4 * model.heads
-    checkpointed = size * (model.dim + query) + 4 * model.heads
-    if exchanged:
-        kept, checkpointed = kept + size * query, checkpointed + size * query
+    vocab_parameters = padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
+    sharded_bytes = 16 * (model.layers * block + vocab_parameters) / ranks
+
+    # FSDP holds two groups of blocks at a time: it uses one group while it communicates the next one.
+    gathered_gradients = min(2 * blocks_per_group(model, bf16), model.layers)
+    gathered_parameters = gathered_gradients if reshard_after_forward(model, bf16) else model.layers
+    gathered_bytes = size * (vocab_parameters + gathered_parameters * block)
+    gathered_bytes += (size + 4) * (vocab_parameters + gathered_gradients * block)
+
+    saved, checkpointed = _saved_bytes_per_token(model, size, uses_ulysses, compiled)
     if recompute:
-        activations = rows * (model.layers * checkpointed + kept)
+        # While the backward pass recomputes a block, that block holds everything which it would otherwise have saved.
+        activation_bytes = tokens * (model.layers * checkpointed + saved)
     else:
-        activations = rows * model.layers * kept
+        activation_bytes = tokens * model.layers * saved
+
+    query_dim, key_value_dim = _attention_dims(model)
+    logits_dim = padded_vocabulary(model, vocab_size)
     return {
-        "parameters, gradients and optimizer, fp32": 16 * total / ranks,
-        "whole parameters and gradients in use": size * (ends + whole * block) + (size + 4) * (ends + units * block),
-        "activations": activations,
-        "a ring's blocks in flight": rows * (8 * query + 2 * size * keys),
-        "logits of a chunk": (2 * size if compiled else 14) * min(rows, CHUNK) * vocab,
+        "parameters, gradients and optimizer state in fp32": sharded_bytes,
+        "gathered parameters and gradients": gathered_bytes,
+        "activations": activation_bytes,
+        "blocks that circulate in the ring": tokens * (8 * query_dim + 2 * size * key_value_dim),
+        "logits of a chunk": (2 * size if compiled else 14) * min(tokens, CHUNK) * logits_dim,
     }
 
 
+def _attention_dims(model: ModelConfig) -> tuple[int, int]:
+    """Return the elements of a token's queries, and of its keys and values together."""
+    return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
+
+
+def _saved_bytes_per_token(model: ModelConfig, size: int, uses_ulysses: bool, compiled: bool) -> tuple[int, int]:
+    """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
+
+    Args:
+        size: the bytes of an element.
+    """
+    query_dim, key_value_dim = _attention_dims(model)
+    # Eager PyTorch saves the residual stream twice, the outputs of both norms, q, k and v before and after the rotation, the
+    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
+    elements = 4 * model.dim + 2 * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
+    if not compiled:
+        elements += query_dim + key_value_dim + model.resolved_ffn_dim
+        if model.qk_norm:
+            elements += query_dim + key_value_dim // 2  # q and k before their norms
+    checkpointed_elements = model.dim + query_dim
+    if uses_ulysses:
+        elements, checkpointed_elements = elements + query_dim, checkpointed_elements + query_dim
+    lse = 4 * model.heads
+    return size * elements + lse, size * checkpointed_elements + lse
+
+
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
-    """Whether a GPU would be too full for comfort; a CPU never is."""
-    return sum(needed.values()) > COMFORTABLE * _available(device)
+    """Return whether a run that needs this much would leave too little free memory on a GPU. A CPU always has enough."""
+    return sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
 
 
 def check(needed: dict[str, float], device: torch.device) -> None:
-    """Refuse what exceeds the memory of a GPU.
+    """Check that the estimated memory fits into the memory of the GPU. On a CPU, nothing is checked.
 
     Raises:
-        ConfigError: with what needs how much.
+        ConfigError: the memory does not fit. The message lists the memory by purpose.
     """
-    available = _available(device)
-    if sum(needed.values()) > available:
+    total = _total_memory(device)
+    if sum(needed.values()) > total:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         raise ConfigError(
-            f"a rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), and has {available / GIB:.1f}: "
+            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but its GPU has {total / GIB:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
 
 
-def _available(device: torch.device) -> float:
-    """Bytes of a GPU; a CPU is not asked."""
+def _total_memory(device: torch.device) -> float:
+    """Return the bytes of memory of a GPU, or infinity for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")

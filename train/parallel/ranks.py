@@ -1,0 +1,124 @@
+"""The ranks of a job: their process group, how they agree on a value or an error, and the device of each."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringattn.train.config import ConfigError
+from ringattn.train.parallel.mesh import build_mesh
+
+log = logging.getLogger(__name__)
+
+# How long a collective may take until `mesh.set_timeout` sets another limit. Tokenising a corpus may take most of it.
+START_TIMEOUT = timedelta(minutes=30)
+
+# The environment variable with which cuBLAS selects workspaces that give the same bits in every run.
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def connect_ranks() -> dist.Store:
+    """Initialise the default process group with the ranks of torchrun, or with this process as the only rank.
+
+    Tensors on GPUs use NCCL and tensors on CPUs use gloo. The group can therefore be created before the settings are read.
+
+    Returns:
+        The key-value store that all ranks use.
+    """
+    if "RANK" in os.environ:
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
+    else:
+        store, rank, world_size = dist.HashStore(), 0, 1
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
+    return store
+
+
+def disconnect_ranks() -> None:
+    """Destroy the default process group, and forget the meshes that were built on it."""
+    build_mesh.cache_clear()
+    dist.destroy_process_group()
+
+
+def broadcast_object(value: Any) -> Any:
+    """Return rank 0's `value` on every rank. The values of the other ranks are ignored."""
+    objects = [value]
+    dist.broadcast_object_list(objects, src=0, device=torch.device("cpu"))
+    return objects[0]
+
+
+@contextmanager
+def sync_errors() -> Iterator[None]:
+    """Raise a ConfigError of one rank on all ranks.
+
+    All ranks run the body of the `with` statement. If the body raises a ConfigError on some ranks, every rank raises the error
+    of the lowest of them. For example, a file that only one rank cannot read ends all ranks with the same message, and no rank
+    waits forever for the others. Without a process group, an error is raised as usual.
+    """
+    own = None
+    try:
+        yield
+    except ConfigError as error:
+        own = error
+    errors = [own]
+    if dist.is_initialized():
+        errors = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, own)
+    first = next(filter(None, errors), None)
+    if first is not None:
+        raise first from own
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Switch PyTorch's deterministic algorithms on or off.
+
+    Operations without a deterministic variant print a warning and run as usual.
+    """
+    if deterministic:
+        # cuBLAS reads the variable when CUDA is initialised, so later changes have no effect.
+        if not torch.cuda.is_initialized():
+            os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
+        elif CUBLAS_WORKSPACE not in os.environ and dist.get_rank() == 0:
+            log.warning(
+                "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
+                "CUDA: set %s=:4096:8 before the launch",
+                CUBLAS_WORKSPACE,
+            )
+        # Filling new tensors would cost time, and every kernel writes all elements of its outputs.
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+
+
+def ranks_per_host() -> int:
+    """Return the number of ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device of this rank, and make it the current device.
+
+    On CPUs, the ranks of a host divide its cores among themselves.
+
+    Args:
+        name: the value of `trainer.device`: "auto", "cuda" or "cpu".
+
+    Raises:
+        ConfigError: the host has fewer GPUs than ranks.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_host()))
+        return torch.device("cpu")
+    if torch.cuda.device_count() < ranks_per_host():
+        raise ConfigError(
+            f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {ranks_per_host()} ranks, "
+            "but each rank requires its own GPU: launch fewer ranks, or set trainer.device=cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
