@@ -49,6 +49,13 @@ def test_interconnects() -> None:
         interconnect("carrier")
 
 
-def test_a_cpu_is_slower_than_a_gpu() -> None:
-    """The table holds speeds of GPUs by compute capability, and one speed for other devices."""
+@pytest.mark.parametrize("capability, flops", ((8, 1.8e14), (9, 5.8e14), (10, 1.2e15), (7, 6e13), (12, 6e13)))
+def test_speed_of_attention_on_gpus(capability: int, flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table holds one speed per compute capability, and a low one for GPUs that it does not know."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
+    assert attention_flops(torch.device("cuda")) == flops
+
+
+def test_speed_of_attention_on_cpus() -> None:
+    """A CPU computes 50 GFLOP/s."""
     assert attention_flops(torch.device("cpu")) == 5e10

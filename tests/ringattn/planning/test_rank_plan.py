@@ -10,7 +10,7 @@ from ringattn.kernels import interval_mask
 from ringattn.layout import KINDS
 from ringattn.planning import rank_plan as planning
 from ringattn.planning import workload
-from ringattn.planning.cost_model import interconnect
+from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, interconnect
 from ringattn.planning.rank_plan import FIRST_SHARE, BlockPair, get_plan, split_points
 from ringattn.planning.schedule import LocalStep
 from ringattn.planning.workload import (
@@ -94,6 +94,26 @@ def test_the_own_block_is_split_by_work(circulating: str) -> None:
     part = row / 8192
     assert row % 128 == 0
     assert (part**2 if circulating == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_SHARE, abs=0.03)
+
+
+def test_split_points_by_hand() -> None:
+    """The 10 queries of a causal block have 55 pairs. The first 7 queries, or the first 3 keys, have at least 22 of them."""
+    layout = Layout.contiguous(10, 1)
+    assert split_points(Mask.causal(), layout, "queries") == (7,)
+    assert split_points(Mask.causal(), layout, "keys") == (3,)
+    assert split_points(Mask.causal(), Layout.contiguous(1, 2), "queries") == (0, 1)  # rank 0 holds no token
+
+
+def test_flops_of_a_local_step_by_hand() -> None:
+    """Two ranks with 4 tokens each under full attention: 16 pairs per block pair. Queries that circulate cost HBM traffic."""
+    plan = get_plan(Mask.full(), Layout.contiguous(8, 2), 0, CPU)
+    work = workload.Work("forward", 3, workload.RowBytes(state=(0, 7), kv=(0, 0)), pair_flops=5)
+    traffic = FLOPS_PER_HBM_BYTE * 4 * 7  # per row of circulating queries
+    assert plan.flops(work, "kv", LocalStep(0, 1, range(4))) == 3 * 5 * 16
+    assert plan.flops(work, "state", LocalStep(0, 1, range(4))) == 3 * (5 * 16 + 4 * traffic)
+    # A rank's own block is computed in two parts, which count as 40% and 60% of its pairs.
+    assert plan.flops(work, "kv", LocalStep(1, 1, range(3))) == pytest.approx(3 * 5 * 16 * 0.4)
+    assert plan.flops(work, "kv", LocalStep(1, 1, range(3, 4))) == pytest.approx(3 * 5 * 16 * 0.6)
 
 
 def test_a_local_step_gets_the_mask_of_its_rows() -> None:
