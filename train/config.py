@@ -1,7 +1,13 @@
-"""The typed configuration: defaults here < YAML in configs/ < the command line, checked once before anything starts."""
+"""The settings of a run as typed dataclasses, and the checks that run before anything is built.
+
+This module defines the defaults. The YAML files in configs/ override the defaults, and the command line overrides both. The
+comment above each field explains the setting. `None` as a default means that a value is derived, as the comment says.
+"""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from operator import attrgetter
 
 from ringattn import layout
@@ -11,148 +17,234 @@ from ringattn.planning import rank_plan
 
 
 class ConfigError(ValueError):
-    """A setting, file or combination that cannot be honoured: the message says what, why and what to do."""
+    """A setting, a file or a combination of settings is invalid. The message says what is wrong and how to correct it."""
 
 
 def round_up(n: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple
 
 
 @dataclass
 class ModelConfig:
-    """A GPT."""
+    """The shape of the GPT."""
 
-    vocab_size: int | None = None  # None: the tokenizer's; a larger one keeps a model's published size
+    # The number of rows of the embedding table. None: the number of tokens of the tokenizer. Set a larger number to keep the
+    # published size of a model.
+    vocab_size: int | None = None
+    # The number of transformer blocks.
     layers: int = 4
+    # The width of the residual stream.
     dim: int = 128
+    # The number of query heads.
     heads: int = 4
+    # The number of key heads and of value heads. It must divide `heads`. A smaller number than `heads` means grouped-query
+    # attention.
     kv_heads: int = 2
-    head_dim: int | None = None  # None: dim / heads
-    ffn_dim: int | None = None  # None: 8/3 dim, rounded up to a multiple of 64
+    # The width of one head. It must be even and at most 256. None: `dim / heads`.
+    head_dim: int | None = None
+    # The hidden width of the SwiGLU layer. None: 8/3 of `dim`, rounded up to a multiple of 64.
+    ffn_dim: int | None = None
+    # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    rope_factor: float | None = None  # how much slower features turn that turn seldom in rope_trained_len; None: all as ever
-    rope_trained_len: int | None = None  # tokens of the sequences before; given with rope_factor, and only then
-    rope_scaling: str = "llama3"  # llama3 | yarn: which features those are; yarn sharpens attention, too
-    qkv_bias: bool = False  # of queries, keys and values, as in Qwen 2
-    qk_norm: bool = False  # of every head's queries and keys, as in Qwen 3
+    # The factor by which the low rotary frequencies are divided, to extend a model to longer sequences than it was trained on.
+    # It requires `rope_trained_len`. None: all frequencies stay unchanged.
+    rope_factor: float | None = None
+    # The sequence length, in tokens, that the model was trained with before its extension. It is set if and only if
+    # `rope_factor` is set. None: the model is not extended.
+    rope_trained_len: int | None = None
+    # The rule that decides which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn". "yarn" also sharpens
+    # the softmax of attention.
+    rope_scaling: str = "llama3"
+    # Whether the projections to queries, keys and values have a bias, as in Qwen 2.
+    qkv_bias: bool = False
+    # Whether the queries and keys of each head are normalised, as in Qwen 3.
+    qk_norm: bool = False
+    # The constant that RMSNorm adds to the mean square for numerical stability.
     norm_eps: float = 1e-5
+    # Whether the embedding and the output head share one weight matrix.
     tie_embeddings: bool = True
-    window: int | None = None  # keys a query may see, itself included; None: all before it
+    # The sliding window: the number of most recent tokens that a token attends to, including itself. None: a token attends to
+    # all earlier tokens.
+    window: int | None = None
 
     @property
     def resolved_head_dim(self) -> int:
-        """Of a head: `head_dim`, where it is given."""
+        """The width of one head: `head_dim` if it is set, otherwise its default."""
         return self.head_dim or self.dim // self.heads
 
     @property
     def resolved_ffn_dim(self) -> int:
-        """Between the two layers of SwiGLU: `ffn_dim`, where it is given."""
+        """The hidden width of the SwiGLU layer: `ffn_dim` if it is set, otherwise its default."""
         return self.ffn_dim or round_up(8 * self.dim // 3, 64)
 
 
 @dataclass
 class DataConfig:
-    """Where documents come from and how they are cut into sequences."""
+    """The text, the tokenizer, and how documents are packed into sequences."""
 
-    source: str = "stdlib"  # stdlib | text | jsonl | parquet | hub
-    path: str | None = None  # a file or glob for text, jsonl, parquet; a dataset name for hub
-    subset: str | None = None  # hub: the dataset's configuration
+    # The kind of text: "stdlib" (the source code of Python's standard library), "text" (one document per file), "jsonl" (one
+    # document per line), "parquet" (one document per row) or "hub" (a dataset of the Hugging Face hub).
+    source: str = "stdlib"
+    # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path, which
+    # only "stdlib" accepts.
+    path: str | None = None
+    # The configuration of a dataset of the hub that has several. None: its default configuration.
+    subset: str | None = None
+    # The part of the text to train on: a split such as "train", or a slice of one such as "train[:95%]".
     split: str = "train"
-    # of held-out text, whose loss is taken now and then: where both are None there is none
-    eval_split: str | None = None  # another split, or part of one as 'train[95%:]'; None: train
-    eval_path: str | None = None  # other files, or another dataset; None: those of training
+    # The split of the held-out text, or a slice of one such as "train[95%:]". None: "train" if `eval_path` is set. Without
+    # `eval_split` and `eval_path` there is no held-out text and no evaluation.
+    eval_split: str | None = None
+    # The files or the dataset of the held-out text. None: those of `path`.
+    eval_path: str | None = None
+    # The column with the text, for "jsonl", "parquet" and "hub".
     column: str = "text"
-    tokenizer: str = "bytes"  # bytes | the path of a tokenizer.json
-    seq_len: int = 1024  # tokens a sequence, over all ranks of its ring
-    mask_documents: bool = True  # a token sees its own document only
-    seed: int = 0  # of the order of documents, reshuffled every epoch
+    # The tokenizer: "bytes", or the path of a tokenizer.json.
+    tokenizer: str = "bytes"
+    # The number of tokens of a sequence, summed over all ranks that share the sequence.
+    seq_len: int = 1024
+    # Whether a token attends only to tokens of its own document. If false, a token attends to all earlier tokens of the
+    # sequence.
+    mask_documents: bool = True
+    # The seed of the order of the documents. Every epoch has another order.
+    seed: int = 0
 
     @property
-    def origin(self) -> str:
-        """Where documents come from, as on the command line."""
+    def description(self) -> str:
+        """The source and the path, written as on the command line."""
         return f"data.source={self.source}" + (f" data.path={self.path}" if self.path else "")
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """The held-out text as a corpus of its own."""
+        """The settings of the held-out text as a corpus of its own, or None if there is no held-out text."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
-        return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)  # the same text for every seed
+        # Every seed is evaluated on the same text.
+        return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)
 
 
 @dataclass
 class ParallelConfig:
-    """How the ranks share the work: a mesh of data-parallel x ring x Ulysses ranks, parameters sharded over all."""
+    """How the ranks share the work: a mesh of data-parallel x ring x Ulysses ranks, with parameters sharded over all ranks."""
 
-    ring: int | None = None  # ranks that share one sequence; None: all ranks
-    ulysses: int | None = 1  # of these, how many exchange heads, so that the ring has fewer hops; None: the fastest by forecast
-    layout: str = "auto"  # contiguous | zigzag | striped | auto: the least work for the busiest rank, at every step
-    schedule: str = "auto"  # auto | state | kv
-    kernel: str = "auto"  # auto | hopper | triton | blockwise | reference
-    # recompute blocks in the backward, attention excepted; None: where a GPU's memory would else be short
+    # The number of ranks that share one sequence. It must divide the number of ranks. None: all ranks.
+    ring: int | None = None
+    # The number of ranks, of those that share a sequence, that exchange heads by all-to-all (Ulysses). A larger number means
+    # a ring with fewer hops. None: the number for which the cost model predicts the shortest time.
+    ulysses: int | None = 1
+    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". "auto" picks, for the mask of every
+    # step, the layout with the least work for the busiest rank.
+    layout: str = "auto"
+    # The tensors that circulate on the ring: "state" (queries and partial results), "kv" (keys and values) or "auto" (the
+    # faster of the two according to the cost model).
+    schedule: str = "auto"
+    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
+    # device and the shapes).
+    kernel: str = "auto"
+    # Whether to recompute the blocks, except for attention, in the backward pass. This saves memory. None: only if a GPU
+    # would otherwise be short of memory.
     activation_checkpointing: bool | None = None
-    timeout_s: int = 600  # of a collective, and of a hop unless RINGATTN_TIMEOUT is set
+    # The number of seconds after which a collective that does not complete fails. The limit also applies to each hop of the
+    # ring, unless the environment variable RINGATTN_TIMEOUT is set.
+    timeout_s: int = 600
 
 
 @dataclass
 class OptimConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
 
+    # The peak learning rate.
     lr: float = 2e-3
+    # The decay rates of AdamW's averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
+    # The constant that AdamW adds to its denominator for numerical stability.
     eps: float = 1e-8
+    # The weight decay of matrices. Biases and the scales of norms do not decay.
     weight_decay: float = 0.1
-    clip: float | None = 1.0  # global gradient norm; None: as it comes
-    schedule: str = "cosine"  # cosine | wsd
-    warmup_steps: int | None = None  # None: a tenth of the steps
-    decay_fraction: float = 0.2  # wsd: the share of the steps, at the end, over which lr falls
+    # The largest global gradient norm. Larger gradients are scaled down to this norm. None: gradients are not clipped.
+    clip: float | None = 1.0
+    # The shape of the learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
+    schedule: str = "cosine"
+    # The number of steps in which the learning rate rises linearly to `lr`. None: a tenth of `trainer.steps`.
+    warmup_steps: int | None = None
+    # For "wsd", the fraction of all steps, at the end of the run, in which the learning rate falls.
+    decay_fraction: float = 0.2
+    # The learning rate of the last step, as a fraction of `lr`.
     min_lr_ratio: float = 0.1
 
 
 @dataclass
 class TrainerConfig:
-    """One run: how long, on what, and what it leaves behind."""
+    """The length of a run, its device, its checkpoints and its results."""
 
+    # The number of optimizer steps of the whole run.
     steps: int = 300
-    batch_size: int = 2  # sequences a data-parallel rank and micro-step
-    accumulate: int = 1  # micro-steps an optimizer step
-    seed: int = 0  # of the initial parameters
-    device: str = "auto"  # auto | cpu | cuda
-    precision: str = "auto"  # auto (bf16 on cuda, else fp32) | fp32 | bf16
-    deterministic: bool = False  # the same bits in every run; slower: the backward of attention on Hopper by 1.4 to 1.5 times
-    compile: bool | None = None  # fuse what lies around attention, and the loss, with torch.compile; None: on cuda
-    checkpoint_every: int = 50  # steps; 0: only at the end
+    # The number of sequences per data-parallel rank and micro-step.
+    batch_size: int = 2
+    # The number of micro-steps whose gradients are accumulated in one optimizer step.
+    accumulate: int = 1
+    # The seed of the initial parameters.
+    seed: int = 0
+    # The device: "cpu", "cuda" or "auto" (CUDA if it is available).
+    device: str = "auto"
+    # The precision of the forward and the backward pass: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters
+    # and optimizer state are always fp32.
+    precision: str = "auto"
+    # Whether to use only operations that give the same bits in every run. On Hopper GPUs, the backward pass of attention then
+    # takes 1.4 to 1.5 times as long.
+    deterministic: bool = False
+    # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
+    compile: bool | None = None
+    # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
+    checkpoint_every: int = 50
+    # The number of checkpoints that are kept. Older checkpoints are removed.
     keep_checkpoints: int = 2
-    eval_every: int = 50  # steps between evaluations of held-out text (data.eval_split); 0: only at the end
-    eval_tokens: int = 16_384  # of an evaluation at least, in whole sequences, always the same; fewer if there are not so many
-    time_limit_s: float | None = None  # since the launch, after which the run ends with its step, or the next, and is saved
-    # auto (the newest in this run's directory, if any) | never | the path of a checkpoint: of another run to begin from it, of
-    # this one to go back to it
+    # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
+    eval_every: int = 50
+    # The smallest number of tokens of an evaluation. Whole sequences are evaluated, always the same ones. If the held-out
+    # text is shorter, all of it is evaluated.
+    eval_tokens: int = 16_384
+    # The number of seconds after its launch at which a run stops. The run completes its current step, saves a checkpoint and
+    # exits. None: no limit.
+    time_limit_s: float | None = None
+    # The checkpoint to resume: "auto" (the latest one of this run, if any), "never", or the path of a checkpoint. A path to
+    # a checkpoint of another run starts a branch of that run. A path to a checkpoint of this run goes back to it.
     resume: str = "auto"
-    # the path of a checkpoint, or of a model in Hugging Face's format, with whose parameters a run begins, with steps,
-    # optimizer and data of its own: to train on with longer sequences, or on other text
+    # The path of a checkpoint, or of a folder with a model in Hugging Face's format, whose weights a new run starts from.
+    # Steps, optimizer and data start from the beginning. Use this to train on with longer sequences or on other text. None:
+    # random weights.
     init_from: str | None = None
+    # The number of steps between two lines on the console. Every step is written to metrics.jsonl.
     log_every: int = 1
-    sample_tokens: int = 128  # generated at the end, and when a run that has ended is launched again; 0: none
+    # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
+    sample_tokens: int = 128
+    # The text that the generated sample continues.
     sample_prompt: str = "def "
-    peak_tflops: float | None = None  # of one device, for MFU; None: known for the device, else MFU is left out
+    # The peak TFLOP/s of one device, from which the model FLOP utilisation (MFU) is computed. None: the known peak of the
+    # device. If the peak is unknown, MFU is left out.
+    peak_tflops: float | None = None
 
 
 @dataclass
 class LoggerConfig:
-    """Where metrics go besides the console and metrics.jsonl."""
+    """Where metrics are sent in addition to the console and metrics.jsonl."""
 
-    # auto (the environment's WANDB_MODE, else online when logged in, else offline) | online | offline | off
+    # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" follows the environment variable
+    # WANDB_MODE if it is set. Otherwise it means "online" after `wandb login`, and "offline" without a login.
     wandb: str = "auto"
-    project: str | None = None  # None: the environment's WANDB_PROJECT, else ringattn
+    # The project in Weights & Biases. None: the environment variable WANDB_PROJECT, or "ringattn" if it is not set.
+    project: str | None = None
 
 
 @dataclass
 class Config:
-    """A whole run. `name` is its directory under `outputs/`; the same name again resumes it."""
+    """All settings of a run."""
 
-    name: str | None = None  # configs/train.yaml: the time of the launch
+    # The name of the run, which is its directory under `outputs/`. Launching the same name again resumes the run. None is
+    # invalid: without a name on the command line, configs/train.yaml sets the time of the launch.
+    name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -161,6 +253,7 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
+# The valid values of each setting that is a choice.
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
@@ -172,158 +265,149 @@ CHOICES = {
     "trainer.precision": ("auto", "fp32", "bf16"),
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
+
+# The valid range of each setting that is a number, unless the setting is None.
 AT_LEAST_ONE = (
-    *("model.vocab_size", "model.layers", "model.dim", "model.heads", "model.kv_heads", "model.head_dim", "model.ffn_dim"),
-    *("model.rope_factor", "model.rope_trained_len", "model.window"),
-    *("data.seq_len", "parallel.ring", "parallel.ulysses", "parallel.timeout_s"),
-    *("trainer.steps", "trainer.batch_size", "trainer.accumulate"),
-    *("trainer.keep_checkpoints", "trainer.eval_tokens", "trainer.log_every"),
-)
-SEEDS = ("data.seed", "trainer.seed")
+    "model.vocab_size model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.rope_factor "
+    "model.rope_trained_len model.window data.seq_len parallel.ring parallel.ulysses parallel.timeout_s trainer.steps "
+    "trainer.batch_size trainer.accumulate trainer.keep_checkpoints trainer.eval_tokens trainer.log_every"
+).split()
 AT_LEAST_ZERO = (
-    *("optim.warmup_steps", "optim.weight_decay", "optim.min_lr_ratio", *SEEDS),
-    *("trainer.checkpoint_every", "trainer.eval_every", "trainer.sample_tokens"),
-)
-POSITIVE = (
-    *("model.rope_theta", "model.norm_eps", "optim.lr", "optim.eps", "optim.clip"),
-    *("trainer.peak_tflops", "trainer.time_limit_s"),
+    "data.seed optim.warmup_steps optim.weight_decay optim.min_lr_ratio trainer.seed trainer.checkpoint_every "
+    "trainer.eval_every trainer.sample_tokens"
+).split()
+POSITIVE = "model.rope_theta model.norm_eps optim.lr optim.eps optim.clip trainer.peak_tflops trainer.time_limit_s".split()
+SEEDS = ("data.seed", "trainer.seed")
+BOUNDS = (
+    (AT_LEAST_ONE, "at least 1 and finite", lambda value: 1 <= value < math.inf),
+    (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
+    (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
+    (SEEDS, "below 2**63", lambda value: value < 2**63),
 )
 
 
 def check(config: Config, world_size: int) -> None:
-    """Refuse settings that make no sense by themselves or together, before anything is built.
+    """Check every setting by itself, and the settings that depend on each other.
 
     Args:
-        world_size: how many ranks were launched.
+        config: the settings.
+        world_size: the number of ranks that were launched.
 
     Raises:
-        ConfigError: the first setting found wrong.
+        ConfigError: names the first invalid setting.
     """
+    problems = (
+        _check_values(config),
+        _check_data(config.data),
+        _check_model(config.model),
+        _check_parallel(config, world_size),
+        _check_optim(config.optim, config.trainer.steps),
+        _check_trainer(config),
+    )
+    for problem in chain.from_iterable(problems):
+        raise ConfigError(problem)
+
+
+# Each of the following functions yields a message for every invalid setting. `check` raises the first message and stops there,
+# so later checks may rely on earlier ones.
+
+
+def _check_values(config: Config) -> Iterator[str]:
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
         if value not in allowed:
-            raise ConfigError(f"unknown {name}={value}: choose one of {', '.join(allowed)}")
-    for names, bound, holds in (
-        (AT_LEAST_ONE, "at least 1, and finite", lambda value: 1 <= value < math.inf),
-        (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
-        (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
-        (SEEDS, "below 2**63", lambda value: value < 2**63),
-    ):
+            yield f"unknown {name}={value}: choose one of {', '.join(allowed)}"
+    for names, bound, is_valid in BOUNDS:
         for name in names:
             value = attrgetter(name)(config)
-            if value is not None and not holds(value):  # None stands for a default, NaN for nothing
-                raise ConfigError(f"{name}={value} makes no sense: it must be {bound}")
-    if config.trainer.init_from is not None and config.trainer.resume not in ("auto", "never"):
-        raise ConfigError(
-            f"trainer.init_from={config.trainer.init_from} and trainer.resume={config.trainer.resume} contradict each other: a "
-            "run begins with the parameters of one checkpoint, or goes on from one"
-        )
-    if config.trainer.deterministic and config.parallel.kernel == "hopper":
-        raise ConfigError(
-            "trainer.deterministic=true and parallel.kernel=hopper contradict each other: those kernels sum gradients in no "
-            "fixed order; use parallel.kernel=auto"
-        )
-    _check_unused(config)
-    _check_data(config.data)
-    _check_model(config.model)
-    _check_ring(config, world_size)
-    _check_optim(config.optim, config.trainer.steps)
+            # NaN compares false with every number, so it is invalid everywhere.
+            if value is not None and not is_valid(value):
+                yield f"{name}={value}: must be {bound}"
 
 
-def _check_unused(config: Config) -> None:
-    """A setting that nothing would read is a misunderstanding."""
-    trainer, logger = config.trainer, config.logger
-    for name, is_used, needed in (
-        ("trainer.eval_every", config.data.held_out, "held-out text: data.eval_split or data.eval_path"),
-        ("trainer.eval_tokens", config.data.held_out, "held-out text: data.eval_split or data.eval_path"),
-        ("trainer.sample_prompt", trainer.sample_tokens, "a sample: trainer.sample_tokens above 0"),
-        ("logger.project", logger.wandb != "off", "Weights & Biases: logger.wandb other than off"),
-    ):
-        value = attrgetter(name)(config)
-        if not is_used and value != attrgetter(name)(Config()):
-            raise ConfigError(f"{name}={value} has no meaning without {needed}")
-
-
-def _check_data(data: DataConfig) -> None:
-    """What the source has no use for would train on something else than is meant."""
+def _check_data(data: DataConfig) -> Iterator[str]:
+    # A setting that the source does not read would be ignored, and the run would train on other text than the user expects.
     for name in ("path", "eval_path"):
         if data.source == "stdlib" and (path := getattr(data, name)) is not None:
-            raise ConfigError(
-                f"data.{name}={path}, but data.source=stdlib reads no file: choose data=text, jsonl, parquet or hub"
-            )
+            yield f"data.{name}={path}, but data.source=stdlib reads no files: choose data=text, jsonl, parquet or hub"
     if data.source != "hub" and data.subset is not None:
-        raise ConfigError(
-            f"data.subset={data.subset}, but only datasets of the hub have subsets: choose data=hub, or leave it out"
-        )
+        yield f"data.subset={data.subset} requires a dataset of the hub: choose data=hub, or leave it out"
     if data.source in ("stdlib", "text") and data.column != DataConfig.column:
-        raise ConfigError(f"data.column={data.column}, but data.source={data.source} has no columns: leave it out")
+        yield f"data.column={data.column} requires columns, and data.source={data.source} has none: leave it out"
 
 
-def _check_model(model: ModelConfig) -> None:
-    if model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads={model.kv_heads} does not divide model.heads={model.heads}: every key head serves "
-            f"the same number of query heads; choose one of {_divisors(model.heads)}"
-        )
-    if model.head_dim is None and model.dim % model.heads:
-        raise ConfigError(f"model.heads={model.heads} does not divide model.dim={model.dim}: set model.head_dim, or change one")
+def _check_model(model: ModelConfig) -> Iterator[str]:
+    heads, kv_heads, head_dim = model.heads, model.kv_heads, model.resolved_head_dim
+    if heads % kv_heads:
+        yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
+    if model.head_dim is None and model.dim % heads:
+        yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
     for name in ("rope_trained_len", "rope_scaling"):
         if model.rope_factor is None and (value := getattr(model, name)) != getattr(ModelConfig, name):
-            raise ConfigError(f"model.{name}={value} has no meaning without model.rope_factor: set both")
+            yield f"model.{name}={value} requires model.rope_factor: set both, or neither"
     if model.rope_factor is not None and model.rope_trained_len is None:
-        raise ConfigError(
-            f"model.rope_factor={model.rope_factor} slows features that turn seldom in the sequences that the model knew: set "
-            "model.rope_trained_len to their tokens, too"
+        yield (
+            f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the sequence length that the "
+            "model was trained with"
         )
     if model.rope_scaling == "yarn" and model.rope_theta <= 1:
-        raise ConfigError(
-            f"model.rope_theta={model.rope_theta} with model.rope_scaling=yarn, which asks where pairs of features turn slower "
-            "than the ones before: set it above 1"
-        )
-    head_dim = model.resolved_head_dim
+        # YaRN divides by the logarithm of rope_theta, which must be positive.
+        yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling=yarn: raise it"
     if head_dim % 2 or head_dim > MAX_HEAD_DIM:
-        raise ConfigError(
-            f"a head dim of {head_dim}: rotary embeddings turn pairs of features and the kernels hold at most {MAX_HEAD_DIM}, "
-            f"so it must be even and at most {MAX_HEAD_DIM}; set model.head_dim, or change model.dim or model.heads"
+        yield (
+            f"the head dim is {head_dim}: it must be even for rotary embeddings, and at most {MAX_HEAD_DIM} for the kernels; "
+            "set model.head_dim, or change model.dim or model.heads"
         )
 
 
-def _check_ring(config: Config, world_size: int) -> None:
-    ring = config.parallel.ring or world_size
+def _check_parallel(config: Config, world_size: int) -> Iterator[str]:
+    ring, ulysses = config.parallel.ring or world_size, config.parallel.ulysses or 1
+    seq_len, heads = config.data.seq_len, config.model.heads
     if world_size % ring:
-        raise ConfigError(
-            f"parallel.ring={ring} does not divide the {world_size} ranks launched: ranks form a mesh of data-parallel "
-            f"x ring; choose one of {_divisors(world_size)}, or launch another number of ranks"
-        )
-    if config.data.seq_len < ring:
-        raise ConfigError(
-            f"data.seq_len={config.data.seq_len} is a sequence shorter than the ring of {ring} ranks, some of which "
-            f"would hold no token: make it at least {ring}, or lower parallel.ring"
-        )
-    ulysses, heads = config.parallel.ulysses or 1, config.model.heads
+        yield f"parallel.ring={ring} must divide the number of ranks, {world_size}: choose one of {_divisors(world_size)}"
+    if seq_len < ring:
+        yield f"data.seq_len={seq_len} must be at least the number of ranks that share a sequence, {ring}: change one of them"
     if ring % ulysses or heads % ulysses:
-        raise ConfigError(
-            f"parallel.ulysses={ulysses} must divide the {ring} ranks that share a sequence, and model.heads={heads}, which "
-            f"they exchange: choose one of {_divisors(math.gcd(ring, heads))}"
+        yield (
+            f"parallel.ulysses={ulysses} must divide model.heads={heads} and the {ring} ranks that share a sequence: choose "
+            f"one of {_divisors(math.gcd(ring, heads))}"
         )
 
 
-def _check_optim(optim: OptimConfig, steps: int) -> None:
+def _check_optim(optim: OptimConfig, steps: int) -> Iterator[str]:
+    fraction = optim.decay_fraction
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
-        raise ConfigError(f"optim.betas={list(optim.betas)}: AdamW takes two numbers from 0 to below 1, such as [0.9,0.95]")
-    if not 0 < optim.decay_fraction <= 1:
-        raise ConfigError(f"optim.decay_fraction={optim.decay_fraction} is a share of the steps: above 0, at most 1")
-    if optim.schedule != "wsd" and optim.decay_fraction != OptimConfig.decay_fraction:
-        raise ConfigError(
-            f"optim.decay_fraction={optim.decay_fraction}, but a {optim.schedule} schedule has no such phase: choose optim=wsd"
-        )
+        yield f"optim.betas={list(optim.betas)}: must be two numbers from 0 to below 1, such as [0.9,0.95]"
+    if not 0 < fraction <= 1:
+        yield f"optim.decay_fraction={fraction}: must be a fraction of the steps, above 0 and at most 1"
+    if optim.schedule != "wsd" and fraction != OptimConfig.decay_fraction:
+        yield f"optim.decay_fraction={fraction} has no effect on optim.schedule={optim.schedule}: choose optim=wsd"
     if not optim.min_lr_ratio <= 1:
-        raise ConfigError(f"optim.min_lr_ratio={optim.min_lr_ratio} is a share of optim.lr: from 0 to 1")
+        yield f"optim.min_lr_ratio={optim.min_lr_ratio}: must be a fraction of optim.lr, from 0 to 1"
     if (optim.warmup_steps or 0) > steps:
-        raise ConfigError(
-            f"optim.warmup_steps={optim.warmup_steps} exceeds trainer.steps={steps}, so that lr is never reached: "
-            "lower it, or train longer"
+        yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={steps}: lower it, or train longer"
+
+
+def _check_trainer(config: Config) -> Iterator[str]:
+    trainer, no_evaluation = config.trainer, config.data.held_out is None
+    if trainer.init_from is not None and trainer.resume not in ("auto", "never"):
+        yield (
+            f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "
+            "init_from to start a new run from weights, or only resume to continue a run"
         )
+    if trainer.deterministic and config.parallel.kernel == "hopper":
+        # The backward pass of the Hopper kernels accumulates gradients in no fixed order.
+        yield "trainer.deterministic=true is impossible with parallel.kernel=hopper: use parallel.kernel=auto"
+    # A setting that has no effect without another one is an error, because its user expects an effect.
+    for name, is_unused, required in (
+        ("trainer.eval_every", no_evaluation, "data.eval_split or data.eval_path"),
+        ("trainer.eval_tokens", no_evaluation, "data.eval_split or data.eval_path"),
+        ("trainer.sample_prompt", trainer.sample_tokens == 0, "trainer.sample_tokens above 0"),
+        ("logger.project", config.logger.wandb == "off", "another value of logger.wandb than off"),
+    ):
+        value = attrgetter(name)(config)
+        if is_unused and value != attrgetter(name)(Config()):
+            yield f"{name}={value} has no effect alone: it requires {required}"
 
 
 def _divisors(n: int) -> str:
