@@ -1,1 +1,1 @@
-"""Training a long-context GPT on the ring: `torchrun --nproc_per_node=N train/run.py [overrides]`."""
+"""Train a long-context GPT over a ring of ranks: `torchrun --nproc_per_node=N train/run.py [overrides]`."""

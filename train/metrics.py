@@ -1,4 +1,4 @@
-"""What every step did: a line on the console, one in metrics.jsonl, a point in W&B; all on rank 0 alone."""
+"""The metrics of every step: record them on the console, in metrics.jsonl and in Weights & Biases, read them and plot them."""
 
 import json
 import logging
@@ -20,205 +20,215 @@ from ringattn.train.model.flops import utilisation
 
 log = logging.getLogger(__name__)
 
-# The console line, in order; what a step does not know is left out.
-COLUMNS = {
+# The parts of a step's message on the console, in this order. Metrics that a step does not have are left out.
+CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
     "grad_norm": "grad norm {:.3g}",
     "lr": "lr {:.2e}",
-    "tokens_per_s_per_rank": "{:,.0f} tokens/s a rank",
+    "tokens_per_s_per_rank": "{:,.0f} tokens/s per rank",
     "tflops_per_rank": "{:.3g} TFLOP/s",
     "mfu": "MFU {:.1%}",
     "peak_memory_gib": "{:.2f} GiB",
 }
 
-
-WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}  # the environment's, as ours
+# The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
+WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
 
 class Recorder:
-    """Records steps 1, 2, ... `trainer.steps` of a run, `done` of which were taken before.
+    """Record the steps of a run on the console, in metrics.jsonl and in Weights & Biases. Ranks other than 0 record nothing."""
 
-    On ranks other than 0 it does nothing.
-    """
+    def __init__(self, config: Config, directory: Path, done: int = 0, peak_flops: float | None = None) -> None:
+        """Open the files and the W&B run.
 
-    def __init__(self, config: Config, directory: Path, done: int = 0, peak_flops: float | None = None):
+        Args:
+            config: the settings of the run.
+            directory: the directory of the run, which receives metrics.jsonl and the files of W&B.
+            done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl.
+            peak_flops: the peak FLOP/s of one device, for MFU; None to leave MFU out.
+
+        Raises:
+            ConfigError: on rank 0, if `logger.wandb` is "online" and there is no login to W&B.
         """
-        directory: gets metrics.jsonl, of which lines of steps after `done` are dropped, and W&B's files.
-        peak_flops: FLOP/s of one device; None: MFU is left out.
-        Raises ConfigError, on rank 0, when W&B shall be online and is not logged in.
-        """
-        self._active = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._steps, self._every = config.trainer.steps, config.trainer.log_every
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
-        if self._active:
+        if self._is_active:
             directory.mkdir(parents=True, exist_ok=True)
             self._wandb = _start_wandb(config, directory, done)
-            self._file = _reopen(directory / "metrics.jsonl", done)
+            path = directory / "metrics.jsonl"
+            write_atomically(path, "".join(map(_to_json, read(path, until=done))))
+            self._file = open(path, "a")
 
     def log(self, step: int, *, tokens: int, seconds: float, flops: float | None = None, **values: float | None) -> None:
-        """Record a step.
+        """Record one step.
 
-        step: from 1, how many are done.
-        tokens: of this step, on all ranks together.
-        seconds: this step took.
-        flops: model FLOPs of this step, on all ranks together.
-        values: what else is known, as `loss`, `grad_norm`, `lr`, `total_tokens` (up to here, what the loss is plotted
-            over) and `peak_memory_gib`; None is left out.
+        Args:
+            step: the number of the step, from 1.
+            tokens: the number of tokens of the step, on all ranks together.
+            seconds: the time that the step took.
+            flops: the model FLOPs of the step, on all ranks together.
+            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, and `total_tokens` (the number of
+                tokens that the run has consumed so far, over which the loss is plotted). Metrics that are None are left out.
         """
-        if not self._active:
+        if not self._is_active:
             return
-        rates = {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
+        values |= {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
         if flops is not None:
-            rates |= utilisation(flops / seconds / self._ranks, self._peak_flops)
-        row = {"step": step} | {name: value for name, value in (values | rates).items() if value is not None}
-        self._file.write(_json_line(row))
+            values |= utilisation(flops / seconds / self._ranks, self._peak_flops)
+        record = {"step": step} | {name: value for name, value in values.items() if value is not None}
+        self._file.write(_to_json(record))
         self._file.flush()
         self._seconds.append(seconds)
-        if step % self._every == 0 or step == self._steps or "eval_loss" in row:
-            log.info(self._line(row))
-        self._send(row)
+        if step % self._every == 0 or step == self._steps or "eval_loss" in record:
+            log.info(self._format(record))
+        self._send_to_wandb(record)
 
     def close(self) -> None:
-        """Finish the file and the W&B run."""
-        if not self._active:
+        """Close metrics.jsonl and the W&B run."""
+        if not self._is_active:
             return
         self._file.close()
         if self._wandb is not None:
             try:
                 self._wandb.finish()
-            except Exception as error:  # whatever it is, the run itself is done
+            except Exception as error:  # The run itself is complete, whatever has failed.
                 log.warning("W&B: %s", error)
 
-    def _line(self, row: dict[str, float]) -> str:
-        width = len(str(self._steps))
-        remaining = (self._steps - row["step"]) * statistics.median(self._seconds)  # the first step, slow, counts little
-        known = [form.format(row[name]) for name, form in COLUMNS.items() if name in row]
-        return "  ".join([f"step {row['step']:>{width}}/{self._steps}", *known, f"ETA {timedelta(seconds=round(remaining))}"])
+    def _format(self, record: dict[str, float]) -> str:
+        """Return the message on the console."""
+        # The median is not affected by the first step, which is slow.
+        remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
+        known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
+        step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
+        return "  ".join([step, *known, f"ETA {timedelta(seconds=round(remaining))}"])
 
-    def _send(self, row: dict[str, float]) -> None:
+    def _send_to_wandb(self, record: dict[str, float]) -> None:
         if self._wandb is None:
             return
         try:
-            self._wandb.log(row)
-        except Exception as error:  # a lost curve is no reason to lose a run
-            log.warning("W&B: %s; training goes on without it", error)
+            self._wandb.log(record)
+        except Exception as error:  # Training must not stop because W&B fails.
+            log.warning("W&B: %s; training continues without it", error)
             self._wandb = None
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl up to step `until`; what is no row is left out, such as the half line of a killed run."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    """Return the records of a metrics.jsonl up to and including step `until`.
+
+    Lines that are not records are skipped, such as the last line of a run that was killed while it wrote.
+    """
+    records = []
+    for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            row = json.loads(line)
-            if row["step"] <= until:
-                rows.append(row)
+            record = json.loads(text)
+            if record["step"] <= until:
+                records.append(record)
         except (ValueError, LookupError, TypeError):
             continue
-    return rows
+    return records
 
 
-def plot_loss(path: Path, image: Path) -> None:
-    """Draw the losses in the metrics.jsonl `path` as PNG `image`.
+def _to_json(record: dict[str, float]) -> str:
+    """Return a record as one line of JSON. JSON has no NaN and no infinity, so null replaces them."""
+    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    return json.dumps(finite) + "\n"
 
-    Over tokens, or over steps where tokens are unknown; and, where held-out text was evaluated, its loss at last over how many
-    tokens a token sees.
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file by one with this text. Another process sees either the old file or the complete new one."""
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "w") as file:
+        file.write(text)
+        file.flush()
+        # Without this, a crash of the machine after the renaming could leave an empty file.
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def plot_loss(path: Path, output: Path) -> None:
+    """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
+
+    The left panel shows the loss over tokens, or over steps if the numbers of tokens are unknown. If the held-out text was
+    evaluated, the right panel shows the latest loss on it by context length.
     """
-    from matplotlib.figure import Figure  # not pyplot: no global state, no display; here, as it is slow to import
+    # matplotlib is imported here because the import is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
 
-    rows = [row for row in read(path) if row.get("loss") is not None]
-    evaluated = [row for row in rows if row.get("eval_loss") is not None]
+    records = [record for record in read(path) if record.get("loss") is not None]
+    evaluated = [record for record in records if record.get("eval_loss") is not None]
     figure = Figure(figsize=(11 if evaluated else 7, 4), layout="constrained")
     panels = figure.subplots(1, 2 if evaluated else 1, squeeze=False)[0]
-    x = "total_tokens" if rows and all("total_tokens" in row for row in rows) else "step"
-    panels[0].plot([row[x] for row in rows], [row["loss"] for row in rows], linewidth=1.2, label="training")
+    x = "total_tokens" if records and all("total_tokens" in record for record in records) else "step"
+    panels[0].plot([record[x] for record in records], [record["loss"] for record in records], linewidth=1.2, label="training")
     panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
     if evaluated:
-        panels[0].plot([row[x] for row in evaluated], [row["eval_loss"] for row in evaluated], "o-", label="held-out text")
+        losses = [record["eval_loss"] for record in evaluated]
+        panels[0].plot([record[x] for record in evaluated], losses, "o-", label="held-out text")
         panels[0].legend(frameon=False)
         _plot_by_context(panels[1], evaluated[-1])
     for axes in panels:
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(image, dpi=150)
+    figure.savefig(output, dpi=150)
 
 
-def _plot_by_context(axes, row: dict[str, float]) -> None:
-    """The groups of `evaluate`, at equal distances."""
-    groups = {int(name.removeprefix("eval_loss/")): loss for name, loss in row.items() if name.startswith("eval_loss/")}
+def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
+    """Plot the loss of each group of `evaluate`, with equal distances between the groups."""
+    groups = {int(name.removeprefix("eval_loss/")): loss for name, loss in record.items() if name.startswith("eval_loss/")}
     axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
     axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])
-    axes.set_xlabel(f"tokens that a token sees before it, at least (held-out text, step {row['step']})")
+    axes.set_xlabel(f"minimum context length in tokens (held-out text, step {record['step']})")
     axes.tick_params("x", rotation=45)
 
 
-def _json_line(row: dict[str, float]) -> str:
-    """JSON knows no NaN: null stands for it."""
-    finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()}
-    return json.dumps(finite) + "\n"
-
-
-def _reopen(path: Path, done: int):
-    """The file, open for appending, with the steps up to `done` alone."""
-    write_whole(path, "".join(map(_json_line, read(path, until=done))))
-    return open(path, "a")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace the file by one of this text, which is never there in part."""
-    temporary = path.with_suffix(".tmp")
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _start_wandb(config: Config, directory: Path, done: int):
-    """The W&B run, or None. A resumed run goes on with the one it began."""
+def _start_wandb(config: Config, directory: Path, done: int) -> Any:
+    """Return the W&B run, or None if there is none. A resumed run continues its earlier W&B run."""
     choice = config.logger.wandb
     if choice == "auto":
         choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
     if choice == "off":
         return None
-    import wandb  # here, as it is slow to import
+    import wandb  # This import is slow.
 
     wandb.setup(settings=wandb.Settings(silent=True))
-    if choice != "offline" and not _logged_in(wandb):
+    if choice != "offline" and not _is_logged_in(wandb):
         if choice == "online":
-            raise ConfigError("logger.wandb=online: W&B is not logged in; run `wandb login`, or use offline or auto")
+            raise ConfigError("logger.wandb=online requires a login to W&B: run `wandb login`, or use offline or auto")
         choice = "offline"
-    file = directory / "wandb_id"
-    if not (done and file.exists()):
-        file.write_text(secrets.token_hex(4))
+    id_file = directory / "wandb_id"
+    if not (done and id_file.exists()):
+        id_file.write_text(secrets.token_hex(4))
     project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    name, group = _names(config.name, directory)
-    settings = dict(project=project, name=name, group=group, id=file.read_text(), config=asdict(config))
+    name, group = _wandb_name_and_group(config.name, directory)
+    options = dict(project=project, name=name, group=group, id=id_file.read_text(), config=asdict(config))
+    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            quiet = wandb.Settings(silent=True, console="off", init_timeout=30)
-            run = wandb.init(dir=directory, mode=mode, resume="allow", settings=quiet, **settings)
-            # after resuming, steps come again, which W&B's own step counter would drop
+            run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options)
+        except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
+            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
+            wandb.teardown()  # Otherwise the next attempt would find the id of the run in use.
+        else:
+            # A resumed run records some steps a second time. W&B's own step counter would drop them.
             run.define_metric("*", step_metric="step")
             return run
-        except Exception as error:  # no network, a wrong key, a full disk: training does not need it
-            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # or the next try finds the run's id in use
     return None
 
 
-def _names(name: str | None, directory: Path) -> tuple[str | None, str | None]:
-    """(a run's name in W&B, its group): the jobs of a sweep, whose directories are numbers, share a name."""
+def _wandb_name_and_group(name: str | None, directory: Path) -> tuple[str | None, str | None]:
+    """Return the name and the group of a run in W&B. The jobs of a sweep share a name, and their directories are numbers."""
     if name and directory.name.isdecimal() and directory.parent.name == Path(name).name:
         return f"{name}/{directory.name}", name
     return name, None
 
 
-def _logged_in(wandb) -> bool:
+def _is_logged_in(wandb: Any) -> bool:
     if "prompt" in signature(wandb.login).parameters:
         return wandb.login(prompt=False, verify=False)
-    return wandb.api.api_key is not None  # before `prompt`, login would ask
+    # In older releases of W&B, `login` would ask for a key.
+    return wandb.api.api_key is not None

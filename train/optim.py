@@ -1,4 +1,4 @@
-"""AdamW and the learning rate as a function of the step."""
+"""The AdamW optimizer and the learning-rate schedule."""
 
 import math
 
@@ -9,7 +9,7 @@ from ringattn.train.config import OptimConfig
 
 
 def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over the model's parameters; matrices decay, norm weights do not."""
+    """Build AdamW over the parameters of the model. Matrices decay; biases and the scales of norms do not."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -17,24 +17,32 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=fused)
 
 
-def warmup(steps: int, config: OptimConfig) -> int:
-    """Steps until `lr` is reached: a tenth of all, unless they are given."""
+def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
+    """Return the number of warmup steps in a run of `steps` steps: `config.warmup_steps`, or by default `steps` / 10."""
     return steps // 10 if config.warmup_steps is None else config.warmup_steps
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """The learning rate of `step`, counted from 1, in a run of `steps`.
+    """Return the learning rate of one step.
 
-    A straight line from 0 to `lr` over the warmup; then
-        cosine: half a cosine from lr to min_lr_ratio * lr at the last step;
-        wsd: lr held, then a straight line to min_lr_ratio * lr over the last `decay_fraction` of all steps.
+    During the warmup, the learning rate rises linearly from 0 to `config.lr`. After the warmup it depends on `config.schedule`:
+
+        cosine: it falls along half a cosine to min_lr_ratio * lr at the last step.
+        wsd: it stays at lr, then falls linearly to min_lr_ratio * lr in the last `decay_fraction` of all steps. The decay never
+            begins before the warmup has ended.
+
+    Args:
+        step: the number of the step, from 1 to `steps`.
+        steps: the number of steps of the run.
+        config: the settings of the schedule.
     """
-    warmup_steps = warmup(steps, config)
+    warmup_steps = resolve_warmup_steps(steps, config)
     if step <= warmup_steps:
         return config.lr * step / warmup_steps
+    # `scale` falls from 1 to 0 between the end of the warmup or of the stable phase and the last step.
     if config.schedule == "cosine":
-        share = (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))) / 2
+        scale = (1 + math.cos(math.pi * (step - warmup_steps) / (steps - warmup_steps))) / 2
     else:
-        decay = min(round(config.decay_fraction * steps), steps - warmup_steps)
-        share = min((steps - step) / max(decay, 1), 1.0)
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)
+        decay_steps = min(round(config.decay_fraction * steps), steps - warmup_steps)
+        scale = min((steps - step) / max(decay_steps, 1), 1.0)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * scale)

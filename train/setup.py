@@ -1,4 +1,4 @@
-"""A run made of its settings: data, mesh, model and optimizer, each checked against the machine before it is made."""
+"""Build a run from its settings: device, data, mesh, model and optimizer. Each part is checked before the next one is built."""
 
 import gc
 import logging
@@ -20,30 +20,32 @@ from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory
-from ringattn.train.parallel import mesh as parallel
+from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
+from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
+from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Run:
-    """What a job is made of, on this rank."""
+    """The parts of a run on this rank."""
 
     config: Config
     device: torch.device
-    mesh: parallel.Mesh
+    mesh: Mesh
     tokenizer: Tokenizer
     data: PackedDataset
-    held_out: PackedDataset | None  # what is evaluated
-    bf16: bool
-    recompute: bool  # blocks in the backward, attention excepted
+    held_out: PackedDataset | None  # the text for evaluation
+    bf16: bool  # whether the model computes in bf16
+    recompute: bool  # whether the backward pass recomputes the blocks, except for attention
     model: GPT
     optimizer: torch.optim.AdamW
-    peak_flops: float | None  # of one device
-    fetched: tuple[int, list[Batch]] | None = None  # the last batches, and from which sequence on
-    begin: Path | None = None  # where the parameters are that it begins with
-    changed: str = ""  # what is not as those were trained with
-    origin: str | None = None  # the checkpoint of another run that this one began from
+    peak_flops: float | None  # the peak FLOP/s of one device, if known
+    init_from: Path | None  # the initial weights of a new run; None for random weights
+    init_from_changes: str  # the settings that differ from those that the initial weights were trained with
+    parent: str | None = None  # the checkpoint of another run that this run branched from
+    prefetched: tuple[int, list[Batch]] | None = None  # the number of sequences before the latest batches, and these batches
 
     @property
     def sequences_per_step(self) -> int:
@@ -54,91 +56,105 @@ class Run:
         return self.sequences_per_step * self.config.data.seq_len
 
 
-def build(config: Config, begin: Path | None = None) -> Run:
-    """Check the settings against the machine, load the data, and make a sharded model with its optimizer.
+def build(config: Config, init_from: Path | None = None) -> Run:
+    """Check the settings against the machine, load the data, and build the sharded model and its optimizer.
 
-    Parameters to `begin` with are checked, not loaded: before the data, which may take long.
+    Args:
+        config: the settings, which `config.check` has accepted.
+        init_from: the initial weights of a new run. They are only checked here, before the data is loaded, because loading the
+            data may take long.
+
+    Raises:
+        ConfigError: on every rank, if the machine, the files and the settings do not fit together.
     """
-    parallel.set_deterministic(config.trainer.deterministic)  # before the device is in use
-    with parallel.sync_errors():
-        device = parallel.pick_device(config.trainer.device)
+    set_deterministic(config.trainer.deterministic)  # This must come before the first use of the device.
+    with sync_errors():
+        device = pick_device(config.trainer.device)
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-        _choose_kernel(config, device, bf16)
+        choose_backend(config, device, bf16)
         tokenizer = load_tokenizer(config.data.tokenizer)
         if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
-                f"model.vocab_size={config.model.vocab_size} is less than the tokenizer's {tokenizer.vocab_size} tokens: "
-                "leave it out, or raise it"
+                f"model.vocab_size={config.model.vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} tokens: "
+                "raise it, or leave it out"
             )
-        changed = initial_weights.compare(begin, config, tokenizer) if begin else ""
+        init_from_changes = initial_weights.compare(init_from, config, tokenizer) if init_from else ""
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
-    mesh = parallel.build_mesh(device.type, sequence, ulysses)
-    with parallel.sync_errors():
+    mesh = build_mesh(device.type, sequence, ulysses)
+    with sync_errors():
         data = load(config.data, tokenizer)
-    with parallel.sync_errors():  # apart, as in each the other ranks wait for rank 0
+    # The held-out text has a block of its own, because in each block the other ranks wait for rank 0 to fill the cache.
+    with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
-    parallel.set_timeout(mesh, config.parallel.timeout_s)  # only now: to tokenise may take long
-    recompute = _recompute(config, tokenizer, mesh, device, bf16)
-    with parallel.sync_errors():
-        memory.check(_needed_memory(config, tokenizer, mesh, bf16, recompute), device)
+    # Until here the timeout was longer, because tokenising may take long.
+    set_timeout(mesh, config.parallel.timeout_s)
+    recompute = _should_recompute(config, tokenizer, mesh, device, bf16)
+    with sync_errors():
+        memory.check(_estimate_memory(config, tokenizer, mesh, bf16, recompute), device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
-    if compiles(config, device):
-        parallel.compile_blocks(model)
+    if uses_compile(config, device):
+        compile_blocks(model)
     if recompute:
-        parallel.checkpoint_activations(model)
-    parallel.shard(model, mesh, device, config.trainer.seed, bf16)
+        checkpoint_activations(model)
+    shard_model(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    made = config, device, mesh, tokenizer, data, held_out, bf16, recompute, model, optimizer, peak_flops
-    return Run(*made, begin=begin, changed=changed)
+    parts = config, device, mesh, tokenizer, data, held_out, bf16, recompute, model, optimizer, peak_flops
+    return Run(*parts, init_from, init_from_changes)
 
 
-def _choose_kernel(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
-    """Which kernels compute attention, and why.
+def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
+    """Return the attention kernels for these settings, with the reason for the choice.
 
     Raises:
-        ConfigError: those that the settings name cannot.
+        ConfigError: the settings ask for kernels that do not support the device, the precision or the head dim.
     """
     kernel, dim = config.parallel.kernel, config.model.resolved_head_dim
     if device.type == "cpu" and kernel in ("hopper", "triton"):
-        raise ConfigError(f"parallel.kernel={kernel} needs a GPU and this job runs on CPUs: use parallel.kernel=auto")
+        raise ConfigError(f"parallel.kernel={kernel} requires a GPU and this job runs on CPUs: use parallel.kernel=auto")
     try:
         return dispatch.choose_backend(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
     except ValueError as error:
         raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
 
 
-def compiles(config: Config, device: torch.device) -> bool:
+def uses_compile(config: Config, device: torch.device) -> bool:
+    """Return whether torch.compile is used: as `trainer.compile` says, or by default only on CUDA."""
     return device.type == "cuda" if config.trainer.compile is None else config.trainer.compile
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
-    """How many of `sequence` ranks exchange heads, by rank 0's forecast, which leaves out documents: each step has others."""
-    model = config.model
-    shape, dtype = (config.trainer.batch_size, config.data.seq_len), torch.bfloat16 if bf16 else torch.float32
-    counts = model.heads, model.kv_heads
-    q, k = (torch.empty(*shape, heads, model.resolved_head_dim, dtype=dtype, device="meta") for heads in counts)
-    inside, across = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
+    """Return how many of the `sequence` ranks that share a sequence should exchange heads, as rank 0's cost model predicts.
+
+    The prediction does not take documents into account, because every step has other documents.
+    """
+    model, dtype = config.model, torch.bfloat16 if bf16 else torch.float32
+    # The cost model reads only shapes and dtypes, so the tensors need no memory.
+    q, k = (
+        torch.empty(config.trainer.batch_size, config.data.seq_len, n, model.resolved_head_dim, dtype=dtype, device="meta")
+        for n in (model.heads, model.kv_heads)
+    )
+    within_host, across_hosts = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)
     best = best_ulysses_degree(
         *(q, k, k),
         mask=Mask.causal(model.window),
         ranks=sequence,
-        host=parallel.local_ranks(),
-        near=interconnect(inside, flops=speed),
-        far=interconnect(across, one_host=False, flops=speed),
+        host=ranks_per_host(),
+        near=interconnect(within_host, flops=speed),
+        far=interconnect(across_hosts, one_host=False, flops=speed),
         layout=config.parallel.layout,
         schedule=config.parallel.schedule,
     )
-    return parallel.broadcast_object(best)
+    return broadcast_object(best)
 
 
 def _free_memory(device: torch.device) -> None:
-    """Give back what an earlier job of a sweep has left, and measure the peak anew."""
+    """Free the memory that an earlier job of a sweep has left, and reset the measurement of peak memory."""
     gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
@@ -146,51 +162,57 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _recompute(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, device: torch.device, bf16: bool) -> bool:
-    """Whether blocks are recomputed in the backward: as the settings say, or by the memory of rank 0's GPU."""
+def _should_recompute(config: Config, tokenizer: Tokenizer, mesh: Mesh, device: torch.device, bf16: bool) -> bool:
+    """Return whether the backward pass recomputes the blocks: as the settings say, or if the memory of rank 0 is short."""
     if config.parallel.activation_checkpointing is not None:
         return config.parallel.activation_checkpointing
-    return parallel.broadcast_object(memory.is_tight(_needed_memory(config, tokenizer, mesh, bf16, recompute=False), device))
+    needed = _estimate_memory(config, tokenizer, mesh, bf16, recompute=False)
+    return broadcast_object(memory.is_tight(needed, device))
 
 
-def _needed_memory(config: Config, tokenizer: Tokenizer, mesh: parallel.Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
-    rows = config.trainer.batch_size * _rows(config, mesh)
-    exchanged = mesh.ulysses.size() > 1
-    compiled = compiles(config, torch.device(mesh.all.device_type))
+def _estimate_memory(config: Config, tokenizer: Tokenizer, mesh: Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
+    """Return the estimated bytes that this rank needs, by purpose."""
+    tokens = config.trainer.batch_size * _tokens_per_rank(config, mesh)
+    uses_ulysses = mesh.ulysses.size() > 1
+    compiled = uses_compile(config, torch.device(mesh.all.device_type))
     return memory.estimate(
-        config.model, recompute, tokenizer.vocab_size, rows, dist.get_world_size(), bf16, exchanged, compiled
+        config.model, recompute, tokenizer.vocab_size, tokens, dist.get_world_size(), bf16, uses_ulysses, compiled
     )
 
 
-def _rows(config: Config, mesh: parallel.Mesh) -> int:
-    """About how many rows of a sequence a rank holds."""
+def _tokens_per_rank(config: Config, mesh: Mesh) -> int:
+    """Return the approximate number of tokens of a sequence that one rank holds."""
     return -(-config.data.seq_len // mesh.sequence.size())
 
 
 def describe(run: Run, directory: Path) -> None:
-    """Log what the settings amount to."""
+    """Log what the settings mean for this run."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
-    kernel = _choose_kernel(config, run.device, run.bf16)
-    needed = sum(_needed_memory(config, run.tokenizer, run.mesh, run.bf16, run.recompute).values())
+    kernel = choose_backend(config, run.device, run.bf16)
+    needed = sum(_estimate_memory(config, run.tokenizer, run.mesh, run.bf16, run.recompute).values())
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
-    lines = {
+    sequences = f"{run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens per epoch"
+    if run.held_out:
+        sequences += f", {run.held_out.sequences_per_epoch:,} held-out sequences"
+    entries = {
         "directory": directory,
         "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
-        "data": f"{config.data.origin}, {run.data.sequences_per_epoch:,} sequences of {seq_len:,} tokens an epoch"
-        + (f", {run.held_out.sequences_per_epoch:,} held out" if run.held_out else ""),
+        "data": f"{config.data.description}, {sequences}",
         "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
-        "ring": f"layout {config.parallel.layout}, {_rows(config, mesh):,} rows a rank, schedule {config.parallel.schedule}",
+        "ring": f"layout {config.parallel.layout}, {_tokens_per_rank(config, mesh):,} tokens per rank, "
+        f"schedule {config.parallel.schedule}",
         "kernel": f"{kernel.backend}: {kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
-        "FLOPs": f"{flops_per_token:.3g} a token, in a sequence of one document",
-        "memory": f"about {needed / memory.GIB:.1f} GiB a rank"
-        + (", blocks but for their attention computed again in the backward" if run.recompute else ""),
+        "FLOPs": f"{flops_per_token:.3g} per token, for a sequence of one document",
+        "memory": f"about {needed / memory.GIB:.1f} GiB per rank"
+        + (", with blocks except attention recomputed in the backward pass" if run.recompute else ""),
     }
-    if run.begin:
-        lines["parameters"] = f"of {run.begin}" + (f", which was trained with {run.changed}" if run.changed else "")
-    for name, value in lines.items():
+    if run.init_from:
+        changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""
+        entries["weights"] = f"from {run.init_from}{changes}"
+    for name, value in entries.items():
         log.info(f"{name:<12}{value}")

@@ -1,4 +1,4 @@
-"""One optimizer step: which sequences, who holds which of their tokens, the loss, and the update."""
+"""One optimizer step: the batches of this rank, the layout of their tokens, the loss and the update."""
 
 import math
 from collections.abc import Callable
@@ -14,107 +14,138 @@ from ringattn.train.config import Config
 from ringattn.train.data.packing import Batch
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
-from ringattn.train.parallel import mesh as parallel
-from ringattn.train.setup import Run, compiles
+from ringattn.train.parallel.mesh import Mesh
+from ringattn.train.setup import Run, uses_compile
 
 
 class Diverged(RuntimeError):
-    """The loss or the gradients are not finite: going on would only write bad checkpoints."""
+    """The loss or the gradient norm is not finite. Further steps would only write unusable checkpoints."""
 
 
 def take_step(
-    run: Run, step: int, consumed: int, asked_to_stop: Callable[[], bool] = lambda: False
+    run: Run, step: int, consumed: int, stop_requested: Callable[[], bool] = lambda: False
 ) -> tuple[dict[str, float], bool]:
-    """One optimizer step on the sequences from `consumed` on.
+    """Take one optimizer step. All ranks call this function together.
 
     Args:
-        step: from 1.
-        asked_to_stop: whether this rank was.
+        run: the run, whose model and optimizer are updated in place.
+        step: the number of the step, from 1.
+        consumed: the number of sequences that earlier steps consumed.
+        stop_requested: returns whether this rank should stop after this step.
 
     Returns:
-        loss (nats a token), grad_norm (before clipping), lr, flops (of all ranks); and whether any rank was asked to stop.
+        The record of the step, and whether any rank should stop. The record contains `loss` (nats per token), `grad_norm`
+        (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Both are equal on all ranks.
+
+    Raises:
+        Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
     """
-    batches = fetch(run, consumed)
+    batches = load_batches(run, consumed)
     masks = [mask_of(run.config, batch) for batch in batches]
-    totals = torch.tensor([[int((batch.labels != IGNORE).sum()) for batch in batches], list(map(_pairs, masks, batches))])
+    num_labels = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+    num_pairs = sum(map(count_pairs, masks, batches))
+    totals = torch.tensor([num_labels, num_pairs])
     dist.all_reduce(totals, group=run.mesh.dp.get_group())
-    num_valid, num_pairs = totals.sum(1).tolist()
-    sums = torch.zeros(2, device=run.device)  # the loss, and how many ranks were asked to stop
+    num_labels, num_pairs = totals.tolist()
+
+    # One all-reduce sums both the loss and the number of ranks that should stop.
+    sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
-        share = share_of_loss(run, batch, mask, num_valid)
-        # in this thread: another one would be woken for every backward, and hold Python's lock in turns with it
+        loss = rank_loss(run, batch, mask, num_labels)
+        # The backward pass runs in this thread. A thread of autograd would have to be woken for every backward pass, and would
+        # compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
-            share.backward()
-        sums[0] += share.detach()
-    if asked_to_stop():
+            loss.backward()
+        sums[0] += loss.detach()
+    if stop_requested():
         sums[1] = 1
     dist.all_reduce(sums)
-    most = math.inf if run.config.optim.clip is None else run.config.optim.clip
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), most).full_tensor()
+    clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
+    # The CPU prepares the next step now, because the first read of a result, just below, waits for the GPU.
     if step < run.config.trainer.steps:
-        prepare(run, consumed + run.sequences_per_step, masks[-1])
-    loss, num_asked = sums.tolist()
+        prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
+    loss, num_stopping = sums.tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped before this "
             "update: lower optim.lr, raise optim.warmup_steps, or resume from an earlier checkpoint"
         )
+
     lr = optim.learning_rate(step, run.config.trainer.steps, run.config.optim)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
     total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
-    return {"loss": loss, "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops}, num_asked > 0
+    return {"loss": loss, "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops}, num_stopping > 0
 
 
-def fetch(run: Run, consumed: int) -> list[Batch]:
-    """This rank's whole sequences of a step, one batch a micro-step.
+def load_batches(run: Run, consumed: int) -> list[Batch]:
+    """Return this rank's batches of one step, one per micro-step, with whole sequences.
 
-    In each micro-step every data-parallel rank takes the next `batch_size` sequences; the ranks of a ring share them.
+    In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a sequence
+    load the same batch.
     """
-    if run.fetched and run.fetched[0] == consumed:
-        return run.fetched[1]
+    if run.prefetched and run.prefetched[0] == consumed:
+        return run.prefetched[1]
     size, dp = run.config.trainer.batch_size, run.mesh.dp
-    starts = [
-        consumed + (micro_step * dp.size() + dp.get_local_rank()) * size for micro_step in range(run.config.trainer.accumulate)
-    ]
-    run.fetched = consumed, [run.data.batch(range(start, start + size)) for start in starts]
-    return run.fetched[1]
+    first = consumed + dp.get_local_rank() * size
+    starts = [first + micro_step * dp.size() * size for micro_step in range(run.config.trainer.accumulate)]
+    run.prefetched = consumed, [run.data.batch(range(start, start + size)) for start in starts]
+    return run.prefetched[1]
 
 
-def prepare(run: Run, consumed: int, last: Mask) -> None:
-    """Fetch and plan the next step while GPUs still work on this one, the mask of whose last micro-step is `last`."""
-    mask = mask_of(run.config, fetch(run, consumed)[0])
-    layout, like = (layout_of(run.config, run.mesh, x).whole for x in (mask, last))
-    plan_ahead(mask, layout, (last, like), group=run.mesh.ring.get_group(), device=run.device)
+def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
+    """Load the batches of the next step and plan its attention, while the GPU is still working on the current step.
+
+    Args:
+        run: the run.
+        consumed: the number of sequences that are consumed before the next step.
+        current: the mask of the last micro-step of the current step.
+    """
+    upcoming = mask_of(run.config, load_batches(run, consumed)[0])
+    layout, current_layout = (layout_of(run.config, run.mesh, mask).whole for mask in (upcoming, current))
+    plan_ahead(upcoming, layout, (current, current_layout), group=run.mesh.ring.get_group(), device=run.device)
 
 
 def mask_of(config: Config, batch: Batch) -> Mask:
-    """Which tokens of a batch see each other."""
+    """Return the attention mask of a batch: causal, with the sliding window and the documents that the settings ask for."""
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
 
 
-def layout_of(config: Config, mesh: parallel.Mesh, mask: Mask) -> Layout:
-    """Which tokens of a batch each rank of a sequence holds."""
+def layout_of(config: Config, mesh: Mesh, mask: Mask) -> Layout:
+    """Return the layout: which tokens of a sequence each of the ranks that share it holds."""
     kind, seq_len, ring = config.parallel.layout, config.data.seq_len, mesh.ring.size()
     whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
     return whole.split(mesh.ulysses.size())
 
 
-def _pairs(mask: Mask, batch: Batch) -> int:
+def count_pairs(mask: Mask, batch: Batch) -> int:
+    """Return the number of (query, key) pairs that the mask allows, summed over the sequences of the batch."""
     pairs = mask.pairs(batch.tokens.shape[1])
-    return sum(pairs) * (len(batch.tokens) // len(pairs))  # one entry stands for all rows where they share the mask
+    # A mask without documents has one entry, which applies to every sequence.
+    return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
-def share_of_loss(run: Run, batch: Batch, mask: Mask, num_valid: int) -> Tensor:
-    """The loss on this rank's rows of the batch, divided by the number of valid labels of the whole step."""
-    options = dict(vocab_size=run.tokenizer.vocab_size, num_valid=max(num_valid, 1), compiled=compiles(run.config, run.device))
+def rank_loss(run: Run, batch: Batch, mask: Mask, num_labels: int) -> Tensor:
+    """Return the summed loss of this rank's tokens of the batch, divided by `num_labels`.
+
+    `num_labels` is the number of labels of the whole step on all ranks, so the sum over all ranks and micro-steps is the mean
+    loss per token.
+    """
+    options = dict(
+        vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=uses_compile(run.config, run.device)
+    )
     return forward(run, batch, mask, layout_of(run.config, run.mesh, mask), partial(cross_entropy, **options))
 
 
-def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, finish: Callable[..., Tensor]) -> Tensor:
-    """What `finish(hidden, head, labels=...)` makes of this rank's rows of the batch, which `layout` gives it."""
+def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
+    """Run the model on this rank's tokens of the batch, which `layout` selects.
+
+    Returns:
+        `loss_fn(hidden, head, labels=labels)` of the last hidden states, the weight of the output head, and the labels.
+    """
     rank = run.mesh.sequence.get_local_rank()
     attend = partial(
         ulysses_attention,
@@ -127,4 +158,4 @@ def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, finish: Callable
         recompute_all_to_all=run.recompute,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
-    return run.model(tokens, layout.positions(rank).to(run.device), attend, partial(finish, labels=labels))
+    return run.model(tokens, layout.positions(rank).to(run.device), attend, partial(loss_fn, labels=labels))
