@@ -1,4 +1,4 @@
-"""Jobs of a small model, for tests that call the parts of the training loop themselves."""
+"""Settings of a small run, for tests that call the parts of the training code themselves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,14 +6,22 @@ from contextlib import contextmanager
 import torch
 
 from ringattn.train.config import Config, DataConfig, LoggerConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
-from ringattn.train.parallel import mesh as parallel
+from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks
 
 STEPS = 20
-SEQUENCES = 4  # a step
+SEQUENCES = 4  # per step
 
 
-def job(corpus: str, dp: int, **settings) -> Config:
-    """Four sequences a step, whatever the number of data-parallel ranks, and five held out; 61 tokens divide by no ring."""
+def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
+    """The settings of a run with four sequences per step, whatever the number of data-parallel ranks.
+
+    Five sequences are held out. No ring of several ranks divides the 61 tokens of a sequence evenly.
+
+    Args:
+        corpus: the files to train on, as `write_corpus` returns them.
+        dp: the number of data-parallel ranks.
+        parallel_settings: the settings of `ParallelConfig`.
+    """
     trainer = TrainerConfig(
         steps=STEPS,
         batch_size=1,
@@ -28,7 +36,7 @@ def job(corpus: str, dp: int, **settings) -> Config:
         name="ranks",
         model=ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, window=40),
         data=DataConfig(source="text", path=corpus, seq_len=61, split="train[:90%]", eval_split="train[90%:]"),
-        parallel=ParallelConfig(**settings),
+        parallel=ParallelConfig(**parallel_settings),
         optim=OptimConfig(lr=3e-3, clip=1e9),
         trainer=trainer,
         logger=LoggerConfig(wandb="off"),
@@ -37,11 +45,11 @@ def job(corpus: str, dp: int, **settings) -> Config:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Jobs inside run in this process, which is the only rank."""
+    """A context in which this process is the only rank."""
     threads = torch.get_num_threads()
-    parallel.start()
+    connect_ranks()
     try:
         yield
     finally:
-        parallel.stop()
+        disconnect_ranks()
         torch.set_num_threads(threads)

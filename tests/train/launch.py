@@ -1,11 +1,24 @@
-"""Run train/run.py as a user does, on a corpus and a model that take seconds."""
+"""Run the training command as a user does, on a corpus and a model for which a run takes seconds.
+
+There are three ways, from the cheapest to the most realistic. The fixture `run_command_line` uses this process as the only
+rank, `launch_ranks` forks several processes, and `launch` starts torchrun.
+"""
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+
+import datasets
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from ringattn.train import run
+from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train" / "run.py"
@@ -16,7 +29,7 @@ SMALL = [
 
 
 def write_corpus(directory: Path) -> str:
-    """Forty short documents; returns what data.path takes."""
+    """Write forty short documents to a new directory, and return the value of data.path for them."""
     directory.mkdir(parents=True)
     for i in range(40):
         (directory / f"{i:02}.txt").write_text(
@@ -25,19 +38,60 @@ def write_corpus(directory: Path) -> str:
     return f"{directory}/*.txt"
 
 
+def launch_ranks(
+    ranks: int, directory: Path, *arguments: str, prepare: Callable[[int], None] | None = None
+) -> tuple[bool, str, str]:
+    """Run the training command on several forked processes until all of them have exited.
+
+    Args:
+        ranks: the number of processes.
+        directory: the working directory, in which the processes also write their output.
+        arguments: the arguments of the command.
+        prepare: a function at the top level of a module, which every process calls with its rank before the command starts.
+
+    Returns:
+        Whether all processes exited with status 0, and what all ranks wrote to stdout and to stderr.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    try:
+        run_ranks(_run_as_rank, ranks, directory / "store", directory, port, list(arguments), prepare)
+        succeeded = True
+    except mp.ProcessExitedException:
+        succeeded = False
+    stdout, stderr = ("".join(path.read_text() for path in sorted(directory.glob(f"rank*.{end}"))) for end in ("out", "err"))
+    return succeeded, stdout, stderr
+
+
+def _run_as_rank(directory: Path, port: int, arguments: list[str], prepare: Callable[[int], None] | None) -> None:
+    """Run the training command in this process, with the environment variables that torchrun sets."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for number, suffix in ((1, "out"), (2, "err")):
+        os.dup2(os.open(directory / f"rank{rank}.{suffix}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.chdir(directory)
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    sys.argv = ["train/run.py", *arguments]
+    if prepare is not None:
+        prepare(rank)
+    run.main()
+
+
 def command(ranks: int, script: Path | str, *arguments: str) -> list[str]:
-    """The command line of a job under torchrun."""
+    """The command line of a job under torchrun. The script is a path, or the name of a module."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return [*torchrun, *(["-m", script] if isinstance(script, str) else [str(script)]), *arguments]
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """A cache of its own, so that nothing is found that another test, or the user, has left."""
+    """The environment of a job, with a cache of its own, so that the job does not use text that an earlier job has cached."""
     return {**os.environ, "HF_HOME": str(directory / "cache"), "PYTHONPATH": str(ROOT)}
 
 
 def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SCRIPT) -> subprocess.CompletedProcess:
-    """Run a job in `directory` to its end."""
+    """Run a job under torchrun in a directory, and wait until it has finished."""
     return subprocess.run(
         command(ranks, script, *arguments),
         cwd=directory,
@@ -49,7 +103,7 @@ def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SC
 
 
 def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) -> None:
-    """Start a job and kill -9 all its processes as soon as `when` exists."""
+    """Start a job under torchrun, and kill all its processes with SIGKILL as soon as the file `when` exists."""
     with open(directory / "killed.log", "w") as output:
         process = subprocess.Popen(
             command(ranks, SCRIPT, *arguments),
@@ -62,7 +116,7 @@ def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) ->
             deadline = time.monotonic() + 240
             while not when.exists():
                 assert process.poll() is None, (directory / "killed.log").read_text()
-                assert time.monotonic() < deadline, f"{when} never came"
+                assert time.monotonic() < deadline, f"{when} does not exist"
                 time.sleep(0.02)
         finally:
             kill_tree(process.pid)
@@ -70,18 +124,18 @@ def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) ->
 
 
 def own_errors(stderr: str) -> str:
-    """What the ranks wrote, without the report that torchrun adds when one of them ends with an error."""
+    """What the ranks wrote to stderr, without the report that torchrun adds if a rank exits with an error."""
     return stderr.split("torch/distributed/elastic/")[0]
 
 
 def kill_tree(root: int) -> None:
-    """kill -9 a process and all that descend from it: torchrun gives its ranks sessions of their own."""
+    """Kill a process and all its descendants. Ranks of torchrun are not in its process group, so killing that is not enough."""
     for pid in {root} | descendants(root):
         os.kill(pid, signal.SIGKILL)
 
 
 def descendants(root: int) -> set[int]:
-    """The processes that a process has begun, and those that they have."""
+    """The process ids of the children of a process, of their children, and so on."""
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

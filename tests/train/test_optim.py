@@ -1,3 +1,5 @@
+"""Tests of the learning-rate schedules, and of which parameters decay."""
+
 import pytest
 import torch
 
@@ -7,33 +9,35 @@ from ringattn.train.model.gpt import GPT
 
 
 def rates(steps: int, **settings) -> list[float]:
+    """The learning rates of all steps of a run, for a peak of 1."""
     config = OptimConfig(lr=1.0, **settings)
     return [round(optim.learning_rate(step, steps, config), 4) for step in range(1, steps + 1)]
 
 
-def test_cosine():
+def test_cosine_schedule():
     assert rates(6, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1) == [0.5, 1.0, 0.8682, 0.55, 0.2318, 0.1]
 
 
-def test_wsd():
+def test_wsd_schedule_is_constant_before_its_decay():
     assert rates(10, schedule="wsd", warmup_steps=2, decay_fraction=0.4, min_lr_ratio=0.2) == [
         *(0.5, 1.0, 1.0, 1.0, 1.0, 1.0),
         *(0.8, 0.6, 0.4, 0.2),
     ]
 
 
-def test_decay_never_reaches_into_the_warmup():
+def test_decay_starts_after_the_warmup():
+    """A decay fraction of 1 would otherwise include the warmup."""
     assert rates(4, schedule="wsd", warmup_steps=2, decay_fraction=1.0, min_lr_ratio=0.0) == [0.5, 1.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 @pytest.mark.parametrize("steps", [1, 2, 5, 30])
 @pytest.mark.parametrize("warmup_steps", [None, 0, 1])
-def test_every_rate_lies_between_0_and_lr(schedule, steps, warmup_steps):
+def test_every_rate_is_between_zero_and_the_peak(schedule, steps, warmup_steps):
     assert all(0 < rate <= 1 for rate in rates(steps, schedule=schedule, warmup_steps=warmup_steps))
 
 
-def test_warmup_is_a_tenth_of_the_steps_by_default():
+def test_warmup_takes_a_tenth_of_the_steps_by_default():
     assert rates(100)[:11] == rates(100, warmup_steps=10)[:11]
 
 

@@ -3,28 +3,21 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import datasets
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 import ringattn.attention
-from ringattn import Mask
-from ringattn.kernels import interval_mask
-from ringattn.planning import rank_plan as planning
 from ringattn.train import evaluate, metrics, step
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
-from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig, TrainerConfig
-from ringattn.train.data.packing import Batch, PackedDataset
+from ringattn.train.config import Config, TrainerConfig
 from ringattn.train.generate import generate
-from ringattn.train.model.gpt import GPT, Block
+from ringattn.train.model.gpt import Block
 from ringattn.train.parallel import memory
-from ringattn.train.parallel import mesh as parallel
 from tests.distributed import run_ranks
 from tests.train.jobs import SEQUENCES, STEPS, job, one_rank
 from tests.train.launch import write_corpus
@@ -49,7 +42,7 @@ def greedy(config: Config, prompt: list[int]) -> list[int]:
     return generate(run.model, prompt, 8, **options, vocab_size=256, eos=256)  # eos is out of reach: no text ends early
 
 
-@patch.object(evaluate, "FEWEST", 8)
+@patch.object(evaluate, "SHORTEST_CONTEXT", 8)
 def work(corpus: str, directory: Path) -> None:
     """All jobs of this world size: 20 steps, gradients and a few tokens for every ring that divides it."""
     world_size = dist.get_world_size()
@@ -153,52 +146,6 @@ def test_the_same_text_is_generated(results, ring):
     assert [len(tokens) for tokens in alone] == [8, 9, 48]
 
 
-def check_one_choice() -> None:
-    """On every rank, where each would choose otherwise."""
-    run_setup.best_ulysses_degree = lambda *args, **options: 1 + dist.get_rank()
-    assert run_setup._best_ulysses(Config(), 2, torch.device("cpu"), bf16=False) == 1
-
-
-def test_all_ranks_exchange_heads_as_rank_0_says(tmp_path):
-    run_ranks(check_one_choice, 2, tmp_path / "store")
-
-
-@pytest.mark.parametrize(("window", "ranks", "ulysses"), [(None, 4, 4), (None, 16, 8), (1024, 4, 1), (1024, 16, 1)])
-def test_heads_are_exchanged_where_the_forecast_says(window, ranks, ulysses, monkeypatch):
-    """GPUs of one host, and of two of eight; the layout of a window follows from its mask."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
-    monkeypatch.setattr(run_setup, "attention_flops", lambda device: 5.8e14)
-    monkeypatch.setattr(parallel, "broadcast_object", lambda value: value)
-    model = ModelConfig(dim=2048, heads=16, kv_heads=16, window=window)
-    config = Config(model=model, data=DataConfig(seq_len=65536))
-    config.parallel.layout, config.trainer.batch_size = "auto", 1
-    assert run_setup._best_ulysses(config, ranks, torch.device("cuda"), bf16=True) == ulysses
-
-
-def test_the_layout_follows_the_documents():
-    """2 x 2 ranks: chunks dealt over the ring for the batch at hand, and split among those that exchange heads."""
-    mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
-    config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
-    layouts = {}
-    for lengths in ([2048, 2048], [3000, 1096], [4096]):
-        layout = step.layout_of(config, mesh, Mask.causal(documents=lengths))
-        assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
-        layouts[layout.name] = lengths
-    assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}
-
-
-def test_a_step_is_planned_before_it_begins(results, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", results / "cache")
-    config = job(str(results / "corpus" / "*.txt"), 1)
-    config.trainer.steps, config.trainer.accumulate = 2, 1
-    with one_rank():
-        run = run_setup.build(config)
-        step.take_step(run, 1, 0)
-        for module, name in ((planning, "Plan"), (PackedDataset, "batch")):
-            monkeypatch.setattr(module, name, None)
-        step.take_step(run, 2, run.sequences_per_step)
-
-
 @pytest.mark.parametrize("choice", [True, None], ids=["asked for", "where memory is short"])
 def test_activation_checkpointing_never_runs_attention_twice(choice, results, monkeypatch):
     calls, blocks = [], []
@@ -217,52 +164,3 @@ def test_activation_checkpointing_never_runs_attention_twice(choice, results, mo
         step.take_step(run, 1, consumed=0)
     assert len(calls) == SEQUENCES * 2  # micro-steps, layers
     assert len(blocks) == 2 * len(calls)  # all else runs again
-
-
-def plain_loss(model: GPT, batch: Batch, window: int) -> torch.Tensor:
-    """The loss of a batch of 61 tokens by torch's own attention under the mask written out."""
-    allowed = interval_mask.dense(*Mask.causal(window, batch.documents).intervals(61), 61)[:, None]
-
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
-
-    def finish(hidden, head):
-        return F.cross_entropy((hidden @ head[:257].T).flatten(0, 1), batch.labels.flatten())
-
-    return model(batch.tokens, torch.arange(61), attend, finish)
-
-
-def test_steps_are_those_of_plain_pytorch(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    (tmp_path / "corpus").mkdir()
-    for i in range(100):  # short documents, or their mask would show nothing
-        (tmp_path / "corpus" / f"{i}.txt").write_text(f"{i} squared is {i * i}.")
-    config = job(f"{tmp_path}/corpus/*.txt", 1)
-    config.optim, config.trainer.steps = OptimConfig(lr=3e-3, betas=(0.8, 0.9), clip=0.5, warmup_steps=2), 4
-    with one_rank():
-        run = run_setup.build(config)
-        plain = GPT(config.model, 257)
-        plain.load_state_dict({name: x.full_tensor() for name, x in run.model.state_dict().items()})
-        decay = ((2, 0.1), (1, 0.0))  # of matrices, of the norms' scales
-        groups = [dict(params=[p for p in plain.parameters() if p.ndim == n], weight_decay=w) for n, w in decay]
-        optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-8)
-        for number, lr in enumerate((1.5e-3, 3e-3, 1.65e-3, 3e-4), 1):
-            loss = sum(plain_loss(plain, batch, 40) for batch in step.fetch(run, 4 * (number - 1))) / 4
-            optimizer.zero_grad()
-            loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-            assert norm > 0.5
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            optimizer.step()
-            row, _ = step.take_step(run, number, 4 * (number - 1))
-            assert (row["loss"], row["grad_norm"], row["lr"]) == pytest.approx((loss.item(), norm.item(), lr), rel=1e-4)
-        for name, parameter in run.model.named_parameters():
-            torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=1e-3, atol=1e-4)
-
-
-def test_pairs_count_every_row():
-    batch = Batch(torch.zeros(2, 4), torch.zeros(2, 4), ((4,), (3, 1)))
-    assert step._pairs(Mask.causal(), batch) == 2 * 10
-    assert step._pairs(Mask.causal(documents=batch.documents), batch) == 10 + 7

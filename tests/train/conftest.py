@@ -1,0 +1,51 @@
+"""Fixtures for tests that run the training command in this process."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+
+from ringattn.train import run
+from tests.train.launch import write_corpus
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The value of data.path for a small corpus. The test runs in its temporary directory, with a cache of its own."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.chdir(tmp_path)
+    # Hydra replaces the handlers of the root logger and changes its level.
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", list(root.handlers))
+    threads, level = torch.get_num_threads(), root.level
+    yield write_corpus(tmp_path / "corpus")
+    torch.set_num_threads(threads)
+    root.setLevel(level)
+
+
+@pytest.fixture
+def run_command_line(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """A function that runs the training command with its arguments, in this process, and returns the exit status."""
+
+    def run_arguments(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
+        return run.run_command_line()
+
+    return run_arguments
+
+
+@pytest.fixture
+def only_error(capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
+    """A function that returns the error that has been printed since the last call, and checks that it is a single line."""
+
+    def read_error() -> str:
+        output = capfd.readouterr().err
+        errors = [text for text in output.splitlines() if text.startswith("error: ")]
+        assert len(errors) == 1 and "Traceback" not in output, output
+        return errors[0]
+
+    return read_error

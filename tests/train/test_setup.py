@@ -1,0 +1,96 @@
+"""Tests of the choices that are made when a run is built: kernels, the number of Ulysses ranks, recomputation, precision."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.train import setup as run_setup
+from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.parallel import memory
+from tests.distributed import run_ranks
+from tests.train.jobs import job, one_rank
+
+
+def check_one_choice() -> None:
+    """On every rank: all ranks use the choice of rank 0, although each rank predicts another one."""
+    run_setup.best_ulysses_degree = lambda *args, **options: 1 + dist.get_rank()
+    assert run_setup._best_ulysses(Config(), 2, torch.device("cpu"), bf16=False) == 1
+
+
+def test_all_ranks_use_the_number_of_ulysses_ranks_of_rank_0(tmp_path):
+    run_ranks(check_one_choice, 2, tmp_path / "store")
+
+
+@pytest.mark.parametrize(("window", "ranks", "ulysses"), [(None, 4, 4), (None, 16, 8), (1024, 4, 1), (1024, 16, 1)])
+def test_number_of_ulysses_ranks_follows_the_cost_model(window, ranks, ulysses, monkeypatch):
+    """On the GPUs of one host, and of two hosts with eight GPUs each. A window makes the ring cheaper than the all-to-all."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
+    monkeypatch.setattr(run_setup, "attention_flops", lambda device: 5.8e14)
+    monkeypatch.setattr(run_setup, "broadcast_object", lambda value: value)
+    model = ModelConfig(dim=2048, heads=16, kv_heads=16, window=window)
+    config = Config(model=model, data=DataConfig(seq_len=65536))
+    config.parallel.layout, config.trainer.batch_size = "auto", 1
+    assert run_setup._best_ulysses(config, ranks, torch.device("cuda"), bf16=True) == ulysses
+
+
+@pytest.mark.parametrize("kernel", ["triton", "hopper"])
+def test_kernels_for_gpus_are_an_error_on_cpus(kernel):
+    config = Config(parallel=ParallelConfig(kernel=kernel))
+    with pytest.raises(ConfigError, match=f"parallel.kernel={kernel} .*parallel.kernel=auto"):
+        run_setup.choose_backend(config, torch.device("cpu"), bf16=False)
+
+
+def test_error_of_kernels_names_the_setting(monkeypatch):
+    """The Hopper kernels support neither fp32 nor other devices than Hopper GPUs."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config = Config(trainer=TrainerConfig(precision="fp32"), parallel=ParallelConfig(kernel="hopper"))
+    with pytest.raises(ConfigError, match="parallel.kernel=hopper: .*float32"):
+        run_setup.choose_backend(config, torch.device("cuda", 7), bf16=False)
+
+
+@pytest.mark.parametrize(("setting", "device", "expected"), [(None, "cpu", False), (None, "cuda", True), (True, "cpu", True)])
+def test_compile_is_the_default_on_cuda_only(setting, device, expected):
+    config = Config(trainer=TrainerConfig(compile=setting))
+    assert run_setup.uses_compile(config, torch.device(device)) == expected
+
+
+def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
+    """The sizes of a step, the precision, the peak for MFU and the seed of held-out text."""
+    config = job(corpus, 1)
+    config.trainer.batch_size, config.trainer.accumulate, config.trainer.peak_tflops = 2, 3, 0.5
+    config.data.seed = 7
+    with one_rank():
+        run = run_setup.build(config)
+    assert (run.sequences_per_step, run.tokens_per_step, run.peak_flops) == (6, 6 * 61, 0.5e12)
+    assert (run.bf16, run.recompute, run.init_from, run.init_from_changes) == (False, False, None, "")
+    assert (run.data.seed, run.held_out.seed) == (7, 0), "all runs are evaluated on the same text"
+
+
+def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
+    monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
+    with one_rank():
+        assert run_setup.build(job(corpus, 1)).recompute
+        assert not run_setup.build(job(corpus, 1, activation_checkpointing=False)).recompute
+
+
+def test_error_names_the_vocabulary_of_the_tokenizer(corpus):
+    config = job(corpus, 1)
+    config.model.vocab_size = 100
+    with one_rank(), pytest.raises(ConfigError, match="model.vocab_size=100 .*257"):
+        run_setup.build(config)
+
+
+def test_description_names_what_the_run_uses(corpus, caplog):
+    caplog.set_level("INFO")
+    with one_rank():
+        run = run_setup.build(job(corpus, 1))
+        run.init_from, run.init_from_changes = Path("weights"), "model.window=None (now 40)"
+        run_setup.describe(run, Path("outputs/name"))
+    entries = dict(message.split(maxsplit=1) for message in caplog.messages)
+    assert entries["directory"] == "outputs/name"
+    assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
+    assert corpus in entries["data"] and "61 tokens" in entries["data"] and "held-out" in entries["data"]
+    assert "61 tokens per rank" in entries["ring"] and "4 sequences, 244 tokens" in entries["step"]
+    assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]

@@ -1,0 +1,151 @@
+"""Tests of one optimizer step: it equals a step of plain PyTorch, and the next step is prepared while it runs."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ringattn import Mask
+from ringattn.kernels import interval_mask
+from ringattn.planning import rank_plan
+from ringattn.train import setup as run_setup
+from ringattn.train import step
+from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from ringattn.train.data.packing import Batch, PackedDataset
+from ringattn.train.model.gpt import GPT
+from tests.distributed import run_ranks
+from tests.train.jobs import job, one_rank
+
+WINDOW = 40
+
+
+def write_short_documents(directory: Path) -> str:
+    """A corpus whose documents are much shorter than a sequence, so that the mask of documents has an effect."""
+    directory.mkdir()
+    for i in range(100):
+        (directory / f"{i}.txt").write_text(f"{i} squared is {i * i}.")
+    return f"{directory}/*.txt"
+
+
+def plain_loss(model: GPT, batch: Batch) -> torch.Tensor:
+    """The mean loss of a batch of 61 tokens per sequence, computed with PyTorch's attention under a dense mask."""
+    allowed = interval_mask.dense(*Mask.causal(WINDOW, batch.documents).intervals(61), 61)[:, None]
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+
+    def loss_fn(hidden, head):
+        return F.cross_entropy((hidden @ head[:257].T).flatten(0, 1), batch.labels.flatten())
+
+    return model(batch.tokens, torch.arange(61), attend, loss_fn)
+
+
+def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
+    """The loss, the gradient norm, the learning rate and the parameters of four steps with accumulation, clipping and decay."""
+    config = job(write_short_documents(tmp_path / "short"), 1)
+    config.optim, config.trainer.steps = OptimConfig(lr=3e-3, betas=(0.8, 0.9), clip=0.5, warmup_steps=2), 4
+    with one_rank():
+        run = run_setup.build(config)
+        plain = GPT(config.model, 257)
+        plain.load_state_dict({name: x.full_tensor() for name, x in run.model.state_dict().items()})
+        decay = ((2, 0.1), (1, 0.0))  # the weight decay of matrices, and of the scales of norms
+        groups = [dict(params=[p for p in plain.parameters() if p.ndim == n], weight_decay=w) for n, w in decay]
+        optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-8)
+        for number, lr in enumerate((1.5e-3, 3e-3, 1.65e-3, 3e-4), 1):
+            loss = sum(plain_loss(plain, batch) for batch in step.load_batches(run, 4 * (number - 1))) / 4
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            assert norm > 0.5
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            record, _ = step.take_step(run, number, 4 * (number - 1))
+            assert (record["loss"], record["grad_norm"], record["lr"]) == pytest.approx(
+                (loss.item(), norm.item(), lr), rel=1e-4
+            )
+        for name, parameter in run.model.named_parameters():
+            torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=1e-3, atol=1e-4)
+
+
+def test_next_step_is_prepared_during_the_current_one(corpus, monkeypatch):
+    """The second step neither loads batches nor plans attention, because the first one has done so."""
+    config = job(corpus, 1)
+    config.trainer.steps, config.trainer.accumulate = 2, 1
+    with one_rank():
+        run = run_setup.build(config)
+        step.take_step(run, 1, 0)
+        for module, name in ((rank_plan, "Plan"), (PackedDataset, "batch")):
+            monkeypatch.setattr(module, name, None)
+        step.take_step(run, 2, run.sequences_per_step)
+
+
+def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps(monkeypatch):
+    """Two micro-steps of two data-parallel ranks with three sequences each read twelve consecutive sequences."""
+    config = Config()
+    config.trainer.batch_size, config.trainer.accumulate = 3, 2
+    ranges = {}
+    for rank in range(2):
+        dp = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
+        data = SimpleNamespace(batch=list)
+        run = SimpleNamespace(config=config, mesh=SimpleNamespace(dp=dp), data=data, prefetched=None)
+        ranges[rank] = step.load_batches(run, consumed=24)
+    assert ranges == {0: [[24, 25, 26], [30, 31, 32]], 1: [[27, 28, 29], [33, 34, 35]]}
+
+
+def test_any_rank_can_stop_all_ranks(tmp_path, corpus):
+    run_ranks(check_stop_request, 2, tmp_path / "store", corpus, tmp_path / "cache")
+
+
+def check_stop_request(corpus: str, cache: Path) -> None:
+    """On every rank: the request of rank 1 is reported, and the loss is not affected by it."""
+    datasets.config.HF_DATASETS_CACHE = cache
+    run = run_setup.build(job(corpus, 1, ring=2))
+    first, stop = step.take_step(run, 1, 0)
+    assert not stop
+    second, stop = step.take_step(run, 2, 4, lambda: dist.get_rank() == 1)
+    assert stop and second["loss"] < first["loss"]
+
+
+def test_divergence_is_an_error_that_names_the_step(corpus):
+    config = job(corpus, 1)
+    config.optim.lr, config.optim.warmup_steps, config.model.layers = 1e30, 0, 1
+    with one_rank():
+        run = run_setup.build(config)
+        step.take_step(run, 1, 0)
+        with pytest.raises(step.Diverged) as error:
+            step.take_step(run, 2, 4)
+    assert all(part in str(error.value) for part in ("step 2", "optim.lr", "optim.warmup_steps"))
+
+
+def test_auto_layout_follows_the_documents():
+    """On 2 x 2 ranks, the layout is chosen for the ring of two, and split among the two ranks that exchange heads."""
+    mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
+    config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
+    layouts = {}
+    for lengths in ([2048, 2048], [3000, 1096], [4096]):
+        layout = step.layout_of(config, mesh, Mask.causal(documents=lengths))
+        assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
+        layouts[layout.name] = lengths
+    assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}
+
+
+def test_mask_follows_the_settings():
+    """Documents limit attention only if `data.mask_documents` is true; the window always does."""
+    batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((3, 1),))
+    config = Config(model=ModelConfig(window=2))
+    assert step.count_pairs(step.mask_of(config, batch), batch) == 1 + 2 + 2 + 1
+    config.data.mask_documents = False
+    assert step.count_pairs(step.mask_of(config, batch), batch) == 1 + 2 + 2 + 2
+
+
+def test_pairs_are_counted_for_every_sequence():
+    """A mask without documents applies to all sequences of a batch."""
+    batch = Batch(torch.zeros(2, 4), torch.zeros(2, 4), ((4,), (3, 1)))
+    assert step.count_pairs(Mask.causal(), batch) == 2 * 10
+    assert step.count_pairs(Mask.causal(documents=batch.documents), batch) == 10 + 7
