@@ -1,11 +1,14 @@
-"""Train a GPT over a ring of ranks.
+"""The training command: train a GPT over a ring of ranks.
 
-    torchrun --nproc_per_node=N train/run.py [overrides]        N ranks
-    python train/run.py [overrides]                             one
-    torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: every combination, one after the other
+    torchrun --nproc_per_node=N train/run.py [overrides]        on N ranks
+    python train/run.py [overrides]                             on one rank
+    torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-Rank 0 alone reads the command line and hands each job, settings and output directory, to the other ranks: all do the
-same thing, in one directory, and a mistake is reported once. `--help` and `--cfg job` show the settings.
+Where ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. `--help` and `--cfg job` show
+the settings.
+
+Only rank 0 reads the command line. For every job, rank 0 broadcasts the settings and the output directory to the other ranks.
+All ranks therefore run the same job in the same directory, and an error in the settings is reported once.
 """
 
 import errno
@@ -20,9 +23,10 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":
-    # Python searches a script's folder first and would find train/data.py as "data": the root takes its place
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [str(here.parent)] + [entry for entry in sys.path if entry != str(here)]
+    # Python puts the folder of a script first on the search path, where it would find our train/data as "data". The root of the
+    # repository takes the place of that folder, so that `import ringattn` works without an installation.
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [str(folder.parent)] + [entry for entry in sys.path if entry != str(folder)]
 
 import hydra
 import torch.distributed as dist
@@ -35,164 +39,183 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from ringattn.comm.watchdog import RingFault
-from ringattn.train import sweep
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.parallel import mesh as parallel
-from ringattn.train.preemption import Stopped
+from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks
+from ringattn.train.preemption import TrainingStopped
 from ringattn.train.step import Diverged
+from ringattn.train.summary import Outcome, sweep_table
 from ringattn.train.trainer import train
 
+# The folder is next to this package both in the repository (configs/) and in an installation (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+# These errors are mistakes of the user. They are reported in one line, and a sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
-def main() -> int:
-    """Join the other ranks and work off the jobs of the command line. Returns the exit status."""
-    logging.raiseExceptions = False  # a log that cannot be written is no reason for a traceback a line
-    store = parallel.start()
-    try:
-        status = lead(store) if dist.get_rank() == 0 else follow()
-    except KeyboardInterrupt:
-        end(store, "interrupted: the same name resumes from the newest checkpoint", 130)
-    except Exception:
-        crash(store)
-    parallel.stop()
-    return status
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-train`.
 
-
-def leave(status: int) -> NoReturn:
-    """End the process at once: gloo's threads sometimes abort one that ends in the usual way, after all is done."""
+    The process exits without Python's usual cleanup, because threads of gloo sometimes abort a process during that cleanup,
+    after the run has completed.
+    """
+    status = run_command_line()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def lead(store: dist.Store) -> int:
-    """Rank 0: run every job that Hydra makes of the command line, the other ranks with it. Returns the exit status."""
-    outcomes: list[sweep.Outcome] = []
-
-    def job(settings: DictConfig) -> None:
-        context = HydraConfig.get()
-        given = OmegaConf.to_container(context.overrides.task, resolve=False)
-        overrides = [override for override in given if not override.startswith("hydra")]
-        try:
-            config, directory = typed(settings), Path(context.runtime.output_dir)
-            check_name(config.name, context)
-            parallel.broadcast_object((config, directory))
-            outcomes.append(sweep.Outcome(overrides, train(config, directory)))
-        except USER_ERRORS as error:
-            complain(error)
-            outcomes.append(sweep.Outcome(overrides, None))
-        except Stopped:
-            outcomes.append(sweep.Outcome(overrides, None, stopped=True))
-            raise
-        except Exception:
-            crash(store)  # here, because Hydra would go on with the next job
-        finally:
-            if context.mode == RunMode.MULTIRUN:  # after every job: a later one may crash
-                (Path(context.sweep.dir) / "sweep.md").write_text(sweep.table(outcomes) + "\n")
-
-    status = run_hydra(job)
-    parallel.broadcast_object(None)
-    if len(outcomes) > 1:
-        print(sweep.table(outcomes), flush=True)
-    return status or int(any(outcome.failed for outcome in outcomes))
-
-
-def check_name(name: str | None, context: HydraConf) -> None:
-    """Raise ConfigError for a name that gives a run, or the jobs of a sweep, no directory to itself."""
-    if not name:
-        given = "null" if name is None else name
-        raise ConfigError(f"name={given} names no directory: give a name, or leave it out for the time of the launch")
-    # Hydra wrote that file beside the directory of the launch, which what single jobs are named has no part in
-    if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
-        raise ConfigError(
-            f"name={name} is one of several, which would scatter the sweep: give one name, under which each job has a directory"
-        )
-
-
-def run_hydra(job: Callable[[DictConfig], None]) -> int:
-    """Let Hydra compose the settings and call `job`, once or for every job of a sweep. Returns the exit status."""
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come here instead of being printed
-    ConfigStore.instance().store(name="schema", node=Config)
+def run_command_line() -> int:
+    """Join the other ranks, run all jobs of the command line, and return the exit status."""
+    logging.raiseExceptions = False  # If the log cannot be written, logging would print a traceback for every line.
+    store = connect_ranks()
     try:
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(job)()
-    except USER_ERRORS as error:
-        complain(error)
-        return 1
-    except OSError as error:  # those of a job do not come here
-        complain(ConfigError(f"the run's directory cannot be made or written: {error}; check the disk, or give another name"))
-        return 1
-    except SystemExit as end:  # --help, --cfg, a flag that does not exist; or Stopped, which ends a whole sweep
-        return int(end.code or 0)
-    return 0
+        status = run_as_rank_zero(store) if dist.get_rank() == 0 else run_as_other_rank()
+    except KeyboardInterrupt:
+        terminate(store, "interrupted: launch the same name again to resume from the latest checkpoint", 130)
+    except Exception as error:
+        terminate_on_error(store, error)
+    disconnect_ranks()
+    return status
 
 
-def typed(settings: DictConfig) -> Config:
-    """The settings as dataclasses; an option forced in with `+` is refused as any other unknown one."""
-    return OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.to_container(settings, resolve=True)))
+def run_as_rank_zero(store: dist.Store) -> int:
+    """Run every job that Hydra composes from the command line, together with the other ranks. Return the exit status."""
+    outcomes: list[Outcome] = []
+
+    def run_job(settings: DictConfig) -> None:
+        context = HydraConfig.get()
+        overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
+        outcome = Outcome([override for override in overrides if not override.startswith("hydra")])
+        outcomes.append(outcome)
+        try:
+            config, directory = to_config(settings), Path(context.runtime.output_dir)
+            check_name(config.name, context)
+            broadcast_object((config, directory))
+            outcome.summary = train(config, directory)
+        except USER_ERRORS as error:
+            report_error(error)
+        except (TrainingStopped, KeyboardInterrupt):
+            outcome.is_stopped = True
+            raise
+        except Exception as error:
+            # The process must exit here, because Hydra would catch the error and continue with the next job.
+            terminate_on_error(store, error)
+        finally:
+            # The table is written after every job, because a later job may crash.
+            if context.mode == RunMode.MULTIRUN:
+                (Path(context.sweep.dir) / "sweep.md").write_text(sweep_table(outcomes) + "\n")
+
+    status = run_hydra(run_job)
+    broadcast_object(None)
+    if len(outcomes) > 1:
+        print(sweep_table(outcomes), flush=True)
+    return status or int(any(outcome.is_error for outcome in outcomes))
 
 
-def follow() -> int:
-    """Any other rank: run the jobs that rank 0 hands out. A mistake ends a job on all ranks, and rank 0 reports it."""
-    while (job := parallel.broadcast_object(None)) is not None:
+def run_as_other_rank() -> int:
+    """Run the jobs that rank 0 broadcasts, until it broadcasts None. Return the exit status.
+
+    A user error or a request to stop ends the job on all ranks. Only rank 0 reports it and decides whether another job follows.
+    """
+    while (job := broadcast_object(None)) is not None:
         try:
             train(*job)
-        except (*USER_ERRORS, Stopped):
+        except (*USER_ERRORS, TrainingStopped):
             continue
     return 0
 
 
-def complain(error: Exception) -> None:
-    """One line for a mistake of the user's."""
-    print("error:", describe(error), file=sys.stderr, flush=True)
+def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
+    """Let Hydra compose the settings, and call `run_job` once, or once for every job of a sweep. Return the exit status."""
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()
+    except USER_ERRORS as error:
+        report_error(error)
+        return 1
+    except OSError as error:  # from Hydra itself, because `run_job` handles the errors of jobs
+        report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
+        return 1
+    except SystemExit as request:  # from --help, --cfg or an unknown flag, or TrainingStopped, which ends a whole sweep
+        return int(request.code or 0)
+    return 0
 
 
-def describe(error: Exception) -> str:
-    """What is wrong, in one line; Hydra spreads it over several, and over the error's cause."""
+def to_config(settings: DictConfig) -> Config:
+    """Convert the settings to dataclasses. An unknown option is an error even if it was added with Hydra's `+`."""
+    return OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.to_container(settings, resolve=True)))
+
+
+def check_name(name: str | None, context: HydraConf) -> None:
+    """Raise ConfigError for a name that does not give the run, or each job of a sweep, its own directory."""
+    if not name:
+        given = "null" if name is None else name
+        raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
+    # Hydra writes multirun.yaml to the directory of the sweep. The file is missing in the directory of a job whose name is
+    # itself swept over.
+    if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
+        raise ConfigError(
+            f"name={name} is one of several names, but a sweep requires one name: give one, under which each job gets its own "
+            "directory"
+        )
+
+
+def report_error(error: Exception) -> None:
+    """Print a user error in one line."""
+    print("error:", describe_error(error), file=sys.stderr, flush=True)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the message of a user error as one line. Hydra spreads its messages over several lines and over `__cause__`."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        *_, what = (line for line in error.message.splitlines() if line.strip(" ^") and not line.startswith("See https"))
-        what = "no value that Hydra can read" if what.startswith("Lexer") else what
-        return f"{error.override}: {what}; quote brackets, ~ and the like for Hydra, too: 'key=\"value\"'"
+        # The last part that is neither a marker of the position nor a link is the reason.
+        parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
+        reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
+        return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
     if isinstance(cause, OmegaConfBaseException):
-        where = f"{cause.full_key}: " if cause.full_key else ""
-        return where + str(cause).splitlines()[0]
+        prefix = f"{cause.full_key}: " if cause.full_key else ""
+        return prefix + str(cause).splitlines()[0]
     text = " ".join(re.split("Config search path|See https", str(error))[0].split())
-    return text + ("; begin the file with # @package _global_" if text.startswith("In 'experiment/") else "")
+    return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
 
 
-def crash(store: dist.Store) -> NoReturn:
-    """End this process at once, since others may wait for it for ever in a collective; torchrun then ends them.
+def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
+    """Exit at once after an error that is not a user error.
 
-    Only the first rank to fail says why: the failures of the others follow from it.
+    Other ranks may be waiting for this one in a collective, and would wait forever. When this process exits, torchrun
+    terminates the other ranks.
     """
-    what = outside_cause(sys.exc_info()[1]) or traceback.format_exc()
-    end(store, f"rank {dist.get_rank()} failed: {what}", 1)
+    reason = describe_external_error(error) or "".join(traceback.format_exception(error))
+    terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)
 
 
-def outside_cause(error: BaseException) -> str | None:
-    """One line for what is no mistake of the program, and where in it is of no interest: disks, and ranks that are gone."""
+def describe_external_error(error: Exception) -> str | None:
+    """Return one line for an error of a disk or of another rank, and None for all other errors.
+
+    External errors need no traceback, because they are not faults of the program.
+    """
     if isinstance(error, RingFault):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{error}: check the disk; the same name goes on afterwards"
+        return f"{error}: check the disk, then launch the same name again to resume"
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-        return f"another rank is gone, and its own output may say why: {str(error).splitlines()[0]}"
+        return f"another rank has exited; see the output of that rank for the reason: {str(error).splitlines()[0]}"
     return None
 
 
-def end(store: dist.Store, text: str, status: int) -> NoReturn:
-    """End this process at once; only the first rank to do so says why."""
+def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
+    """Exit at once. Only the first rank that calls this prints its text, because later errors follow from the first one."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
     os._exit(status)
 
 
 if __name__ == "__main__":
-    leave(main())
+    main()

@@ -1,9 +1,10 @@
-"""What a run leaves behind at its end: a sample, a picture of its losses, and a summary."""
+"""The results of a run: a sample of text, a plot of the losses and a summary. A sweep also has a table of its summaries."""
 
 import json
 import logging
 import resource
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,54 +16,74 @@ from ringattn.train.config import ConfigError
 from ringattn.train.generate import generate
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory
-from ringattn.train.parallel import mesh as parallel
+from ringattn.train.parallel.ranks import broadcast_object
 from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
 
+# The columns of the table of a sweep: the entry of the summary, and its format.
+SWEEP_COLUMNS = {
+    "final loss": ("final_loss", "{:.4f}"),
+    "eval loss": ("eval_loss", "{:.4f}"),
+    "tokens/s": ("tokens_per_s", "{:,.0f}"),
+    "TFLOP/s per rank": ("tflops_per_rank", "{:.3g}"),
+    "MFU": ("mfu", "{:.1%}"),
+    "peak GiB per rank": ("peak_memory_gib", "{:.2f}"),
+}
+
 
 def peak_memory_gib(device: torch.device) -> float:
-    """The most memory used so far: of the GPU by this job, or of the machine by this process."""
+    """Return the peak memory in GiB: of this job on the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / memory.GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
 
 
-def finish(run: Run, directory: Path, rows: list[dict[str, float]], done: int) -> dict[str, Any]:
-    """Sample from the model after `done` steps, plot the loss, and write and return the summary."""
-    write_sample(run, directory)
-    losses = parallel.broadcast_object(_losses(directory, done) if dist.get_rank() == 0 else None)
-    summary = summarise(run, rows, done, losses)
-    log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
-    if dist.get_rank() == 0:
-        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
-        metrics.write_whole(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
-    return summary
+def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
+    """Sample text from the model, plot the losses, and write the summary.
 
+    Args:
+        run: the run, which has taken all its steps.
+        directory: the directory of the run, with the metrics of all steps.
+        done: the number of steps that earlier launches completed.
 
-def _losses(directory: Path, done: int) -> dict[str, float | None]:
-    """final_loss: the mean over the last tenth of all steps, since the loss of one depends on its text; and eval_loss."""
-    rows = metrics.read(directory / "metrics.jsonl", until=done)
-    final_loss = statistics.fmean(row["loss"] for row in rows[-max(done // 10, 1) :])
-    return {"final_loss": final_loss, "eval_loss": rows[-1].get("eval_loss")}
-
-
-def summarise(run: Run, rows: list[dict[str, float]], done: int, losses: dict[str, float | None]) -> dict[str, Any]:
-    """What a job comes down to.
-
-    Rates are of the median step of `rows`, those since the job was started or resumed; the first, which warms up, counts only
-    when alone.
+    Returns:
+        The summary, on every rank.
     """
-    world_size = dist.get_world_size()
-    steady = rows[1:] or rows
-    seconds = statistics.median(row["seconds"] for row in steady)
-    flops_per_s = statistics.median(row["flops"] / row["seconds"] for row in steady) / world_size
+    write_sample(run, directory)
+    summary = None
+    if dist.get_rank() == 0:
+        summary = summarise(run, metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps), done)
+        log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
+        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+        metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return broadcast_object(summary)
+
+
+def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
+    """Return the summary of a run.
+
+    `final_loss` is the mean over the last tenth of all steps, because the loss of a single step depends on its text. Rates are
+    those of the median step after `done`. The first of these steps, which includes the warm-up of the device, is left out if
+    there are others.
+
+    Args:
+        run: the run.
+        records: the records of the run. If the run branched from another run, they start at the branch.
+        done: the number of steps that earlier launches completed.
+    """
+    steps = run.config.trainer.steps
+    recent = [record for record in records if record["step"] > done]
+    steady = recent[1:] or recent
+    seconds = statistics.median(record["seconds"] for record in steady)
+    flops_per_s = statistics.median(record["tflops_per_rank"] for record in steady) * 1e12
     return {
         "seq_len": run.config.data.seq_len,
-        "ranks": world_size,
+        "ranks": dist.get_world_size(),
         "ring": run.mesh.sequence.size(),
-        "steps": done,
-        **losses,
+        "steps": steps,
+        "final_loss": statistics.fmean(record["loss"] for record in records[-max(steps // 10, 1) :]),
+        "eval_loss": records[-1].get("eval_loss"),
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
@@ -70,36 +91,31 @@ def summarise(run: Run, rows: list[dict[str, float]], done: int, losses: dict[st
     }
 
 
-def read_summary(run: Run, directory: Path, done: int) -> dict[str, Any]:
-    """The summary of a job that has nothing left to train, but for a sample; made now if it was ended before it had one."""
-    path = directory / "summary.json"
-    log.info(f"{'done':<12}all {done} steps, in an earlier run: raise trainer.steps to train on")
-    summary = parallel.broadcast_object(json.loads(path.read_text()) if path.exists() else None)
-    if summary is not None and summary["steps"] == done:  # else of a run that went on
+def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
+    """Return the summary of a run that has no steps left, and sample text from its model again.
+
+    If the run was killed between its last step and its summary, the summary is written now.
+
+    Raises:
+        ConfigError: on every rank, if the run has no metrics, because it branched from a checkpoint that has no steps left.
+    """
+    path, steps = directory / "summary.json", run.config.trainer.steps
+    log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")
+    summary = broadcast_object(json.loads(path.read_text()) if path.exists() else None)
+    # A summary of another number of steps is left over from before the run was extended.
+    if summary is not None and summary["steps"] == steps:
         write_sample(run, directory)
         return summary
-    rows = parallel.broadcast_object(metrics.read(directory / "metrics.jsonl", until=done))
-    with parallel.sync_errors():
-        if not rows:
-            raise ConfigError(f"all {done} steps are done already, so nothing is left to train: raise trainer.steps")
-    ranks = dist.get_world_size()
-    rows = [row | {"flops": row["tflops_per_rank"] * 1e12 * row["seconds"] * ranks} for row in rows]
-    return finish(run, directory, rows, done)
+    if not broadcast_object(metrics.read(directory / "metrics.jsonl")):
+        raise ConfigError(f"no steps are left to train, because the checkpoint has completed all {steps}: raise trainer.steps")
+    return write_results(run, directory)
 
 
 def write_sample(run: Run, directory: Path) -> None:
-    """Let the model write on, unless `trainer.sample_tokens` is 0."""
-    if not run.config.trainer.sample_tokens:
-        return
-    text = sample(run)
-    if dist.get_rank() == 0:
-        log.info(f"sample      {text!r}")
-        (directory / "sample.txt").write_text(text, encoding="utf-8")
-
-
-def sample(run: Run) -> str:
-    """What the model writes after the prompt, and the prompt."""
+    """Write text that continues `trainer.sample_prompt` to sample.txt, unless `trainer.sample_tokens` is 0."""
     trainer, tokenizer = run.config.trainer, run.tokenizer
+    if trainer.sample_tokens == 0:
+        return
     tokens = generate(
         run.model,
         tokenizer.encode(trainer.sample_prompt).tolist(),
@@ -110,4 +126,38 @@ def sample(run: Run) -> str:
         eos=tokenizer.eos,
         backend=run.config.parallel.kernel,
     )
-    return tokenizer.decode(tokens)
+    if dist.get_rank() == 0:
+        text = tokenizer.decode(tokens)
+        log.info(f"sample      {text!r}")
+        (directory / "sample.txt").write_text(text, encoding="utf-8")
+
+
+@dataclass
+class Outcome:
+    """The result of one job of a sweep. A job without a summary has ended with an error, unless it was stopped."""
+
+    overrides: list[str]
+    summary: dict[str, Any] | None = None
+    is_stopped: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        return self.summary is None and not self.is_stopped
+
+
+def sweep_table(outcomes: list[Outcome]) -> str:
+    """Return a Markdown table with one row per job. Overrides that all jobs have in common are listed above the table."""
+    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+    table = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
+    table += ["| " + " | ".join(["overrides", *SWEEP_COLUMNS]) + " |", "|---" * (len(SWEEP_COLUMNS) + 1) + "|"]
+    for outcome in outcomes:
+        overrides = " ".join(override for override in outcome.overrides if override not in common)
+        table.append("| " + " | ".join([overrides, *_cells(outcome)]) + " |")
+    return "\n".join(table)
+
+
+def _cells(outcome: Outcome) -> list[str]:
+    if outcome.summary is None:
+        return ["failed" if outcome.is_error else "stopped"] + ["-"] * (len(SWEEP_COLUMNS) - 1)
+    values = [(outcome.summary.get(name), form) for name, form in SWEEP_COLUMNS.values()]
+    return ["-" if value is None else form.format(value) for value, form in values]

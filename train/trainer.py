@@ -1,4 +1,4 @@
-"""Training: build the pieces, say what they amount to, resume, step, and leave a summary."""
+"""The sequence of a run: set up, resume, take steps, evaluate, save, and write the results."""
 
 import gc
 import logging
@@ -12,136 +12,162 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.train import metrics, optim
+from ringattn.train import metrics, optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, check
 from ringattn.train.evaluate import evaluate
-from ringattn.train.lock import alone_in
-from ringattn.train.parallel import mesh as parallel
-from ringattn.train.preemption import Stopped, any_asked, is_asked, listening
+from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.preemption import TrainingStopped
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
-from ringattn.train.summary import finish, peak_memory_gib, read_summary
+from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 
 log = logging.getLogger(__name__)
 
 
 def train(config: Config, directory: Path) -> dict[str, Any]:
-    """Run one job. All ranks call it with the same arguments.
+    """Run one job. All ranks call this function with the same arguments.
 
     Args:
-        directory: gets checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json.
+        config: the settings.
+        directory: the directory of the run, which receives checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json.
 
     Returns:
         The summary, on every rank.
 
     Raises:
-        ConfigError: on every rank, before training starts: settings or files that cannot be honoured.
-        Diverged: on every rank.
-        Stopped: on every rank: the launch was asked to end, and what the run has done is saved.
+        ConfigError: on every rank, before training starts, if a setting or a file is invalid.
+        Diverged: on every rank, if the loss or the gradient norm is not finite.
+        TrainingStopped: on every rank, if any rank was asked to stop. The progress of the run is saved.
     """
-    with parallel.sync_errors():
+    with sync_errors():
         check(config, dist.get_world_size())
-    if any_asked(config.trainer.time_limit_s):
-        log.info(f"{'stopped':<12}as asked, before {directory} began")
-        raise Stopped
-    with alone_in(directory):
-        saved, origin = find(config, directory)
-        run = build(config, initial_weights.choose(config) if saved is None else None)
-        run.origin = origin
+    if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
+        log.info(f"{'stopped':<12}on request, before {directory} was started")
+        raise TrainingStopped
+    with preemption.acquire_run_directory(directory):
+        checkpoint, parent = find_checkpoint(config, directory)
+        run = build(config, initial_weights.choose(config) if checkpoint is None else None)
+        run.parent = parent
         describe(run, directory)
-        done, consumed = resume(run, directory, saved) if saved else (0, 0)
-        if run.begin:
-            initial_weights.load(run.begin, run.model)
+        done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
+        if run.init_from:
+            initial_weights.load(run.init_from, run.model)
         if done >= config.trainer.steps:
-            return read_summary(run, directory, done)
-        return finish(run, directory, take_steps(run, directory, done, consumed), config.trainer.steps)
+            return complete_summary(run, directory)
+        take_steps(run, directory, done, consumed)
+        return write_results(run, directory, done)
 
 
-def take_steps(run: Run, directory: Path, done: int, consumed: int) -> list[dict[str, float]]:
-    """All steps after `done`, with their metrics and checkpoints. Returns what `take_step` does and the seconds of each."""
-    trainer, rows = run.config.trainer, []
-    gc.freeze()  # to look through all that is loaded by now takes Python 0.2 s, for which every rank would wait
-    with parallel.sync_errors():
-        (directory / "summary.json").unlink(missing_ok=True)  # of fewer steps, or of those that this run turns back from
-        if dist.get_rank() == 0:  # before their rows go: the next launch must find what this one goes on from
+def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
+    """Take all steps after `done`, with their metrics, evaluations and checkpoints.
+
+    Args:
+        run: the run.
+        directory: the directory of the run.
+        done: the number of steps that earlier launches have completed.
+        consumed: the number of sequences that these steps consumed.
+
+    Raises:
+        TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
+    """
+    trainer = run.config.trainer
+    gc.freeze()  # A collection of all objects that exist by now would take 0.2 s, and all ranks would wait for it.
+    with sync_errors():
+        # An existing summary describes fewer steps, or steps that this run discards when it goes back to a checkpoint.
+        (directory / "summary.json").unlink(missing_ok=True)
+        # Checkpoints of later steps are removed before the recorder removes the metrics of these steps. If the run is killed
+        # in between, the next launch resumes from the same checkpoint as this one.
+        if dist.get_rank() == 0:
             storage.turn_back(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
-    with closing(recorder), listening():
+    with closing(recorder), preemption.handle_sigterm():
         for step in range(done + 1, trainer.steps + 1):
-            began = time.perf_counter()
-            row, asked = take_step(run, step, consumed, partial(is_asked, trainer.time_limit_s))
-            stop = asked and step < trainer.steps
+            start = time.perf_counter()
+            record, stop = take_step(run, step, consumed, partial(preemption.stop_requested, trainer.time_limit_s))
+            seconds = time.perf_counter() - start
+            stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
-            rows.append(row | {"seconds": time.perf_counter() - began})
-            due = run.held_out and not stop and is_due(step, trainer.eval_every, trainer.steps)
-            known = {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
-            recorder.log(step, tokens=run.tokens_per_step, **rows[-1], **known, **(evaluate(run) if due else {}))
-            if stop or is_due(step, trainer.checkpoint_every, trainer.steps):
-                save(run, directory, step, consumed)
+            record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
+            # A run that should stop does not evaluate, because the process may be killed soon.
+            if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
+                record |= evaluate(run)
+            recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
+            if stop or runs_after_step(step, trainer.checkpoint_every, trainer.steps):
+                save_checkpoint(run, directory, step, consumed)
             if stop:
-                log.info(f"{'stopped':<12}as asked, after step {step}, which is saved: the same name goes on from there")
-                raise Stopped
-    return rows
+                log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
+                raise TrainingStopped
 
 
-def find(config: Config, directory: Path) -> tuple[Path | None, str | None]:
-    """The checkpoint to go on from and its run's origin, see `resuming.choose`; rank 0 looks for all.
+def runs_after_step(step: int, every: int, steps: int) -> bool:
+    """Return whether an action that runs every `every` steps, and after the last one, runs after `step`.
 
-    Raises ConfigError, on every rank: `trainer.resume` does not fit the checkpoints there are.
+    If `every` is 0, the action runs only after the last step.
+    """
+    return step == steps or (every > 0 and step % every == 0)
+
+
+def find_checkpoint(config: Config, directory: Path) -> tuple[Path | None, str | None]:
+    """Return the checkpoint to resume from, if any, and the checkpoint of another run that this run branched from, if any.
+
+    Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
+
+    Raises:
+        ConfigError: on every rank, if `trainer.resume` or `trainer.init_from` does not fit the existing checkpoints.
     """
     found = None, None
-    with parallel.sync_errors():
+    with sync_errors():
         if dist.get_rank() == 0:
             found = resume_rules.choose(directory / "checkpoints", config.trainer)
-    return parallel.broadcast_object(found)
+    return broadcast_object(found)
 
 
-def resume(run: Run, directory: Path, path: Path) -> tuple[int, int]:
-    """Load the checkpoint at `path`. Returns the steps done and the sequences consumed before.
+def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
+    """Load a checkpoint into the run.
 
-    Raises ConfigError, on every rank: what is set does not fit it.
+    Returns:
+        The number of completed steps, and the number of sequences that these steps consumed.
+
+    Raises:
+        ConfigError: on every rank, if the settings or the data do not fit the checkpoint.
     """
-    settings, own = run.config, directory / "checkpoints"
-    with parallel.sync_errors():
-        meta = storage.read_meta(path)
-        known = meta.get("corpus") or {}
-        here = {name: value for name, value in corpus(run).items() if name in known}
-        if not known or known != here:
+    with sync_errors():
+        meta = storage.read_meta(checkpoint)
+        saved = meta.get("corpus") or {}
+        current = {name: value for name, value in corpus_fingerprint(run).items() if name in saved}
+        if not saved or saved != current:
             raise ConfigError(
-                f"{path} stands in another corpus ({known}, in this run {here}), where its position means "
-                "nothing: resume with the data, tokenizer, data.seq_len and data.seed it was saved with, or begin with its "
-                "parameters alone by trainer.init_from"
+                f"{checkpoint} was trained on another corpus ({saved}; this run: {current}), so its position in the data "
+                "is not valid here: resume with the same data, tokenizer, data.seq_len and data.seed, or start a new run from "
+                "its weights with trainer.init_from"
             )
-        resume_rules.inherit(path, own, meta, settings)
-        changed = resume_rules.differences(path, meta, settings, run.tokens_per_step)
-    storage.load(path, storage.train_state(run.model, run.optimizer))
-    log.info(f"{'resumed':<12}{path}" + (f", which was trained with {changed}" if changed else ""))
-    if not storage.load_rng(path):
-        log.info(f"{'':<12}on another number of ranks: random generators start anew")
+        resume_rules.inherit(checkpoint, directory / "checkpoints", meta, run.config)
+        changed = resume_rules.differences(checkpoint, meta, run.config, run.tokens_per_step)
+    storage.load(checkpoint, storage.train_state(run.model, run.optimizer))
+    log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))
+    if not storage.load_rng(checkpoint):
+        log.info(f"{'':<12}on another number of ranks, so the random generators are seeded again")
     return meta["step"], meta["consumed"]
 
 
-def corpus(run: Run) -> dict[str, int]:
-    """What gives a number of sequences its meaning as a position in the data."""
+def corpus_fingerprint(run: Run) -> dict[str, int]:
+    """Return numbers that identify the corpus and its order. A position in the data is valid only if all of them are equal."""
     data = run.data
-    order = zlib.crc32(data.lengths.tobytes())  # another order of the same documents is another corpus
+    # The checksum of the lengths identifies the order of the documents, and `sampled` is a checksum of samples of the text.
+    order = zlib.crc32(data.lengths.tobytes())
     known = {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "text": data.sampled}
     return known | {"seq_len": data.seq_len, "seed": data.seed}
 
 
-def is_due(step: int, every: int, steps: int) -> bool:
-    """Whether what comes `every` so many steps, and at the end of all `steps`, does so after `step`; 0: only at the end."""
-    return step == steps or (every > 0 and step % every == 0)
-
-
-def save(run: Run, directory: Path, step: int, consumed: int) -> None:
-    """Write a checkpoint from which `resume` goes on with the very same numbers."""
+def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
+    """Write a checkpoint of the completed `step`, from which `resume` continues bit for bit."""
     tensors = storage.train_state(run.model, run.optimizer) | storage.rng_state()
     config = asdict(run.config)
-    config["optim"]["warmup_steps"] = optim.warmup(run.config.trainer.steps, run.config.optim)
-    meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus(run), "origin": run.origin}
-    meta |= {"config": config, "tokenizer": run.tokenizer.fingerprint}
+    # The warmup is saved as a number. Otherwise a larger `trainer.steps` would give the resumed run another warmup.
+    config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
+    meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus_fingerprint(run)}
+    meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}
     storage.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)
