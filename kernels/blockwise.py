@@ -8,13 +8,12 @@ its blocks. The arguments and results are those of `ringattn.kernels.reference`.
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Gradients, State, state_dtype
+from ringattn.kernels.reference import state_dtype
 
 QUERY_TILE = 256  # queries per tile, without a block mask
 KEY_TILE = 512  # keys per tile, without a block mask
@@ -44,19 +43,7 @@ def _key_tiles(
             yield keys, intervals.restrict(queries, keys), {"dropout": tile_dropout, "blocks": tile_blocks}
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scale: float,
-    state: State | None = None,
-    final: bool = False,
-    *,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> State | tuple[Tensor, Tensor]:
+def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """See `ringattn.kernels.reference.forward`. `state` is updated in place."""
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
@@ -70,23 +57,9 @@ def forward(
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    intervals: Intervals,
-    scale: float,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    *,
-    grad_dtype: torch.dtype | None = None,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> Gradients:
+    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
+    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
+):  # fmt: skip
     """See `ringattn.kernels.reference.backward`."""
     given = dq, dk, dv
     # Without an accumulator, sum in the dtype of states all the same and round once at the end.

@@ -117,19 +117,7 @@ def _from_head_groups(x: Tensor) -> Tensor:
 
 
 @_without_autocast
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scale: float,
-    state: State | None = None,
-    final: bool = False,
-    *,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> State | tuple[Tensor, Tensor]:
+def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
 
     Args:
@@ -171,23 +159,9 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 @_without_autocast
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    intervals: Intervals,
-    scale: float,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    *,
-    grad_dtype: torch.dtype | None = None,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> Gradients:
+    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
+    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
+):  # fmt: skip
     """Gradients of one block of queries and one block of keys, with the probabilities recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).

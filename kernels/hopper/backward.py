@@ -72,12 +72,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Delta, Gradients
+from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
@@ -690,24 +689,9 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Delta,
-    intervals: Intervals,
-    scale: float,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    *,
-    grad_dtype: torch.dtype | None = None,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-    shares_sms: bool = False,
-) -> Gradients:
+    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
+    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee", shares_sms=False,
+):  # fmt: skip
     """Gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
 
     dk and dv are the same bits in every run. dq is summed in no fixed order, so its last bits in fp32 may differ.

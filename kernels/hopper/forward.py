@@ -64,8 +64,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import (
@@ -80,7 +78,6 @@ from ringattn.kernels.hopper.common import (
 )
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
@@ -674,19 +671,9 @@ def _forward_kernel(
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scale: float,
-    state: State | None = None,
-    final: bool = False,
-    *,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-    shares_sms: bool = False,
-) -> State | tuple[Tensor, Tensor]:
+    q, k, v, intervals, scale, state=None, final=False,
+    *, dropout=None, blocks=None, precision="ieee", shares_sms=False,
+):  # fmt: skip
     """Attention of one block of queries to one block of keys on one sm_90 GPU (Dao 2023, algorithm 1).
 
     Call `ringattn.kernels.dispatch.forward`, which checks the arguments. This function does not.
