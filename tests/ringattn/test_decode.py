@@ -164,6 +164,17 @@ def test_a_truncated_cache_equals_a_new_one(kind: str, prompt: int, ranks: int, 
         assert_rows_close(rows, expected, TOLERANCE)
 
 
+def test_tokens_after_truncation_go_to_the_rank_with_fewest() -> None:
+    """A block of tokens that was interrupted by truncation is not continued on its rank."""
+    caches = [KVCache(20, rank, 2, block=4) for rank in range(2)]
+    for cache in caches:
+        cache.append(*torch.zeros(2, 1, 9, 1, 4))
+        assert cache.rows == [5, 4]
+        cache.truncate(4)
+        cache.append(*torch.zeros(2, 1, 3, 1, 4))
+        assert cache.rows == [4, 3]
+
+
 @pytest.mark.parametrize("length", (-1, 4, 2.0))
 def test_truncate_requires_a_length_that_the_cache_has(length: int) -> None:
     """The message names the length that was given, and the valid lengths."""
