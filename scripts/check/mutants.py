@@ -31,8 +31,8 @@ from queue import Queue
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
 
-# A mutant that causes an endless loop counts as killed after this many seconds.
-TIMEOUT = 400
+# A mutant that causes an endless loop counts as killed when one test, or a whole run of pytest, takes this many seconds.
+TEST_TIMEOUT, TIMEOUT = 60, 400
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,8 @@ def likely_tests(path: Path) -> tuple[str, ...]:
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
     """Run quick tests in a copy of the repository; returns the first test that fails, or an empty string."""
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", "--exitfirst", "-p", "no:cacheprovider", *tests]
+    options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
     # Two versions of a file that are written within one second would share compiled bytecode.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     try:
