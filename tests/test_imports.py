@@ -1,44 +1,122 @@
-"""Imports run in one direction: kernels <- ringattn <- train <- scripts."""
+"""Tests of the structure of the source code: which modules import which, and that every module has a test file."""
 
 import ast
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ORDER = ("kernels", "ringattn", "train", "scripts")
+PACKAGES = ("kernels", "ringattn", "train", "scripts")
+
+# The layers of the package ringattn, from the lowest to the highest. A module may import from its own layer and lower ones.
+LAYERS = (
+    ("mask", "layout", "state", "load_balance"),
+    ("planning",),
+    ("comm", "spec", "custom_op", "checkpointing"),
+    ("ring",),
+    ("attention", "ulysses", "flash", "decode", "explain"),
+)
+
+# Modules without a test file of their own: the test files that cover them instead.
+UNTESTED = {
+    "train/trainer.py": "tests/train/test_run.py",
+    "train/summary.py": "tests/train/test_run.py",
+    "train/parallel/shard.py": "tests/train/parallel/test_mesh.py",
+    "train/parallel/ranks.py": "tests/train/parallel/test_mesh.py",
+    "train/checkpoint/state_dict.py": "tests/train/checkpoint/test_storage.py",
+    "train/checkpoint/index.py": "tests/train/checkpoint/test_storage.py",
+    "scripts/bench/peers.py": "tests/scripts/bench/test_kernels.py",
+    "scripts/bench/ring_variants.py": "tests/scripts/bench/test_ring.py",
+}
+SHORT = 60  # Modules of at most this many lines need no test file of their own.
 
 
-def imported_modules(path: Path) -> set[str]:
-    """The full names of the modules that a file imports."""
+def modules(package: str) -> list[Path]:
+    """The source files of a package."""
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    return files
+
+
+def name_of(path: Path) -> str:
+    """The name under which a source file is imported; kernels and train are parts of ringattn."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    prefix = ("ringattn",) if parts[0] in ("kernels", "train") else ()
+    return ".".join(prefix + (parts[:-1] if parts[-1] == "__init__" else parts))
+
+
+MODULES = {name_of(path): path for package in PACKAGES for path in modules(package)}
+
+
+def imports(path: Path) -> set[str]:
+    """The names of the modules that a file imports, also inside functions and under TYPE_CHECKING."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} uses a relative import"
+            imported = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else node.module for name in imported}
     return names
 
 
 def package_of(name: str) -> str:
-    """The folder of this repository that a module name belongs to, or the top-level package of another project."""
-    first, _, rest = name.partition(".")
-    second = rest.partition(".")[0]
-    return second if first == "ringattn" and second in ORDER else first
+    """The folder of this repository that a module belongs to, or the top-level package of another project."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "ringattn" and len(parts) > 1 and parts[1] in PACKAGES else parts[0]
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_imports_run_one_way(package: str) -> None:
-    outer = set(ORDER[ORDER.index(package) + 1 :]) | {"tests"}
-    files = list((ROOT / package).rglob("*.py"))
-    assert files
-    found = {str(path.relative_to(ROOT)): set(map(package_of, imported_modules(path))) & outer for path in files}
-    assert {name: packages for name, packages in found.items() if packages} == {}
+def layer_of(name: str) -> int:
+    """The layer of a module of the package ringattn."""
+    return next(i for i, folders in enumerate(LAYERS) if name.split(".")[1] in folders)
 
 
-def test_kernels_import_torch_and_triton_only() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_lower_packages(package: str) -> None:
+    """The order is kernels <- ringattn <- train <- scripts, and no package imports tests."""
+    higher = {*PACKAGES[PACKAGES.index(package) + 1 :], "tests"}
+    for path in modules(package):
+        assert not higher & set(map(package_of, imports(path))), path
+
+
+def test_kernels_import_only_torch_and_triton() -> None:
+    """The kernels can be used without the other packages and without a process group."""
     allowed = set(sys.stdlib_module_names) | {"torch", "triton", "kernels"}
-    for path in (ROOT / "kernels").rglob("*.py"):
-        assert set(map(package_of, imported_modules(path))) <= allowed, path
+    for path in modules("kernels"):
+        assert set(map(package_of, imports(path))) <= allowed, path
         assert "torch.distributed" not in path.read_text(), path
+
+
+def test_layers_import_only_lower_layers() -> None:
+    """Inside ringattn no module imports from a higher layer. In particular, planning never imports comm."""
+    for path in modules("ringattn"):
+        if path.name != "__init__.py":
+            name = name_of(path)
+            imported = {other for other in imports(path) if package_of(other) == "ringattn"}
+            assert "ringattn" not in imported, f"{path} must import from the module that defines a name"
+            higher = {other for other in imported if layer_of(other) > layer_of(name)}
+            assert not higher, f"{name} imports {higher} of a higher layer"
+
+
+def test_no_modules_import_each_other() -> None:
+    """There is no cycle of imports, not even under TYPE_CHECKING."""
+    graph = {name: imports(path) & set(MODULES) for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_every_module_has_a_test_file() -> None:
+    """A module at a/b.py is tested by tests/a/test_b.py."""
+    missing = set()
+    for path in MODULES.values():
+        relative = path.relative_to(ROOT)
+        test = ROOT / "tests" / relative.with_name(f"test_{path.name}")
+        if len(path.read_text().splitlines()) > SHORT and not test.exists():
+            missing.add(str(relative))
+    assert missing <= set(UNTESTED)
+    assert all((ROOT / test).exists() for test in UNTESTED.values())
