@@ -44,7 +44,7 @@ memory this step's dS overwrites.
 
 Consequently, the first step of a work tile computes the last dQ of the previous work tile, with the keys of that tile. K has
 two slots for this reason. The very first step of a program multiplies whatever the memory holds and sends the product to a
-spare chunk that nobody reads. The dQ of the very last step is computed behind the loop.
+spare chunk that nobody reads. The dQ of the very last step is computed after the loop.
 
 K and V have no barriers of their own. They arrive with the first Q and dO of their work tile. Stages and phases continue from
 work tile to work tile.
@@ -237,7 +237,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     """Load work tile `index` of this program: (batch entry, key head, first key, end of the keys, first query tile, num_steps).
 
-    The end of the keys is 0 behind the last work tile. Every partition loads the entry itself, because partitions could only
+    The end of the keys is 0 after the last work tile. Every partition loads the entry itself, because partitions could only
     pass it on through shared memory. The producer is ahead of the consumers and loads it first.
     """
     entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
@@ -661,7 +661,7 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     """Bring one chunk of dq into row order, scale it, and write or add it.
 
     Args:
-        dq_sums: the sums of dq behind the spare chunk, fp32.
+        dq_sums: the spare chunk, then the sums of dq, fp32.
         dq: contiguous (B, Nq, Hq, D).
         num_tiles: number of query tiles of a head.
         num_queries: Nq.

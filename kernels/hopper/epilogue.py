@@ -11,7 +11,7 @@ work tile, see `ringattn.kernels.hopper.forward`.
 
 An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. Two
 cases need plain loads and stores by the threads instead of TMA: work tiles with fewer rows than TMA would write (the rows
-behind the end belong to another work tile), and rows whose reference max was raised or that overflowed.
+after the end belong to another work tile), and rows whose reference max was raised or that overflowed.
 """
 
 from triton.experimental import gluon
@@ -187,7 +187,7 @@ def _write_output(ref_max, l, o, query, results, row_range, index, inside, CONFI
         fence_async_shared()
         tma_store(out_tiles, [batch, first_row, head, 0], tile_view(query, out_tiles))
     else:
-        # TMA would also write rows behind the end, which belong to another work tile.
+        # TMA would also write rows after the end, which belong to another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store(out + element, o, mask=mask)
 

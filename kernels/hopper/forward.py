@@ -15,7 +15,7 @@ consumers, warpgroups that compute 64 rows of every work tile. They keep scores,
       load V(j) ----- v_full[s] -----> [ values: ring of stages ] -------> O += P(j) V(j)
                <----- v_empty[s] ----                             <------- release V(j)
 
-      behind the last step of a work tile, if a state comes in or is returned:
+      after the last step of a work tile, if a state comes in or is returned:
 
       load o, or ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
       nothing  <----- k_empty, v_empty                            <------- release the stages in the next work tile
@@ -196,7 +196,7 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 def _load_work_tile(work_tiles, index):
     """Load entry `index` of `Intervals.work_tiles`: (batch entry, head, first row, end, loop).
 
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked), see `step_start`. The end is 0 behind the last work tile of
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked), see `step_start`. The end is 0 after the last work tile of
     a program.
 
     Every partition loads the entry itself, because partitions could only pass it on through shared memory. The producer is
@@ -296,7 +296,7 @@ def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
-    # With a joint release, the arrival for V also stands for K.
+    """Release K of a stage. With a joint release, the arrival that releases V also releases K, so there is nothing to do."""
     if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
 
@@ -310,7 +310,7 @@ def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the consumer behind this one issue its products."""
+    """Let the next consumer issue its products."""
     if CONFIG.ping_pong:
         named_barrier_arrive(FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers, PING_PONG_THREADS)
 
@@ -384,7 +384,7 @@ def _first_step(
     """Compute the probabilities of the first step of a work tile. Return (p, ref_max, l, o) as `_step` takes them.
 
     The arguments are those of `_step`, but barriers = (k_full, k_empty, v_empty, q_empty), and `state_stage` is the state stage
-    of the previous work tile, or -1. If no row sees a key, the keys of this step may all lie behind the end, and all scores are
+    of the previous work tile, or -1. If no row sees a key, the keys of this step may all lie past the end, and all scores are
     masked.
     """
     KEYS: gl.constexpr = CONFIG.keys
@@ -494,8 +494,8 @@ def _load_consumer_tile(
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. If the first hi lies behind the start of the tile and the last lo before its end,
-    # then every interval that is not empty contains a key of the tile.
+    # Bounds never decrease from row to row. If the first hi is greater than the start of the tile and the last lo is less than
+    # its end, then every interval that is not empty contains a key of the tile.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
