@@ -1,4 +1,4 @@
-"""Where tests run: on the CUDA device, or else on the CPU with Triton's interpreter."""
+"""Settings of all tests. They run on the CUDA device if there is one, and otherwise on the CPU with Triton's interpreter."""
 
 import os
 from collections import Counter
@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU on machines without one."""
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -32,7 +33,8 @@ left_out: Counter[str] = Counter()
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count the slow tests that `-m "not slow"` leaves out, by folder."""
-    left_out.update("/".join(PurePath(item.nodeid).parts[:2]) for item in items if "slow" in item.keywords)
+    folders = (PurePath(item.nodeid.partition("::")[0]).parent for item in items if "slow" in item.keywords)
+    left_out.update("/".join(folder.parts[:2]) for folder in folders)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -56,10 +58,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
+    """The device on which kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# torch remembers, at its first use, which functions `with torch.device(...)` steers: those must be the true ones
+# At its first use, `with torch.device(...)` remembers the functions that it affects. These must be the original functions, not
+# those that the fixture `poison` puts in their place.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -68,7 +72,7 @@ def _poisoned(allocate):
     def wrapper(*args, **kwargs):
         x = allocate(*args, **kwargs)
         if x.is_floating_point():
-            with torch.no_grad():  # some releases of torch make leaves so
+            with torch.no_grad():  # a leaf that requires a gradient must not be modified in place otherwise
                 x.fill_(float("nan"))
         return x
 
@@ -77,6 +81,6 @@ def _poisoned(allocate):
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill fresh memory with NaN, so that an element nobody wrote shows."""
+    """Fill new tensors with NaN, so that elements which are read before they are written change the result."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

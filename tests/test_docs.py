@@ -1,4 +1,4 @@
-"""Code in the docs does what it says."""
+"""Tests of the documentation: its code works, and its links lead to files of this repository."""
 
 import copy
 import re
@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from ringattn import Layout, Mask, ring_attention
 from tests.distributed import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "your-own-loop.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "how-to" / "your-own-loop.md"
 DOCUMENTS = [40, 35, 1, 25]
 
 
-def train_as_the_page_says() -> None:
-    """On a ring, with parameters sharded, one step is that of one process without either."""
+def check_the_training_loop() -> None:
+    """Train one step on a ring with sharded parameters as the page says, and compare it with one process that has neither."""
     import transformers
 
     page: dict = {}
@@ -27,28 +28,30 @@ def train_as_the_page_says() -> None:
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=128, head_dim=16, **sizes))
     tokens = torch.randint(128, (1, sum(DOCUMENTS)))
-    alone, losses = copy.deepcopy(model), []
+    reference, losses = copy.deepcopy(model), []
     for document in tokens.split(DOCUMENTS, 1):
-        logits = alone(document, use_cache=False).logits[0, :-1]
+        logits = reference(document, use_cache=False).logits[0, :-1]
         losses.append(F.cross_entropy(logits, document[0, 1:], reduction="none"))
     expected = torch.cat(losses).mean()
     expected.backward()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     page["put_on_ring"](model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, alone)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     optimizers[1].step()
     assert page["train_step"](model, optimizers[0], tokens, DOCUMENTS, mesh) == pytest.approx(expected.item(), rel=1e-5)
-    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), other, rtol=1e-5, atol=1e-6)
+    for parameter, other in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", (2, 3), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow)), ids=lambda n: f"P{n}")
 def test_a_model_of_transformers_trains_on_a_ring(ranks: int, tmp_path: Path) -> None:
+    """The code of the page about your own training loop works as it is printed."""
     pytest.importorskip("transformers")
-    run_ranks(train_as_the_page_says, ranks, tmp_path / "ranks")
+    run_ranks(check_the_training_loop, ranks, tmp_path / "ranks")
 
 
-def test_sinks_are_a_factor_of_the_output() -> None:
+def test_attention_sinks_scale_the_output() -> None:
+    """A sink adds exp(sink) to the denominator of the softmax, so the output is multiplied by sigmoid(lse - sink)."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 9, 3, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
     sink = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
@@ -61,3 +64,14 @@ def test_sinks_are_a_factor_of_the_output() -> None:
     torch.testing.assert_close(found, expected)
     grads = (torch.autograd.grad(x.square().sum(), (q, k, v, sink)) for x in (found, expected))
     torch.testing.assert_close(*grads)
+
+
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files(page: Path) -> None:
+    """Every relative link of a page leads to a file or folder that exists."""
+    links = re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", page.read_text())
+    missing = [link for link in links if not (page.parent / link).exists()]
+    assert not missing

@@ -1,8 +1,8 @@
-"""Fresh memory is filled with NaN in these tests, so that an element nobody wrote shows."""
+"""Fixtures of the tests of ringattn."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def fresh_memory_is_nan(poison: None) -> None:
-    """In every test of this folder."""
+def new_tensors_contain_nan(poison: None) -> None:
+    """Fill new tensors with NaN in every test of this folder."""
