@@ -1,4 +1,4 @@
-"""One attention problem of a benchmark: its mask, inputs, work and bytes, and the float64 results it is held to."""
+"""One attention problem of a benchmark: its mask, its inputs, its FLOPs and bytes, and its results in float64."""
 
 import math
 import random
@@ -9,26 +9,28 @@ import torch
 from torch import Tensor
 
 from ringattn import BlockMask, Mask
-from ringattn.kernels import reference
 from ringattn.kernels.interval_mask import Intervals
+from scripts.accuracy import float64_results, group_error
 
-BLOCK = 128  # rows of a block of the block-sparse cases
-GROUP = 64  # rows whose error is taken together
-CHECKED_HEADS = [0, -1]
-# Rounding to bf16 leaves some 0.3% to 0.5%; a kernel that skips one tile of 64 keys of 16,384 is off by 6%.
-TOLERANCE = 0.02
+BLOCK = 128  # rows and columns of a block of the block-sparse cases
+# Matrix products of one (query, key) pair, relative to a forward: a forward has two, and a backward has five.
+RELATIVE_FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 @dataclass(frozen=True)
 class Case:
     """Self-attention of one bf16 sequence."""
 
-    kind: str  # full | causal | window | documents | short documents | blocks
-    length: int  # a multiple of BLOCK
+    kind: str  # full, causal, window, documents, short documents or blocks
+    length: int  # tokens, a multiple of BLOCK
     heads: int
     head_dim: int
-    kept: float = 1.0  # of the blocks, at random; only of kind "blocks"
+    kept: float = 1.0  # the fraction of blocks that are computed, chosen at random; only for the kind "blocks"
     key_heads: int | None = None  # None: as many as query heads
+
+    @property
+    def num_key_heads(self) -> int:
+        return self.key_heads or self.heads
 
     @property
     def label(self) -> str:
@@ -37,24 +39,27 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """4,096 keys, less in short sequences."""
+        """4,096 keys, or a quarter of the sequence if that is less."""
         return min(4096, self.length // 4) if self.kind == "window" else None
 
     @cached_property
     def documents(self) -> list[int] | None:
-        """Lengths drawn log-uniformly between 1 and the sequence's, or if short between its 1/256 and 1/2; always the same."""
+        """The lengths of the packed documents, drawn log-uniformly and the same in every run.
+
+        They lie between 1 and the length of the sequence, or, for short documents, between 1/256 and 1/2 of it.
+        """
         if "documents" not in self.kind:
             return None
         shortest, longest = (1, self.length) if self.kind == "documents" else (self.length / 256, self.length / 2)
-        rng, lengths = random.Random(0), []
-        while (left := self.length - sum(lengths)) > 0:
-            drawn = math.exp(rng.uniform(math.log(shortest), math.log(longest)))
-            lengths.append(min(left, max(1, round(drawn))))
+        generator, lengths = random.Random(0), []
+        while (remaining := self.length - sum(lengths)) > 0:
+            drawn = math.exp(generator.uniform(math.log(shortest), math.log(longest)))
+            lengths.append(min(remaining, max(1, round(drawn))))
         return lengths
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """bool (blocks, blocks) on the CPU: exactly the fraction `kept` of them, at random, the same at every run."""
+        """Which blocks are computed, bool (blocks, blocks) on the CPU: exactly the fraction `kept`, the same in every run."""
         if self.kind != "blocks":
             return None
         side = self.length // BLOCK
@@ -63,84 +68,61 @@ class Case:
 
     @cached_property
     def mask(self) -> Mask:
+        """The mask without its blocks."""
         if self.kind in ("full", "blocks"):
             return Mask.full()
         return Mask.causal(window=self.window, documents=self.documents)
 
     def blocks(self, device: torch.device) -> BlockMask | None:
+        """Return the blocks that are computed, on `device`; None for all."""
         return None if self.keep is None else BlockMask(self.keep[None, None].to(device), BLOCK)
 
     @cached_property
     def pairs(self) -> int:
-        """(query, key) pairs that one head needs."""
+        """The number of (query, key) pairs per head that the mask allows."""
         return int(self.keep.sum()) * BLOCK**2 if self.kind == "blocks" else self.mask.pairs(self.length)[0]
 
     def flops(self, direction: str) -> float:
-        """4 H pairs D forward, 2.5 times that backward."""
-        return 4.0 * self.heads * self.pairs * self.head_dim * (1 if direction == "forward" else 2.5)
+        """Return the FLOPs of a "forward" (4 per head, pair and element of a head), a "backward" or "both"."""
+        return 4.0 * self.heads * self.pairs * self.head_dim * RELATIVE_FLOPS[direction]
 
     def bytes(self, direction: str) -> int:
-        """q, k, v, out once forward; dout and the three gradients too backward."""
-        heads = 2 * (self.heads + (self.key_heads or self.heads))
+        """Return the bytes of q, k, v and out for a "forward". A "backward" also has dout and three gradients."""
+        heads = 2 * (self.heads + self.num_key_heads)
         return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
 
     @property
     def score_bytes(self) -> int:
-        """The N x N bf16 scores that are never written down."""
+        """The bytes of the N x N bf16 scores, which no implementation here stores."""
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """q, k, v, dout, standard normal bf16 (1, length, heads or key_heads, head_dim); all but dout require gradients."""
+        """Return q, k, v and dout, standard normal bf16 (1, length, heads, head_dim); all but dout require gradients."""
         generator = torch.Generator(device).manual_seed(0)
-        key_heads = self.key_heads or self.heads
-        shapes = [(1, self.length, heads, self.head_dim) for heads in (self.heads, key_heads, key_heads, self.heads)]
-        tensors = [torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes]
-        return [x.requires_grad_() for x in tensors[:3]] + tensors[3:]
+        return random_inputs(self, self.length, generator)
 
 
-@torch.no_grad()
+def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Tensor]:
+    """Draw q, k, v and dout of `rows` tokens on the device of the generator; all but dout require gradients."""
+    heads = case.heads, case.num_key_heads, case.num_key_heads, case.heads
+    options = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
+    q, k, v, dout = (torch.randn(1, rows, count, case.head_dim, **options) for count in heads)
+    return [*(x.requires_grad_() for x in (q, k, v)), dout]
+
+
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """out, dq, dk, dv in float64 of the checked heads, every row of them, by `ringattn.kernels.reference` some queries at a time.
-
-    Checked are the first and the last key head, and the first and the last query head, or with grouped heads their groups.
-    """
-    k, v = (x[:, :, CHECKED_HEADS].double() for x in (k, v))
-    q, dout = (_checked(x, case).double() for x in (q, dout))
-    results = {name: torch.zeros_like(x) for name, x in (("out", q), ("dq", q), ("dk", k), ("dv", v))}
+    """Return out, dq, dk and dv in float64, for the first and the last key head and the query heads that use them."""
+    q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
+    k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
-    blocks, scale = case.blocks(q.device), case.head_dim**-0.5
-    num_rows = max(1, 2**26 // case.length // BLOCK) * BLOCK  # half a GiB of float64 scores a head
-    for start in range(0, case.length, num_rows):
-        rows, keys = slice(start, min(start + num_rows, case.length)), slice(0, case.length)
-        options = {"blocks": None if blocks is None else blocks.cut(rows, keys)}
-        part = intervals.cut(rows, keys), scale
-        out, lse = reference.forward(q[:, rows], k, v, *part, final=True, **options)
-        delta = reference.row_delta(out, dout[:, rows])
-        grads = results["dq"][:, rows], results["dk"], results["dv"]
-        reference.backward(q[:, rows], k, v, dout[:, rows], lse, delta, *part, *grads, **options)
-        results["out"][:, rows] = out
-    return results
+    return float64_results(q, k, v, dout, intervals, case.blocks(q.device))
 
 
-def _checked(x: Tensor, case: Case) -> Tensor:
-    """The checked heads of x (B, N, heads, D), where these are query heads."""
-    group = case.heads // (case.key_heads or case.heads)
-    return torch.cat([x[:, :, :group], x[:, :, -group:]], 2)
+def checked_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the `group_error` of the heads that `expected_results` has computed."""
+    return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """`largest_error` of the checked heads."""
-    half = expected.shape[2] // 2
-    return largest_error(torch.cat([actual[:, :, :half], actual[:, :, -half:]], 2), expected).item()
-
-
-@torch.no_grad()
-def largest_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Largest error of GROUP rows of any head, relative to their own size, both as Euclidean norms: fp64 ().
-
-    Rows far down a causal mask are small, so the largest row must not set the scale; the gradient of a row that sees one
-    key vanishes, so single rows must not either.
-    """
-    actual, expected = (x.double().unflatten(1, (-1, GROUP)) for x in (actual, expected))
-    error, scale = (torch.linalg.vector_norm(x, dim=(2, 4)) for x in (actual - expected, expected))
-    return (error / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max()
+def _first_and_last(x: Tensor, heads: int) -> Tensor:
+    """Return the first `heads` and the last `heads` heads of x (B, N, H, D)."""
+    return torch.cat([x[:, :, :heads], x[:, :, -heads:]], 2).detach()

@@ -1,24 +1,31 @@
-"""Tables and pictures of what `benchmark_kernels.py` measured."""
+"""Write the tables and plots of `scripts.bench.kernels`, which calls this module after every suite, or write them again.
 
+    python -m scripts.bench.kernels_report outputs/benchmarks/kernels
+
+The command reads rows.json in the directory and writes README.md and the plots next to it. It needs no GPU.
+"""
+
+import argparse
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-from scripts.bench.cases import TOLERANCE, Case
+from scripts import command
+from scripts.accuracy import GROUP_TOLERANCE
+from scripts.bench.cases import Case
+from scripts.plots import clean_axes, plot_line, plt, save_plot, set_length_axis
+from scripts.tables import markdown_table
 
 DIRECTIONS = ("forward", "backward")
 MIB = 2**20
-Rows = dict[Case, list[dict]]  # of a case: one row an implementation
+Rows = dict[Case, list[dict]]  # for each case one row per implementation
+Format = Callable[[float], str]
 
 
 def describe(found: dict) -> str:
-    """One direction of a row in a line of progress."""
+    """Describe one direction of a row in one line, to show the progress of a benchmark."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.get("errors", {}).items())
@@ -26,12 +33,25 @@ def describe(found: dict) -> str:
     return f"{speed} ({errors})" if errors else speed
 
 
-def to_json(head: dict, rows: Rows) -> str:
+def save_rows(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
+    """Write rows.json: the header, the cases of each suite, and one row per case and implementation."""
+    by_suite = {suite: [asdict(case) for case in cases] for suite, cases in suites.items()}
     flat = [{**row, "case": asdict(case)} for case, found in rows.items() for row in found]
-    return json.dumps({**head, "rows": flat}, indent=1) + "\n"
+    (output / "rows.json").write_text(json.dumps({**header, "suites": by_suite, "rows": flat}, indent=1) + "\n")
+
+
+def load_rows(path: Path) -> tuple[dict, dict[str, list[Case]], Rows]:
+    """Read what `save_rows` has written. Cases that an interrupted run did not measure are left out."""
+    header = json.loads(path.read_text())
+    rows: Rows = {}
+    for row in header.pop("rows"):
+        rows.setdefault(Case(**row["case"]), []).append(row)
+    suites = {suite: [Case(**case) for case in cases] for suite, cases in header.pop("suites").items()}
+    return header, {suite: [case for case in cases if case in rows] for suite, cases in suites.items()}, rows
 
 
 def _names(rows: Rows) -> list[str]:
+    """Return the names of all implementations in the order in which they were measured."""
     return list(dict.fromkeys(row["implementation"] for found in rows.values() for row in found))
 
 
@@ -39,8 +59,11 @@ def _find(rows: Rows, case: Case, name: str) -> dict:
     return next(row for row in rows[case] if row["implementation"] == name)
 
 
-def _cell(row: dict, key: str, form: Callable[[float], str]) -> str:
-    """`forward / backward` of one figure; where there is none, the status, or "-" if nothing was to be measured."""
+def _cell(row: dict, key: str, form: Format) -> str:
+    """Return one figure as `forward / backward`.
+
+    A figure that was not measured is replaced by "wrong" or "failed", or by "-" if the implementation lacks the mask.
+    """
     parts = []
     for direction in DIRECTIONS:
         status, value = row[direction]["status"], row[direction].get(key)
@@ -52,191 +75,201 @@ def _cell(row: dict, key: str, form: Callable[[float], str]) -> str:
 
 
 def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
-    """` (forward / backward)` of a figure beside the same implementation's of another case; nothing where one is missing."""
+    """Return the ratio of a figure to that of the same implementation for the case `base`, as ` (forward / backward)`."""
     if base is None:
         return ""
     other, parts = _find(rows, base, row["implementation"]), []
     for direction in DIRECTIONS:
-        value, of = row[direction].get(key), other[direction].get(key)
-        parts.append(f"{value / of:.2f}" if value is not None and of else "-")
+        value, reference = row[direction].get(key), other[direction].get(key)
+        parts.append(f"{value / reference:.2f}" if value is not None and reference else "-")
     return "" if parts == ["-", "-"] else f" ({' / '.join(parts)})"
 
 
-def _table(
-    cases: list[Case], rows: Rows, cell: Callable[[Case, dict], str], extra: dict[str, Callable] | None = None
-) -> list[str]:
-    """A line a case, a column an implementation; `extra` columns are functions of the case."""
-    names, extra = _names(rows), extra or {}
-    head = ["D", "mask", "S", "H", *extra, *names]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for case in cases:
-        cells = [str(case.head_dim), case.label, f"{case.length:,}", str(case.heads)]
-        cells += [column(case) for column in extra.values()]
-        cells += [cell(case, _find(rows, case, name)) for name in names]
-        lines.append("| " + " | ".join(cells) + " |")
-    return [*lines, ""]
+class Report:
+    """The sections of a report: every table has one line per case, one column per implementation, and the date."""
+
+    def __init__(self, header: dict, rows: Rows) -> None:
+        self.header, self.rows, self.names = header, rows, _names(rows)
+
+    def table(
+        self, cases: Iterable[Case], cell: Callable[[Case, dict], str], extra: dict[str, Callable[[Case], str]] | None = None
+    ) -> str:
+        """Return a table; `extra` maps the names of further columns to functions of the case."""
+        extra = extra or {}
+        lines = []
+        for case in cases:
+            line = [case.head_dim, case.label, f"{case.length:,}", case.heads]
+            line += [column(case) for column in extra.values()]
+            line += [cell(case, _find(self.rows, case, name)) for name in self.names]
+            lines.append([*line, self.header["date"]])
+        return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
+
+    def figures(self, cases: list[Case], key: str, form: Format) -> str:
+        """Return a table of one figure."""
+        return self.table(cases, lambda case, row: _cell(row, key, form))
+
+    def speed(self, cases: list[Case]) -> str:
+        return (
+            f"## Speed\n\nTFLOP/s, forward / backward\n\n{self.figures(cases, 'tflops', '{:.0f}'.format)}\n"
+            f"GB/s of inputs and results, once\n\n{self.figures(cases, 'gb_per_s', '{:.0f}'.format)}\n"
+            f"Extra memory, MiB\n\n{self.figures(cases, 'extra_bytes', lambda x: f'{x / MIB:,.1f}')}"
+        )
+
+    def heads(self, cases: list[Case]) -> str:
+        base = next((case for case in cases if case.key_heads == case.heads), None)
+
+        def cell(case: Case, row: dict) -> str:
+            return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
+
+        note = "TFLOP/s, forward / backward (in brackets: relative to as many key heads as query heads)"
+        return f"## Grouped heads\n\n{note}\n\n{self.table(cases, cell)}"
+
+    def masks(self, cases: list[Case]) -> str:
+        def cell(case: Case, row: dict) -> str:
+            base = next((x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim), None)
+            return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
+
+        extra = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}
+        note = (
+            "TFLOP/s of the (query, key) pairs that the mask allows, forward / backward\n"
+            "(in brackets: relative to the causal rate of the same implementation)"
+        )
+        return f"## Masks\n\n{note}\n\n{self.table(cases, cell, extra)}"
+
+    def blocks(self, cases: list[Case]) -> str:
+        dense = next((case for case in cases if case.kind == "full"), None)
+
+        def cell(case: Case, row: dict) -> str:
+            return _cell(row, "ms", "{:.3f}".format) + _ratio(self.rows, row, dense, "ms")
+
+        note = "Milliseconds, forward / backward (in brackets: relative to the full mask of the same implementation)"
+        return f"## Block-sparse masks, random blocks of 128 x 128\n\n{note}\n\n{self.table(cases, cell)}"
+
+    def memory(self, cases: list[Case]) -> str:
+        extra = {"N x N": lambda case: f"{case.score_bytes / MIB:,.0f}"}
+        note = "Peak extra memory in MiB, forward / backward, and the N x N bf16 scores of the same heads"
+        cells = self.table(cases, lambda case, row: _cell(row, "extra_bytes", lambda x: f"{x / MIB:,.1f}"), extra)
+        return f"## Memory\n\n{note}\n\n{cells}"
+
+    def errors(self) -> str:
+        """Return the largest error of every implementation over all cases."""
+        names, lines = ("out", "dq", "dk", "dv"), []
+        for implementation in self.names:
+            largest: dict[str, float] = {}
+            for case in self.rows:
+                for direction in DIRECTIONS:
+                    for name, error in _find(self.rows, case, implementation)[direction].get("errors", {}).items():
+                        largest[name] = max(error, largest.get(name, 0.0))
+            cells = [f"{largest[name]:.1e}" if name in largest else "-" for name in names]
+            lines.append([implementation, *cells, self.header["date"]])
+        note = (
+            f"Largest error of any case, of 64 rows relative to their norm, against float64; above {GROUP_TOLERANCE} is wrong"
+        )
+        return f"## Errors\n\n{note}\n\n{markdown_table(' | out | dq | dk | dv | date', lines)}"
 
 
-def _speed(cases: list[Case], rows: Rows) -> list[str]:
-    def table(key: str, form: Callable[[float], str]) -> list[str]:
-        return _table(cases, rows, lambda case, row: _cell(row, key, form))
-
-    lines = ["## Speed", "", "TFLOP/s, forward / backward", "", *table("tflops", "{:.0f}".format)]
-    lines += ["GB/s of inputs and results once", "", *table("gb_per_s", "{:.0f}".format)]
-    return [*lines, "Extra memory, MiB", "", *table("extra_bytes", lambda x: f"{x / MIB:,.1f}")]
-
-
-def _heads(cases: list[Case], rows: Rows) -> list[str]:
-    base = next((case for case in cases if case.key_heads == case.heads), None)
-
-    def cell(case: Case, row: dict) -> str:
-        return _cell(row, "tflops", "{:.0f}".format) + _ratio(rows, row, base, "tflops")
-
-    note = "TFLOP/s, forward / backward (beside as many key heads as query heads)"
-    return ["## Grouped heads", "", note, "", *_table(cases, rows, cell)]
-
-
-def _masks(cases: list[Case], rows: Rows) -> list[str]:
-    def cell(case: Case, row: dict) -> str:
-        base = next((x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim), None)
-        return _cell(row, "tflops", "{:.0f}".format) + _ratio(rows, row, base, "tflops")
-
-    extra = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}
-    note = "TFLOP/s of the work that the mask leaves, forward / backward (beside the causal rate of the same implementation)"
-    return ["## Masks", "", note, "", *_table(cases, rows, cell, extra)]
-
-
-def _blocks(cases: list[Case], rows: Rows) -> list[str]:
-    dense = next((case for case in cases if case.kind == "full"), None)
-
-    def cell(case: Case, row: dict) -> str:
-        return _cell(row, "ms", "{:.3f}".format) + _ratio(rows, row, dense, "ms")
-
-    note = "Milliseconds, forward / backward (beside the dense time, the first line, of the same implementation)"
-    return ["## Block-sparse, blocks of 128 kept at random", "", note, "", *_table(cases, rows, cell)]
-
-
-def _memory(cases: list[Case], rows: Rows) -> list[str]:
-    extra = {"N x N": lambda case: f"{case.score_bytes / MIB:,.0f}"}
-    note = "Peak extra memory in MiB, forward / backward, beside the N x N bf16 scores of the same heads"
-    table = _table(cases, rows, lambda case, row: _cell(row, "extra_bytes", lambda x: f"{x / MIB:,.1f}"), extra)
-    return ["## Memory", "", note, "", *table]
-
-
-def _errors(rows: Rows) -> list[str]:
-    """The largest error of every implementation over all cases."""
-    lines = [
-        "## Errors",
-        "",
-        f"Largest of any case, of 64 rows relative to their size, against float64; over {TOLERANCE} is wrong",
-    ]
-    lines += ["", "| | out | dq | dk | dv |", "|---|---|---|---|---|"]
-    for name in _names(rows):
-        largest = {}
-        for case in rows:
-            for direction in DIRECTIONS:
-                for tensor, error in _find(rows, case, name)[direction].get("errors", {}).items():
-                    largest[tensor] = max(error, largest.get(tensor, 0.0))
-        cells = [f"{largest[x]:.1e}" if x in largest else "-" for x in ("out", "dq", "dk", "dv")]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return [*lines, ""]
-
-
-def write(output: Path, head: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
-    """README.md, and a picture for every suite that has one, of the suites measured so far."""
-    setting = f"{head['machine']}; bf16, B = 1. Times and rates are medians over rounds ({head['rounds']})."
-    lines = [f"# Attention kernels, {head['date']}", "", f"    {head['command']}", "", setting, ""]
-    sections = {"speed": _speed, "masks": _masks, "heads": _heads, "blocks": _blocks, "memory": _memory}
-    pictures = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
+def write(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
+    """Write README.md and the plots of the suites that were measured so far."""
+    plots = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
+    report = Report(header, rows)
+    setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians over {header['rounds']} rounds."
+    sections = [f"# Attention kernels, {header['date']}\n\n    {header['command']}\n\n{setting}\n"]
     for suite, cases in suites.items():
-        lines += sections[suite](cases, rows)
-        if suite in pictures and (figure := pictures[suite](cases, rows)):
-            figure.savefig(output / f"{suite}.png", dpi=150)
-            plt.close(figure)
-            lines += [f"![{suite}]({suite}.png)", ""]
-    (output / "README.md").write_text("\n".join(lines + _errors(rows)))
+        sections.append(getattr(report, suite)(cases))
+        if suite in plots and (figure := plots[suite](cases, rows)):
+            save_plot(figure, output / f"{suite}.png")
+            sections.append(f"![{suite}]({suite}.png)\n")
+    (output / "README.md").write_text("\n".join([*sections, report.errors()]))
 
 
-def _panels(title: str) -> tuple[plt.Figure, list[plt.Axes]]:
+def _two_panels(title: str) -> tuple[plt.Figure, list[plt.Axes]]:
+    """Create a figure with one panel for the forward and one for the backward."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title)
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
         axes.set_title(direction)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        clean_axes(axes)
     return figure, list(panels)
 
 
-def _legend(figure: plt.Figure) -> None:
+def _add_legend(figure: plt.Figure) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
 
-def _lines(axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable, scale: float = 1.0) -> None:
-    """A line an implementation through the cases that it has a figure for."""
+def _plot_implementations(
+    axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
+) -> None:
+    """Draw one line per implementation, through the cases for which it has a figure."""
     for index, name in enumerate(_names(rows)):
-        points = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
-        points = [(a, b * scale) for a, b in points if b is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{index}", label=name)
-
-
-def _length_axis(axes: plt.Axes, cases: list[Case]) -> None:
-    lengths = sorted({case.length for case in cases})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n // 1024}k" if n % 1024 == 0 else str(n) for n in lengths])
-    axes.minorticks_off()
-    axes.set_xlabel("sequence length N")
+        figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
+        plot_line(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
 
 
 def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """TFLOP/s over the length, for causal attention with the largest head; None without two lengths."""
+    """Plot TFLOP/s over the length, for causal attention with the largest head dim; None if there is only one length."""
     dim = max(case.head_dim for case in cases)
     curve = sorted((x for x in cases if x.kind == "causal" and x.head_dim == dim), key=lambda case: case.length)
     if len(curve) < 2:
         return None
-    figure, panels = _panels(f"Causal attention, bf16, D {dim}, H {curve[0].heads}, B 1")
+    figure, panels = _two_panels(f"Causal attention, bf16, D {dim}, H {curve[0].heads}, B 1")
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
-        _lines(axes, curve, rows, direction, "tflops", lambda case: case.length)
-        _length_axis(axes, curve)
+        _plot_implementations(axes, curve, rows, direction, "tflops", lambda case: case.length)
+        set_length_axis(axes, (case.length for case in curve), "sequence length N")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("TFLOP/s")
-    _legend(figure)
+    _add_legend(figure)
     return figure
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Extra memory over the length, beside N x N and the inputs."""
-    figure, panels = _panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
+    """Plot the extra memory over the length, with the N x N scores and the inputs for comparison."""
+    figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
-        _lines(axes, cases, rows, direction, "extra_bytes", lambda case: case.length, 1 / MIB)
+        _plot_implementations(axes, cases, rows, direction, "extra_bytes", lambda case: case.length, 1 / MIB)
         scores = [case.score_bytes / MIB for case in cases]
         axes.plot(lengths, scores, linestyle="--", color="black", label="N x N bf16 scores")
         tensors = [case.bytes(direction) / MIB for case in cases]
-        axes.plot(lengths, tensors, linestyle=":", color="grey", label="tensors given and returned")
-        _length_axis(axes, cases)
+        axes.plot(lengths, tensors, linestyle=":", color="grey", label="tensors passed and returned")
+        set_length_axis(axes, lengths, "sequence length N")
         axes.set_yscale("log")
         axes.set_ylabel("MiB")
-    _legend(figure)
+    _add_legend(figure)
     return figure
 
 
 def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Time over the fraction of blocks kept, beside the dense time of the same implementation; None without that."""
+    """Plot the time over the fraction of blocks, relative to a full mask; None if the full mask was not measured."""
     sparse = [case for case in cases if case.kind == "blocks"]
     dense = next((case for case in cases if case.kind == "full"), None)
     if dense is None:
         return None
-    figure, panels = _panels(f"Block-sparse attention, bf16, N {dense.length:,}, D {dense.head_dim}, H {dense.heads}, B 1")
+    figure, panels = _two_panels(f"Block-sparse attention, bf16, N {dense.length:,}, D {dense.head_dim}, H {dense.heads}, B 1")
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
         for index, name in enumerate(_names(rows)):
             base = _find(rows, dense, name)[direction].get("ms")
-            points = [(case.kept, _find(rows, case, name)[direction].get("ms")) for case in sparse]
-            points = [(kept, ms / base) for kept, ms in points if ms is not None and base]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{index}", label=name)
-        axes.plot([0, 1], [0, 1], linestyle="--", color="black", label="time = fraction kept")
-        axes.set(xlabel="fraction of blocks kept", ylabel="time / dense time", xlim=(0, 1.02), ylim=(0, None))
-    _legend(figure)
+            times = [(case.kept, _find(rows, case, name)[direction].get("ms")) for case in sparse]
+            plot_line(axes, [(kept, ms / base) for kept, ms in times if ms is not None and base], index, name)
+        axes.plot([0, 1], [0, 1], linestyle="--", color="black", label="time = fraction of blocks")
+        axes.set(xlabel="fraction of blocks computed", ylabel="time / time of a full mask", xlim=(0, 1.02), ylim=(0, None))
+    _add_legend(figure)
     return figure
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("directory", type=Path, help="a directory with rows.json")
+    args = parser.parse_args(argv)
+    if not (args.directory / "rows.json").is_file():
+        parser.error(f"{args.directory / 'rows.json'}: no such file")
+    return args
+
+
+def main(argv: list[str]) -> None:
+    args = parse(argv)
+    write(args.directory, *load_rows(args.directory / "rows.json"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

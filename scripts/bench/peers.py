@@ -1,10 +1,10 @@
-"""Implementations of attention behind one interface: `prepare(case, device)` returns attend(q, k, v) -> out.
+"""Implementations of attention behind one interface, so that a benchmark can compare them.
 
-Tensors are (1, N, H, D), differentiable; `prepare` raises `Unsupported` where a mask cannot be expressed.
+`prepare(case, device)` returns a function attend(q, k, v) -> out for tensors of (1, N, H, D) with autograd. It raises
+`Unsupported` if the implementation cannot express the mask of the case.
 """
 
 import importlib
-import importlib.metadata
 from collections.abc import Callable
 
 import torch
@@ -22,11 +22,11 @@ PORTABLE = "portable"
 
 
 class Unsupported(Exception):
-    """The implementation has no way to express the mask of a case."""
+    """The implementation cannot express the mask of a case."""
 
 
 def ringattn(backend: str) -> Prepare:
-    """This project's kernels: those it picks by itself, or the portable ones ("triton")."""
+    """Return the kernels of this project: those that "auto" chooses, or the portable ones ("triton")."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
@@ -36,15 +36,15 @@ def ringattn(backend: str) -> Prepare:
 
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
-    """PyTorch's attention on tensors of (B, N, H, D)."""
+    """Call PyTorch's scaled_dot_product_attention on tensors of (B, N, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    # by its module: context_parallel replaces this attribute
+    # context_parallel replaces this attribute of the module, so the function must be looked up at every call.
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """`scaled_dot_product_attention` by one of its backends."""
+    """Return scaled_dot_product_attention with one of its backends."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         if case.kind not in ("full", "causal"):
@@ -60,7 +60,7 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
 
 def _flex_mask(case: Case, device: torch.device) -> Callable:
-    """The mask of a case as FlexAttention's function of (batch, head, query, key)."""
+    """Return the mask of a case as FlexAttention's function of (batch, head, query, key)."""
     if case.kind == "blocks":
         keep = case.keep.to(device)
         return lambda b, h, i, j: keep[i // BLOCK, j // BLOCK]
@@ -75,10 +75,11 @@ def _flex_mask(case: Case, device: torch.device) -> Callable:
 
 
 def flex(case: Case, device: torch.device) -> Attend:
-    """FlexAttention, compiled for this one case."""
+    """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch._dynamo.reset()  # else the cases reach the limit of recompilations and run uncompiled
+    # Without a reset, the cases of a run reach the limit of recompilations, and the later ones run uncompiled.
+    torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None
     if case.kind != "full":
@@ -93,7 +94,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 
 def flash_attn_4(case: Case, device: torch.device) -> Attend:
-    """flash-attn-4 (CuTe); packed documents through its call for sequences of various lengths."""
+    """Prepare flash-attn-4 (CuTe). Packed documents use its function for sequences of different lengths."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     if case.kind == "blocks":
@@ -110,6 +111,7 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
 
 
 def _first(result: Tensor | tuple) -> Tensor:
+    """Return the output alone if a function returns (output, lse)."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -121,23 +123,15 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
     "flex": flex,
     "fa4": flash_attn_4,
 }
-NEED_CUDA = {PORTABLE, "cudnn", "fa2", "flex", "fa4"}
 
 
-def available(device: torch.device) -> dict[str, Prepare]:
-    """The implementations that can run on `device`; says why flash-attn-4 is left out where it is."""
-    chosen = {name: prepare for name, prepare in IMPLEMENTATIONS.items() if device.type == "cuda" or name not in NEED_CUDA}
-    if "fa4" in chosen:
+def available() -> dict[str, Prepare]:
+    """Return the implementations that are installed, and print a message if flash-attn-4 is not usable."""
+    found = dict(IMPLEMENTATIONS)
+    if "fa4" in found:
         try:
             importlib.import_module("flash_attn.cute")
-        except Exception as error:  # not only ImportError: its own dependencies may fail in any way
+        except Exception as error:  # The dependencies of flash-attn-4 may raise exceptions of any kind.
             print(f"fa4 is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
-            del chosen["fa4"]
-    return chosen
-
-
-def version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "of an unknown version"
+            del found["fa4"]
+    return found

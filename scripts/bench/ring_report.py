@@ -1,32 +1,37 @@
-"""Tables and a picture of what `benchmark_ring.py` measured: from its ring.json again, or from those of several runs.
+"""Write the tables and the plot of `scripts.bench.ring` again from its ring.json, or from the ring.json of several runs.
 
-    python -m scripts.bench.ring_report outputs/ring
-    python -m scripts.bench.ring_report outputs/ring --join short/ring.json long/ring.json
+    python -m scripts.bench.ring_report outputs/benchmarks/ring
+    python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
-Writes README.md to the directory, over what stands there, and lengths.png if two lengths of causal attention were measured.
-With --join it first writes ring.json, of the rows of all runs: they must be of one machine, and no case may be in two of them,
-because ratios are taken within a run.
+The command replaces README.md in the directory, and writes lengths.png if causal attention was measured at two lengths or
+more. With --join it first writes ring.json with the rows of all runs. The runs must be of one machine, and each case may be in
+only one of them, because ratios are taken within a run.
 """
 
-import argparse
 import json
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
+from scripts import command
+from scripts.plots import clean_axes, plot_line, plt, save_plot, set_length_axis
+from scripts.tables import markdown_table
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-CURVES = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
-PARTS = ("forward", "both")  # what is timed; both: forward and backward
-Rows = dict[str, dict[str, dict]]  # of a case's name: the case itself as "case", and a row a variant
+PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
+PARTS = ("forward", "both")  # what is timed; "both" is a forward and a backward
+# By name of a case: the case itself as "case", and one row per variant.
+Rows = dict[str, dict[str, dict]]
+COMMUNICATION_NOTE = """\
+Pairs of figures are forward / forward + backward. Hops are the steps that have messages. Exposed is the time that a call takes
+longer than `local` (for a graph: than `local-graph`), which does not communicate. Noise can make it negative. `local` runs the
+kernels of the automatic schedule. For a ring with another schedule, the difference therefore also contains merges and kernels
+that take longer.
+"""
 
 
 def base_of(variant: str) -> str:
-    """The variant that does the same without communication."""
+    """Return the variant that does the same without communication."""
     graph = "-graph" if variant.endswith("-graph") else ""
     if variant.startswith("ulysses-"):
         return f"ulysses-{variant.split('-')[1]}-local{graph}"
@@ -37,52 +42,56 @@ def _variants(found: dict[str, dict]) -> dict[str, dict]:
     return {name: row for name, row in found.items() if name != "case"}
 
 
-def table(rows: Rows) -> str:
-    """Speed, in Markdown: a row a case and variant."""
-    lines = [
-        "| case | variant | forward, TFLOP/s a GPU | forward+backward | of local | of torch | peak, GiB | worst error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def _ratios(row: dict, other: dict, form: str) -> str:
+    """Return the time of `other` divided by the time of `row`, as `forward / both`; "-" if `other` was not timed."""
+    return " / ".join(format(other[part]["ms"] / row[part]["ms"], form) for part in PARTS if part in other) or "-"
+
+
+def speed_table(header: dict, rows: Rows) -> str:
+    """Return a Markdown table with the speed of each case and variant."""
+    columns = (
+        "case | variant | forward, TFLOP/s per GPU | forward + backward, TFLOP/s per GPU | "
+        "relative to local | relative to context_parallel | peak memory per GPU, GiB | largest error | date"
+    )
+    lines = []
     for name, found in rows.items():
         for variant, row in _variants(found).items():
-            if "both" not in row:
-                lines.append(f"| {name} | {variant} | {'wrong' if 'errors' in row else '-'} | | | | | |")
-                continue
-            shares = []
-            for base in (base_of(variant), "context_parallel"):
-                other = found.get(base, {})
-                parts = [other[x]["ms"] / row[x]["ms"] for x in PARTS if x in other]
-                shares.append(" / ".join(f"{x:.2f}" if base == "context_parallel" else f"{x:.0%}" for x in parts) or "-")
-            error = f"{max(row['errors'].values()):.1e}" if "errors" in row else "-"
-            lines.append(
-                f"| {name} | {variant} | {row['forward']['tflops']:.0f} | {row['both']['tflops']:.0f} | {' | '.join(shares)} "
-                f"| {row['peak_bytes'] / 2**30:.1f} | {error} |"
-            )
-    return "\n".join(lines) + "\n"
+            line = [name, variant]
+            if "both" in row:
+                line += [f"{row[part]['tflops']:.0f}" for part in PARTS]
+                line.append(_ratios(row, found.get(base_of(variant), {}), ".0%"))
+                line.append(_ratios(row, found.get("context_parallel", {}), ".2f"))
+                line.append(f"{row['peak_bytes'] / 2**30:.1f}")
+                line.append(f"{max(row['errors'].values()):.1e}" if "errors" in row else "-")
+            else:
+                line += ["wrong" if "errors" in row else "-", *[""] * 5]
+            lines.append([*line, header["date"]])
+    return markdown_table(columns, lines)
 
 
-def communication_table(rows: Rows) -> str:
-    """What the rings sent and how much of its time nothing hid, in Markdown; "" if no ring was timed."""
-    lines = [
-        "| case | variant | schedule forward / backward | hops | MiB sent by the busiest rank | exposed, us | us a hop |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def communication_table(header: dict, rows: Rows) -> str:
+    """Return a Markdown table of what the rings sent and how much of the time was not hidden; "" if no ring was timed."""
+    columns = (
+        "case | variant | schedule, forward / backward | hops | MiB sent by the busiest rank | exposed, us | "
+        "exposed per hop, us | date"
+    )
+    lines = []
     for name, found in rows.items():
         for variant, row in _variants(found).items():
             if "hops" in row.get("both", {}):
                 cells = (
                     row["both"]["schedule"],
-                    _cell(row, lambda x: str(x["hops"])),
-                    _cell(row, lambda x: f"{x['bytes_sent'] / 2**20:,.1f}"),
-                    _cell(row, lambda x: f"{round(x['exposed_us']):,}"),
-                    _cell(row, lambda x: f"{x['exposed_us'] / x['hops']:,.1f}"),
+                    _both_parts(row, lambda x: str(x["hops"])),
+                    _both_parts(row, lambda x: f"{x['bytes_sent'] / 2**20:,.1f}"),
+                    _both_parts(row, lambda x: f"{round(x['exposed_us']):,}"),
+                    _both_parts(row, lambda x: f"{x['exposed_us'] / x['hops']:,.1f}"),
                 )
-                lines.append(f"| {name} | {variant} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n" if len(lines) > 2 else ""
+                lines.append([name, variant, *cells, header["date"]])
+    return markdown_table(columns, lines) if lines else ""
 
 
-def _cell(row: dict, form: Callable[[dict], str]) -> str:
-    """`forward / forward+backward`; "-" where there was nothing to compare with, or no hop."""
+def _both_parts(row: dict, form: Callable[[dict], str]) -> str:
+    """Return `forward / forward + backward` of a figure; "-" if there is no base to compare with, or no hop."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
     except (KeyError, ZeroDivisionError):
@@ -90,95 +99,84 @@ def _cell(row: dict, form: Callable[[dict], str]) -> str:
 
 
 def plot_lengths(rows: Rows) -> plt.Figure | None:
-    """TFLOP/s a GPU over the length, causal, with as many key heads as query heads; None without two lengths."""
+    """Plot TFLOP/s per GPU over the length, causal, without grouped heads; None if there is only one length."""
     curve = [found for found in rows.values() if found["case"]["kind"] == "causal"]
     curve = [found for found in curve if found["case"]["heads"] == found["case"]["key_heads"]]
-    lengths = sorted({found["case"]["length"] for found in curve})
+    lengths = {found["case"]["length"] for found in curve}
     if len(lengths) < 2:
         return None
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    for index, variant in enumerate(CURVES):
+    for index, variant in enumerate(PLOTTED):
         timed = [found for found in curve if "both" in found.get(variant, {})]
-        points = sorted((found["case"]["length"], found[variant]["both"]["tflops"]) for found in timed)
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{index}", label=variant)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [f"{n >> 20}m" if n % 2**20 == 0 else f"{n >> 10}k" for n in lengths])
-    axes.minorticks_off()
-    axes.set(xlabel="length of the whole sequence", ylabel="TFLOP/s a GPU, forward+backward", ylim=(0, None))
+        plot_line(axes, [(found["case"]["length"], found[variant]["both"]["tflops"]) for found in timed], index, variant)
+    set_length_axis(axes, lengths, "length of the whole sequence")
+    axes.set(ylabel="TFLOP/s per GPU, forward + backward", ylim=(0, None))
     axes.set_title(f"Causal ring attention, bf16, H {curve[0]['case']['heads']}, B 1")
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    clean_axes(axes)
     axes.legend(frameon=False)
     return figure
 
 
-def text(head: dict, rows: Rows) -> str:
-    """README.md but for the picture."""
-    commands = textwrap.indent(head["command"], " " * 4)
-    parts = [f"# Ring attention, {head['date']}\n\n{head['machine']}.\n\n{commands}\n\n{table(rows)}"]
-    if communication := communication_table(rows):
-        note = (
-            "Forward / forward+backward. Hops are the steps that have messages. Exposed is what a call takes longer than\n"
-            "`local` (a graph: than `local-graph`), which knows no communication; noise can make it negative. `local` runs\n"
-            "the kernels of the automatic schedule: of a ring with another, merges and kernels that take longer count too.\n"
-        )
-        parts.append(f"## Communication\n\n{note}\n{communication}")
+def report_text(header: dict, rows: Rows) -> str:
+    """Return the text of README.md without the plot."""
+    commands = textwrap.indent(header["command"], " " * 4)
+    parts = [f"# Ring attention, {header['date']}\n\n{header['machine']}.\n\n{commands}\n\n{speed_table(header, rows)}"]
+    if communication := communication_table(header, rows):
+        parts.append(f"## Communication\n\n{COMMUNICATION_NOTE}\n{communication}")
     return "\n".join(parts)
 
 
-def write(output: Path, head: dict, rows: Rows) -> None:
-    """ring.json, README.md and, if there is anything to draw, lengths.png."""
+def write(output: Path, header: dict, rows: Rows) -> None:
+    """Write ring.json, README.md and, if there are two lengths or more, lengths.png."""
     output.mkdir(parents=True, exist_ok=True)
-    (output / "ring.json").write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
-    readme = text(head, rows)
+    (output / "ring.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+    text = report_text(header, rows)
     if figure := plot_lengths(rows):
-        figure.savefig(output / "lengths.png", dpi=150)
-        plt.close(figure)
-        readme += "\n## Over lengths\n\nCausal, as many key heads as query heads.\n\n![TFLOP/s over lengths](lengths.png)\n"
-    (output / "README.md").write_text(readme)
+        save_plot(figure, output / "lengths.png")
+        text += "\n## Over lengths\n\nCausal, as many key heads as query heads.\n\n![TFLOP/s over lengths](lengths.png)\n"
+    (output / "README.md").write_text(text)
 
 
 def read(path: Path) -> tuple[dict, Rows]:
-    """The head and the rows of a ring.json."""
-    head = json.loads(path.read_text())
-    return head, head.pop("rows")
+    """Return the header and the rows of a ring.json."""
+    header = json.loads(path.read_text())
+    return header, header.pop("rows")
 
 
 def join(paths: list[Path]) -> tuple[dict, Rows]:
-    """The runs of several ring.json as one, with all their commands.
+    """Join the runs of several ring.json into one, with all their commands.
 
     Raises:
-        ValueError: runs of different machines, or a case that is in two of them.
+        ValueError: the runs are of different machines, or a case is in two of them.
     """
-    heads, parts = zip(*map(read, paths), strict=True)
-    machines = dict.fromkeys(head["machine"] for head in heads)
+    headers, parts = zip(*map(read, paths), strict=True)
+    machines = dict.fromkeys(header["machine"] for header in headers)
     if len(machines) > 1:
-        raise ValueError(f"runs of different machines cannot be joined: {'; '.join(machines)}")
+        raise ValueError(f"the runs must be of one machine, but are of {'; '.join(machines)}")
     rows = {}
     for path, part in zip(paths, parts, strict=True):
-        if twice := [name for name in part if name in rows]:
-            raise ValueError(f"{path}: {', '.join(twice)} measured in an earlier run too: leave one out, ratios need one run")
+        if repeated := [name for name in part if name in rows]:
+            raise ValueError(f"{path}: {', '.join(repeated)} is also in an earlier run; pass only one run of each case")
         rows |= part
-    head = {
-        "date": ", ".join(sorted({head["date"] for head in heads})),
-        "machine": heads[0]["machine"],
-        "command": "\n".join(head["command"] for head in heads),
-        "inbox_bytes": max(head.get("inbox_bytes", 0) for head in heads),
+    header = {
+        "date": ", ".join(sorted({header["date"] for header in headers})),
+        "machine": headers[0]["machine"],
+        "command": "\n".join(header["command"] for header in headers),
+        "receive_buffer_bytes": max(header.get("receive_buffer_bytes", 0) for header in headers),
     }
-    return head, rows
+    return header, rows
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where ring.json is, or with --join is to be")
-    parser.add_argument("--join", type=Path, nargs="+", metavar="RING.JSON", help="runs to put together")
-    arguments = parser.parse_args(argv)
+    parser = command.new_parser(__doc__)
+    parser.add_argument("directory", type=Path, help="the directory with ring.json; with --join, the directory to write to")
+    parser.add_argument("--join", type=Path, nargs="+", metavar="RING.JSON", help="the runs to join")
+    args = parser.parse_args(argv)
     try:
-        head, rows = join(arguments.join) if arguments.join else read(arguments.directory / "ring.json")
+        header, rows = join(args.join) if args.join else read(args.directory / "ring.json")
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    write(arguments.directory, head, rows)
+    write(args.directory, header, rows)
 
 
 if __name__ == "__main__":

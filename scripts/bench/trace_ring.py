@@ -1,62 +1,57 @@
-"""Draw what every GPU of a ring does when: kernels beside copies, forward and backward, as the profiler saw them.
+"""Plot what every GPU of a ring does over time: kernels and copies of one forward and backward, as recorded by the profiler.
 
-    torchrun --nproc-per-node 4 -m scripts.bench.trace_ring --case causal-64k --output benchmarks/2026-11-23-timeline
-    python -m scripts.bench.trace_ring --draw benchmarks/2026-11-23-timeline/timeline.json
+    torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
+    python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The case is one of `benchmark_ring.py`. One call is traced, forward and backward, after others to warm up; all ranks start it
-together from idle, so its first kernels wait for the host, as they would not in a row of calls. All ranks are on one host and
-share its clock. Rank 0 writes timeline.json and timeline.png to --output; --draw makes the picture anew and needs no GPU. White
-lines part kernels that follow each other: they are no pauses.
+The cases are those of `scripts.bench.ring`. One call is recorded after several others. All ranks start it together while their
+GPUs are idle. Therefore its first kernels wait for the host, which they would not do in a series of calls. All ranks must be on
+one host, whose clock they share. Rank 0 writes timeline.json and timeline.png to --output. --draw draws the plot again from
+timeline.json and needs no GPU. The white lines in the plot separate consecutive kernels. They are not pauses.
 """
 
 import argparse
-import datetime
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from scripts.bench import gpus
-from scripts.bench.ring import CASES, VARIANTS, is_ring, ring_step
+from scripts import command, gpus
+from scripts.bench.ring_variants import CASES, VARIANTS, is_ring, random_shard, ring_calls
+from scripts.plots import plt, save_plot
 
-ROOT = Path(__file__).resolve().parents[2]
-
-WARM_UP = 5  # calls
-KERNELS = {  # what the launches of `kernels/` are called, the Hopper ones and the portable ones
+WARMUP_CALLS = 5
+KERNELS = {  # the kind of each kernel of the Hopper and the portable backend, by the start of its name
     "_forward_kernel": "forward",
     "_prepare_kernel": "backward",
     "_row_delta_kernel": "backward",
+    "_interleave_kernel": "backward",
     "_main_kernel": "backward",
     "_finish_kernel": "backward",
     "_key_gradient_kernel": "backward",
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-COPIES = ("Memcpy PtoP", "Memcpy DtoD")  # what copies to a peer are called, by how its memory is mapped
-KINDS = {  # lane, colour, legend
-    "forward": (0, "tab:blue", "forward attention"),
-    "backward": (0, "tab:orange", "backward attention"),
+# Names of a copy to another GPU. Which one the profiler records depends on how the memory of the other GPU is mapped.
+COPIES = ("Memcpy PtoP", "Memcpy DtoD")
+KINDS = {  # lane, colour and legend of each kind of event
+    "forward": (0, "tab:blue", "attention, forward"),
+    "backward": (0, "tab:orange", "attention, backward"),
     "other": (0, "darkgrey", "other kernels and copies"),
-    "traveller": (1, "tab:green", "copies of travellers"),
+    "block": (1, "tab:green", "copies of circulating blocks"),
     "nccl": (1, "tab:purple", "NCCL"),
-    "result": (2, "tab:red", "copies of results"),
+    "result": (2, "tab:red", "copies of partial results"),
 }
 
 
 class Event(NamedTuple):
-    """Something that a GPU did, in nanoseconds of the host's clock."""
+    """A kernel or a copy of one GPU. Times are nanoseconds of the host's clock."""
 
     name: str
     stream: int
@@ -65,7 +60,7 @@ class Event(NamedTuple):
 
 
 def device_events(trace: dict) -> list[Event]:
-    """The kernels and copies of a trace of torch's profiler, by their start."""
+    """Return the kernels and copies of a trace of torch's profiler, sorted by their start."""
     base = trace["baseTimeNanoseconds"]
     events = [
         Event(x["name"], x["args"]["stream"], base + round(1e3 * x["ts"]), round(1e3 * x["dur"]))
@@ -76,15 +71,15 @@ def device_events(trace: dict) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """The kind of each event of one rank, one of KINDS; the events in the order of their start.
+    """Return for each event of one rank, sorted by start, one of KINDS.
 
-    Travellers and results are copied on a stream each, beside that of the attention kernels. The trace does not say which is
-    which, but a pass sends a traveller before it has any result.
+    Circulating blocks and partial results are copied on one stream each, and neither is the stream of the attention kernels.
+    The trace does not say which stream is which. However, a pass always sends a block before it has any result.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
     sending = [event.stream for event in events if event.name.startswith(COPIES) and event.stream not in computing]
-    roles = dict(zip(dict.fromkeys(sending), ("traveller", "result"), strict=False))
+    roles = dict(zip(dict.fromkeys(sending), ("block", "result"), strict=False))
     return [
         roles.get(event.stream, kind) if event.name.startswith(COPIES) else kind
         for event, kind in zip(events, kinds, strict=True)
@@ -92,7 +87,7 @@ def classify(events: list[Event]) -> list[str]:
 
 
 def timeline(ranks: list[list[Event]]) -> list[dict]:
-    """The events of all ranks in microseconds from the first one on."""
+    """Return the events of all ranks, in microseconds since the first one."""
     first = min(event.start for events in ranks for event in events)
     return [
         {
@@ -108,24 +103,29 @@ def timeline(ranks: list[list[Event]]) -> list[dict]:
 
 
 def draw(found: dict) -> plt.Figure:
-    """A band a rank, with a lane for kernels and one for each kind of copies that there is; of what timeline.json holds."""
+    """Draw one band per rank, with one lane for kernels and one for each kind of copy.
+
+    Args:
+        found: the content of timeline.json.
+    """
     events = found["events"]
     present = [kind for kind in KINDS if any(event["kind"] == kind for event in events)]
-    used = sorted({KINDS[kind][0] for kind in present})
-    ranks, band = 1 + max(event["rank"] for event in events), len(used) + 0.6  # lanes are 1 high
+    lanes = sorted({KINDS[kind][0] for kind in present})
+    ranks, band = 1 + max(event["rank"] for event in events), len(lanes) + 0.6  # a lane is 1 high
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # white edges part kernels that follow each other; short bars are seen by an edge of their own colour
+        # White edges separate consecutive kernels. Copies are so short that they need an edge of their own colour.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
-            mine = [event for event in events if event["rank"] == rank and event["kind"] == kind]
-            spans = [(event["start_us"] / 1e3, event["duration_us"] / 1e3) for event in mine]
-            place = rank * band + used.index(lane) + 0.1, 0.8
-            axes.broken_barh(spans, place, facecolor=colour, edgecolor=edge, linewidth=0.5, label="" if rank else label)
+            own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
+            spans = [(event["start_us"] / 1e3, event["duration_us"] / 1e3) for event in own]
+            bottom = rank * band + lanes.index(lane) + 0.1
+            options = dict(facecolor=colour, edgecolor=edge, linewidth=0.5, label="" if rank else label)
+            axes.broken_barh(spans, (bottom, 0.8), **options)
     for rank in range(1, ranks):
         axes.axhline(rank * band - 0.3, color="lightgrey", linewidth=0.8)
-    axes.set_yticks([rank * band + len(used) / 2 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
+    axes.set_yticks([rank * band + len(lanes) / 2 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.tick_params(axis="y", length=0)
     axes.set(xlabel="ms", xlim=(0, None), ylim=(ranks * band - 0.3, -0.3))
     axes.set_title(f"{found['case']}, {found['variant']}: forward and backward on {found['machine']}")
@@ -134,82 +134,75 @@ def draw(found: dict) -> plt.Figure:
     return figure
 
 
-def save_picture(found: dict, path: Path) -> None:
-    figure = draw(found)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Event]:
+    """Record what this rank's GPU does in one call.
 
-
-def record(step: Callable[[], object], meet: Callable[[], object]) -> list[Event]:
-    """What this rank's GPU does in one call; `meet` returns when all ranks have called it.
+    Args:
+        call: the call to record.
+        barrier: a function that returns when all ranks have called it.
 
     Raises:
-        RuntimeError: the profiler saw no kernel.
+        RuntimeError: the profiler recorded no kernel.
     """
-    for _ in range(WARM_UP):
-        step()
+    for _ in range(WARMUP_CALLS):
+        call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # the profiler's first call, in which it sets itself up, is left out
-        plan = schedule(wait=0, warmup=1, active=1, repeat=1)
-        options = {"schedule": plan, "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path))}
+        # The profiler sets itself up during the first call, which is therefore not recorded.
+        steps = schedule(wait=0, warmup=1, active=1, repeat=1)
+        options = {"schedule": steps, "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path))}
         with profile(activities=[ProfilerActivity.CUDA], **options) as profiler:
             for _ in range(2):
                 torch.cuda.synchronize()
-                meet()
-                step()
+                barrier()
+                call()
                 torch.cuda.synchronize()
                 profiler.step()
         events = device_events(json.loads(path.read_text()))
     if not events:
-        raise RuntimeError("the profiler saw no kernel: torch needs CUPTI, and the right to use it")
+        raise RuntimeError("the profiler recorded no kernel: torch requires CUPTI and the permission to use it")
     return events
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    output = ROOT / "benchmarks" / f"{datetime.date.today()}-timeline"
-    # a replayed graph copies on whatever stream, which says nothing then
+    parser = command.new_parser(__doc__)
+    # The copies of a replayed graph may be on any stream, so they cannot be classified.
     rings = [variant for variant in VARIANTS if is_ring(variant) and not variant.endswith("-graph")]
     parser.add_argument("--case", choices=CASES, default="causal-64k", help="default: causal-64k")
     parser.add_argument("--variant", choices=rings, default="nvlink-auto", help="default: nvlink-auto")
-    parser.add_argument("--output", type=Path, default=output, help="a directory")
-    parser.add_argument("--draw", type=Path, metavar="TIMELINE.JSON", help="trace nothing, draw the picture beside this file")
-    arguments = parser.parse_args(argv)
-    if not arguments.draw and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
-        parser.error("the clocks of several hosts cannot be compared: trace a ring of one host")
-    if not arguments.draw and "RANK" not in os.environ:
-        parser.error("run it with torchrun, or give --draw")
-    if arguments.draw and not arguments.draw.is_file():
-        parser.error(f"--draw {arguments.draw}: no such file")
-    return arguments
+    default = command.RESULTS / "timeline"
+    parser.add_argument("--output", type=Path, default=default, help="default: outputs/benchmarks/timeline")
+    parser.add_argument("--draw", type=Path, metavar="TIMELINE.JSON", help="only draw the plot, next to this file")
+    args = parser.parse_args(argv)
+    if not args.draw and os.environ.get("WORLD_SIZE") != os.environ.get("LOCAL_WORLD_SIZE"):
+        parser.error("all ranks must be on one host, because the clocks of several hosts cannot be compared")
+    if not args.draw and "RANK" not in os.environ:
+        parser.error("start this script with torchrun, or pass --draw")
+    if args.draw and not args.draw.is_file():
+        parser.error(f"--draw {args.draw}: no such file")
+    return args
 
 
 def main(argv: list[str]) -> None:
-    arguments = parse(argv)
-    if arguments.draw:
-        save_picture(json.loads(arguments.draw.read_text()), arguments.draw.with_suffix(".png"))
+    args = parse(argv)
+    if args.draw:
+        save_plot(draw(json.loads(args.draw.read_text())), args.draw.with_suffix(".png"))
         return
-    gpus.join()
+    gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hosts = dist.new_group(backend="gloo")  # for hosts to meet without a kernel
-    case = CASES[arguments.case]
-    step = ring_step(case, arguments.variant, case.shard()).both
-    events = record(step, lambda: dist.barrier(hosts))
+    hosts = dist.new_group(backend="gloo")  # for a barrier that runs no kernel
+    case = CASES[args.case]
+    call = ring_calls(case, args.variant, random_shard(case)).both
+    events = record(call, lambda: dist.barrier(hosts))
     gathered = [None] * ranks if rank == 0 else None
     dist.gather_object(events, gathered, group=hosts)
     if rank == 0:
-        found = {
-            "date": str(datetime.date.today()),
-            "case": arguments.case,
-            "variant": arguments.variant,
-            "machine": f"{ranks} x {torch.cuda.get_device_name()}, torch {torch.__version__}",
-            "command": shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "scripts.bench.trace_ring", *argv]),
-            "events": timeline(gathered),
-        }
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "timeline.json").write_text(json.dumps(found) + "\n")
-        save_picture(found, arguments.output / "timeline.png")
+        header = command.describe_run("scripts.bench.trace_ring", argv, gpus=ranks, ranks=ranks)
+        header["machine"] = f"{ranks} x {torch.cuda.get_device_name()}"  # short enough for a title
+        found = {**header, "case": args.case, "variant": args.variant, "events": timeline(gathered)}
+        args.output.mkdir(parents=True, exist_ok=True)
+        (args.output / "timeline.json").write_text(json.dumps(found) + "\n")
+        save_plot(draw(found), args.output / "timeline.png")
     dist.destroy_process_group()
 
 

@@ -1,191 +1,176 @@
-"""Hold the Triton kernels to the float64 reference on a GPU, beside PyTorch's SDPA in the same dtype.
+"""Compare the GPU kernels with float64 on one GPU, next to PyTorch's scaled_dot_product_attention (SDPA) in the same dtype.
 
-    python -m scripts.check.kernels --output DIR --time
-    python -m scripts.check.kernels --kernels hopper
+    python -m scripts.check.kernels --time
+    python -m scripts.check.kernels --kernels hopper --output outputs/check
     compute-sanitizer --tool racecheck python -m scripts.check.kernels --lengths 63 257 --dims 64 --alone
 
-Prints Markdown tables of the largest row error (relative to the row's scale) and, with --time, of what a partial result costs
-beside a final one in TFLOP/s; exits with 1 if an error exceeds its tolerance. FLOPs count 4 B H S S D forward (half of that
-when causal) and 2.5 times that backward.
+The script prints a table of the largest error of a row, relative to the scale of the row. It exits with status 1 if an error
+exceeds its limit. With --time it also prints the TFLOP/s of calls that read and write partial results, compared with calls
+that return final results. A forward counts 4 B H S S D FLOPs, half of that if it is causal, and a backward 2.5 times as many.
 """
 
 import argparse
 import importlib
 import statistics
 import sys
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import triton
 from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.interval_mask import Intervals, full
-from scripts.bench.kernels import time_rounds
+from scripts import command
+from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
+from scripts.bench.kernels import time_in_rounds
 from scripts.bench.peers import stock_attention
+from scripts.tables import markdown_table
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
 DTYPES = (torch.bfloat16, torch.float16)
-# in units of the dtype's eps; dq and dk also carry the rounding of `out`, through delta = rowsum(dout * out)
-TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
-LSE_TOLERANCE = 1e-5
-HEADS = (4, 2)
+HEADS, KEY_HEADS = 4, 2
 LENGTHS = (1, 63, 1000, 4097)
-WINDOW, DOCUMENT = 200, 300
+WINDOW, DOCUMENT = 200, 300  # tokens
 MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """A mask by name, of `length` queries and keys."""
-    rows = torch.arange(length)[None]
+    """Create one of MASKS for `length` queries and as many keys, on the GPU."""
     if mask == "full":
         return full(length, length, "cuda")
+    rows = torch.arange(length)[None]
     lo = {"causal": rows * 0, "window": (rows + 1 - WINDOW).clamp(min=0), "documents": rows // DOCUMENT * DOCUMENT}[mask]
     return Intervals.of(lo, rows + 1, length, "cuda")
 
 
-def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest error of a row relative to its largest element, or to a tenth of the largest of all where that is more."""
-    scale = expected.abs().amax(-1)
-    # the dq and dk of a single row vanish: their errors are compared with the inputs, whose scale is 1
-    scale = scale.clamp(min=1.0 if len(scale[0]) == 1 else 0.1 * scale.max().item())
-    return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
-
-
-def attend_and_differentiate(module, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals) -> tuple:
-    """(out, lse, dq, dk, dv) by the forward and backward of a kernel module."""
-    scale = q.shape[-1] ** -0.5
-    out, lse = module.forward(q, k, v, intervals, scale, final=True)
-    delta = reference.row_delta(out, dout)
-    grad_dtype = reference.state_dtype(q.dtype)
-    return out, lse, *module.backward(q, k, v, dout, lse, delta, intervals, scale, grad_dtype=grad_dtype)
-
-
 def load_kernels(name: str) -> SimpleNamespace:
-    """The forward and backward of a kernel family, "portable" or "hopper"."""
+    """Return the `forward` and `backward` of the "portable" kernels or of the "hopper" kernels."""
     backend = {"portable": "triton", "hopper": "hopper"}[name]
-    modules = (importlib.import_module(f"ringattn.kernels.{backend}.{direction}") for direction in ("forward", "backward"))
-    return SimpleNamespace(forward=next(modules).forward, backward=next(modules).backward)
+    forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))
+    return SimpleNamespace(forward=forward.forward, backward=backward.backward)
 
 
-def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, causal: bool) -> tuple:
-    """(out, None, dq, dk, dv) by the backend that PyTorch picks itself."""
+def kernel_results(
+    kernels: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals
+) -> dict[str, Tensor]:
+    """Run a forward and a backward, and return the tensors of NAMES."""
+    scale = q.shape[-1] ** -0.5
+    out, lse = kernels.forward(q, k, v, intervals, scale, final=True)
+    delta = reference.row_delta(out, dout)
+    grads = kernels.backward(q, k, v, dout, lse, delta, intervals, scale, grad_dtype=torch.float32)
+    return dict(zip(NAMES, (out, lse, *grads), strict=True))
+
+
+def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> dict[str, Tensor]:
+    """Return the tensors of NAMES except lse, computed by the backend that PyTorch chooses."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = stock_attention(q, k, v, causal)
-    return out.detach(), None, *torch.autograd.grad(out, (q, k, v), dout)
+    out = stock_attention(q, k, v, is_causal)
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True))
 
 
-def errors_of(results: tuple, expected: tuple) -> list[float | None]:
-    """Row errors of (out, lse, dq, dk, dv), None where there is no result; lse rows are single numbers of scale >= 1."""
-    errors = []
-    for name, x, y in zip(NAMES, results, expected, strict=True):
-        if x is None:
-            errors.append(None)
-        elif name == "lse":
-            errors.append(((x.double() - y).abs() / y.abs().clamp(min=1)).nan_to_num(nan=float("inf")).max().item())
-        else:
-            errors.append(row_error(x, y))
-    return errors
-
-
-def check_case(
-    kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, peer: bool
-) -> tuple[list, list, list[str]]:
-    """(errors of the kernels, errors of SDPA, names that exceed their tolerance) for one problem."""
+def measure_errors(
+    kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, with_sdpa: bool
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the row errors of the kernels and those of SDPA, which are empty if SDPA is left out or lacks the mask."""
     torch.manual_seed(0)
-    shapes = [(1, length, num_heads, dim) for num_heads in (HEADS[0], HEADS[1], HEADS[1], HEADS[0])]
-    q, k, v, dout = (torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes)
+    shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
+    tensors = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
     intervals = make_intervals(mask, length)
-    expected = attend_and_differentiate(reference, *(x.double() for x in (q, k, v, dout)), intervals)
-    ours = errors_of(attend_and_differentiate(kernels, q, k, v, dout, intervals), expected)
-    theirs = [None] * len(NAMES)
-    if peer and mask in ("causal", "full"):
-        theirs = errors_of(sdpa_results(q, k, v, dout, mask == "causal"), expected)
-    limits = [LSE_TOLERANCE if name == "lse" else TOLERANCE[name] * torch.finfo(dtype).eps for name in NAMES]
-    failed = [name for name, error, limit in zip(NAMES, ours, limits, strict=True) if not error <= limit]
-    return ours, theirs, failed
+    expected = float64_results(*tensors, intervals)
+    ours = row_errors(kernel_results(kernels, *tensors, intervals), expected)
+    if with_sdpa and mask in ("causal", "full"):
+        return ours, row_errors(sdpa_results(*tensors, mask == "causal"), expected)
+    return ours, {}
 
 
-def error_table(kernels: SimpleNamespace, dims: list[int], lengths: list[int], peer: bool) -> tuple[list[str], list[str]]:
-    """Lines of a Markdown table, and a line for every case that failed."""
-    lines = ["| dtype | D | S | mask | " + " | ".join(NAMES) + " |", "|---" * (4 + len(NAMES)) + "|"]
-    failures = []
-    for dtype, dim, length, mask in product(DTYPES, dims, lengths, MASKS):
-        ours, theirs, failed = check_case(kernels, dtype, dim, length, mask, peer)
-        cells = [
-            f"{x:.1e}" + (f" ({y:.1e})" if y is not None else "") + (" **too large**" if name in failed else "")
-            for name, x, y in zip(NAMES, ours, theirs, strict=True)
-        ]
-        case = f"{str(dtype).removeprefix('torch.')} | {dim} | {length} | {mask}"
-        lines.append(f"| {case} | " + " | ".join(cells) + " |")
-        failures += [f"{case}: {name} exceeds its tolerance" for name in failed]
-    return lines, failures
+def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[str, float]) -> list[str]:
+    """Return one cell for each of NAMES; errors above their limit, and NaN, are marked."""
+    cells = []
+    for name in NAMES:
+        cell = f"{ours[name]:.1e}" + (f" ({sdpa[name]:.1e})" if name in sdpa else "")
+        cells.append(cell if ours[name] <= limits[name] else f"{cell} **too large**")
+    return cells
 
 
-def time_case(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """TFLOP/s of a forward to an output, and with a state in and out; of a backward to bf16, and into fp32 sums.
+def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[list[str]]:
+    """Check every dtype, head dim, length and mask, and yield one row of the table for each."""
+    for dtype, dim, length, mask in product(DTYPES, args.dims, args.lengths, MASKS):
+        ours, sdpa = measure_errors(kernels, dtype, dim, length, mask, with_sdpa=not args.alone)
+        case = [str(dtype).removeprefix("torch."), str(dim), str(length), mask]
+        yield case + format_errors(ours, sdpa, row_limits(dtype))
 
-    What cannot run has the name of its error instead. All are timed in turn and hot: from a pause the first would look faster.
+
+def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
+    """Return the TFLOP/s of four calls, or the name of the error if a call raises one.
+
+    The calls are a forward that returns outputs, a forward that reads and writes a state, a backward that returns bf16
+    gradients and a backward that accumulates in fp32. They are timed in turn and repeatedly, because the clock of a GPU is
+    higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    block = make_intervals(mask, length), dim**-0.5
+    problem = make_intervals(mask, length), dim**-0.5
     flops = 4 * heads * length**2 * dim / (2 if mask == "causal" else 1)
-    out, lse = kernels.forward(q, k, v, *block, final=True)
-    state = kernels.forward(q, k, v, *block)
-    saved = dout, lse, reference.row_delta(out, dout), *block
-    sums = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+    out, lse = kernels.forward(q, k, v, *problem, final=True)
+    state = kernels.forward(q, k, v, *problem)
+    saved = dout, lse, reference.row_delta(out, dout), *problem
+    grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
     calls = {
-        ("forward", "output"): lambda: kernels.forward(q, k, v, *block, final=True),
-        ("forward", "state"): lambda: kernels.forward(q, k, v, *block, state),
+        ("forward", "output"): lambda: kernels.forward(q, k, v, *problem, final=True),
+        ("forward", "state"): lambda: kernels.forward(q, k, v, *problem, state),
         ("backward", "bf16"): lambda: kernels.backward(q, k, v, *saved),
-        ("backward", "sums"): lambda: kernels.backward(q, k, v, *saved, *sums),
+        ("backward", "fp32"): lambda: kernels.backward(q, k, v, *saved, *grads),
     }
-    samples, failures = time_rounds(calls, rounds=5, device=q.device, graph=False)
-    cells = {key: failed["error"].split(":")[0] for key, failed in failures.items()}
-    for key, milliseconds in samples.items():
-        cells[key] = f"{flops * (2.5 if key[0] == 'backward' else 1) / statistics.median(milliseconds) * 1e-9:.0f}"
+    samples, failures = time_in_rounds(calls, rounds=5)
+    cells = {key: found["error"].split(":")[0] for key, found in failures.items()}
+    for (direction, kind), milliseconds in samples.items():
+        factor = 2.5 if direction == "backward" else 1
+        cells[direction, kind] = f"{factor * flops / statistics.median(milliseconds) * 1e-9:.0f}"
     return [cells[key] for key in calls]
 
 
-def time_table(kernels: SimpleNamespace, dims: list[int]) -> list[str]:
-    columns = "D", "S", "mask", "forward", "with state in and out", "backward", "into fp32 sums"
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for dim, length, mask in product(dims, (8192, 16384), ("causal", "full")):
-        lines.append(f"| {dim} | {length} | {mask} | " + " | ".join(time_case(kernels, dim, mask, length)) + " |")
-    return lines
+def speed_table(kernels: SimpleNamespace, dims: list[int]) -> str:
+    """Measure the speed of every head dim, length and mask."""
+    columns = "D | S | mask | forward | with state in and out | backward | into fp32 gradients"
+    cases = product(dims, (8192, 16384), ("causal", "full"))
+    rows = [[dim, length, mask, *measure_speed(kernels, dim, mask, length)] for dim, length, mask in cases]
+    return "TFLOP/s, bf16, B 1, H 16\n\n" + markdown_table(columns, rows)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="directory for check_kernels.md")
-    parser.add_argument("--kernels", choices=("portable", "hopper"), default="portable")
-    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128), help="head dims (default: %(default)s)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: %(default)s)")
-    parser.add_argument("--alone", action="store_true", help="leave SDPA out, which a race checker would accuse too")
-    parser.add_argument("--time", action="store_true", help="also measure TFLOP/s with 16 heads, bf16")
-    args = parser.parse_args()
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--output", type=Path, help="a directory in which to write check_kernels.md")
+    parser.add_argument("--kernels", choices=("portable", "hopper"), default="portable", help="default: portable")
+    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128), help="head dims (default: 64 128)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: 1 63 1000 4097)")
+    parser.add_argument("--alone", action="store_true", help="leave out SDPA, which a race checker would also report")
+    parser.add_argument("--time", action="store_true", help="also measure the speed with 16 heads in bf16")
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        parser.error("needs a CUDA device; without one run the tests, which use Triton's interpreter")
+        parser.error("a CUDA device is required; without one, run `make test`, which uses Triton's interpreter")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
     kernels = load_kernels(args.kernels)
-    lines = [
-        f"The {args.kernels} kernels, {torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}",
-        "",
-    ]
-    lines += [f"Largest row error against float64, {HEADS[0]} query and {HEADS[1]} key heads (SDPA's in brackets)", ""]
-    table, failures = error_table(kernels, args.dims, args.lengths, not args.alone)
-    lines += table
+    run = command.describe_run("scripts.check.kernels", argv, gpus=1)
+    rows = list(error_rows(kernels, args))
+    text = f"The {args.kernels} kernels on {run['machine']}, {run['date']}\n\n"
+    text += f"Largest row error against float64, {HEADS} query heads and {KEY_HEADS} key heads (in brackets: SDPA)\n\n"
+    text += markdown_table(" | ".join(("dtype", "D", "S", "mask", *NAMES)), rows)
     if args.time:
-        lines += ["", "TFLOP/s, bf16, B 1, H 16", "", *time_table(kernels, args.dims)]
-    text = "\n".join(lines) + "\n"
+        text += "\n" + speed_table(kernels, args.dims)
     print(text)
     if args.output:
         args.output.mkdir(parents=True, exist_ok=True)
         (args.output / "check_kernels.md").write_text(text)
-    print("\n".join(failures) or "every error is within its tolerance")
+    failures = [" ".join(row) for row in rows if any("too large" in cell for cell in row)]
+    print("\n".join(failures) or "every error is within its limit")
     return 1 if failures else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

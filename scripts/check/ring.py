@@ -22,7 +22,8 @@ from ringattn.comm.connect import connect
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.train.config import ConfigError
-from ringattn.train.parallel import mesh as parallel
+from ringattn.train.parallel.mesh import build_mesh
+from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device, sync_errors
 from scripts import command
 from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.tables import markdown_table
@@ -72,7 +73,7 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> dict[str, Tensor]:
     """Run attention and its backward on this rank's shards of q, k, v and dout, and return the tensors of NAMES."""
-    mesh = parallel.build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
+    mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, return_lse=True)
     q, k, v = (x.requires_grad_() for x in shards[:3])
@@ -126,7 +127,7 @@ def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
     expected = {name: float64_results(*tensors, intervals[name]) for name in masks}
 
     title = f"{ranks} ranks on {device.type}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
-    text = f"{title}\n\n" + markdown_table(("way", "mask", *NAMES), [])
+    text = f"{title}\n\n" + markdown_table(" | ".join(("way", "mask", *NAMES)), [])
     failures = []
     for way in available_ways(device):
         for name, mask in masks.items():
@@ -148,10 +149,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    parallel.start()
+    connect_ranks()
     try:
-        with parallel.sync_errors():
-            device = parallel.pick_device("auto")
+        with sync_errors():
+            device = pick_device("auto")
             check_sequence_length(args.seq_len)
         failures = check(device, args.seq_len, args.head_dim)
     except ConfigError as error:
@@ -159,7 +160,7 @@ def main(argv: list[str]) -> int:
     if dist.get_rank() == 0:
         print("\n".join(failures) or "every error is within its limit", file=sys.stderr if failures else sys.stdout)
     dist.barrier()
-    parallel.stop()
+    disconnect_ranks()
     return 1 if failures else 0
 
 

@@ -1,45 +1,33 @@
-"""Draw a ring pass from its schedule: who computes what at each step, and what flies meanwhile.
+"""Draw a ring pass from its schedule: what each rank computes in each step, and which messages are in flight meanwhile.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """
 
-import argparse
+import sys
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 from ringattn import Layout, Mask
-from ringattn.planning.rank_plan import cuts, needs
-from ringattn.planning.schedule import Schedule, circulate
+from ringattn.planning.rank_plan import needs, split_points
+from ringattn.planning.schedule import Message, Schedule, build_schedule
+from scripts import command
+from scripts.plots import plt, save_plot
 
 COLOURS = plt.get_cmap("Set2").colors
 
 
-def draw(axes: plt.Axes, schedule: Schedule, title: str, traveller: str, result: str) -> None:
-    """One panel: steps to the right, ranks downwards, a box a visit in its owner's colour, an arrow a message."""
+def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
+    """Draw the schedule of a state ring, with steps from left to right and ranks from top to bottom.
+
+    Each local step is a box in the colour of the owner of its queries, and each message is an arrow in the colour of its owner.
+    """
     for t, step in enumerate(schedule.steps):
-        for rank, owner, _ in step.visits:
+        for rank, owner, _ in step.local_steps:
             axes.add_patch(plt.Rectangle((t - 0.3, rank - 0.3), 0.6, 0.6, facecolor=COLOURS[owner], edgecolor="black"))
             axes.text(t, rank, f"Q{owner} K{rank}", ha="center", va="center", fontsize=8)
         for message in step.messages:
-            solid = message.kind == "traveller"
-            axes.annotate(
-                "",
-                xy=(t + 0.52, message.dst + (-0.08 if solid else 0.08)),
-                xytext=(t + 0.32 if solid else t - 0.5, message.src + (-0.08 if solid else 0.08)),
-                arrowprops={
-                    "arrowstyle": "->",
-                    "color": COLOURS[message.owner],
-                    "linestyle": "-" if solid else ":",
-                    "linewidth": 1.8,
-                    "zorder": 0,
-                },
-            )
-    axes.plot([], [], color="grey", linestyle="-", label=traveller)
-    axes.plot([], [], color="grey", linestyle=":", label=result)
+            draw_message(axes, t, message)
+    axes.plot([], [], color="grey", linestyle="-", label="queries in flight")
+    axes.plot([], [], color="grey", linestyle=":", label="states (m, l, o) in flight")
     axes.set(title=title, xlabel="step", xlim=(-0.7, len(schedule.steps) - 0.3), ylim=(schedule.ranks - 0.4, -0.6))
     axes.set_xticks(range(len(schedule.steps)))
     axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
@@ -47,25 +35,44 @@ def draw(axes: plt.Axes, schedule: Schedule, title: str, traveller: str, result:
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2, frameon=False, fontsize=9)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output", type=Path, help="the picture to write")
+def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
+    """Draw an arrow from the sender to the receiver: solid for a circulating block, dotted for a result."""
+    is_block = message.kind == "block"
+    # Blocks and results between the same ranks are drawn at slightly different heights.
+    shift = -0.08 if is_block else 0.08
+    axes.annotate(
+        "",
+        xy=(t + 0.52, message.dst + shift),
+        xytext=(t + 0.32 if is_block else t - 0.5, message.src + shift),
+        arrowprops={
+            "arrowstyle": "->",
+            "color": COLOURS[message.owner],
+            "linestyle": "-" if is_block else ":",
+            "linewidth": 1.8,
+            "zorder": 0,
+        },
+    )
+
+
+def main(argv: list[str]) -> None:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("output", type=Path, help="the PNG file to write")
     parser.add_argument("--ranks", type=int, default=4, choices=range(2, 9), help="ranks of the ring (default: 4)")
-    arguments = parser.parse_args()
-    size = 64 * arguments.ranks, arguments.ranks
+    args = parser.parse_args(argv)
+    size = 64 * args.ranks, args.ranks
     panels = {
         "state ring, causal (zigzag)": (Mask.causal(), Layout.zigzag(*size)),
         "state ring, window of one shard": (Mask.causal(window=64), Layout.contiguous(*size)),
     }
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.2), width_ratios=(5, 3), layout="constrained")
-    for panel, (title, of) in zip(axes, panels.items(), strict=True):
-        schedule = circulate(needs(*of), results=True, cuts=cuts(*of, "queries"))
-        draw(panel, schedule, title, "queries fly", "states (m, l, o) fly")
+    for panel, (title, (mask, layout)) in zip(axes, panels.items(), strict=True):
+        points = split_points(mask, layout, "queries")
+        draw(panel, build_schedule(needs(mask, layout), results=True, split_points=points), title)
     try:
-        figure.savefig(arguments.output, dpi=130)
+        save_plot(figure, args.output)
     except (OSError, ValueError) as error:
-        parser.error(f"no picture at {arguments.output}: {error}")
+        parser.error(f"cannot write {args.output}: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

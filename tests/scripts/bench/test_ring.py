@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from ringattn.planning import rank_plan
-from ringattn.planning.cost_model import fabric
+from ringattn.planning.cost_model import interconnect
 from ringattn.ring import Ring
 from scripts.bench import ring as bench_ring
 from scripts.bench.ring import RingCase, Standstill, add_communication, messages
 
-NVLINK = fabric("nvlink")
+NVLINK = interconnect("nvlink")
 SMALL = RingCase("causal", 16, heads=2, key_heads=1)
 
 
@@ -44,7 +44,7 @@ def test_two_ranks_by_hand(schedule: str, forward: int, both: int) -> None:
 def test_auto_is_what_would_be_chosen() -> None:
     """With one key head for 32 query heads keys are by far the lighter; a relay takes as many hops, and results one more."""
     case = RingCase("causal", 2**13, heads=32, key_heads=1)
-    direct, relayed = (messages(case, "auto", 4, joined) for joined in (NVLINK, fabric("nccl", one_host=False)))
+    direct, relayed = (messages(case, "auto", 4, joined) for joined in (NVLINK, interconnect("nccl", one_host=False)))
     assert direct == messages(case, "kv", 4, NVLINK)
     assert (direct["forward"]["hops"], direct["both"]["hops"]) == (3, 3 + 5)
     assert relayed["both"]["schedule"] == "kv / kv" and relayed["forward"]["hops"] == 3
@@ -76,8 +76,8 @@ def test_a_ring_without_communication(kind: str, ranks: int, schedule: str) -> N
     layout = case.layout(ranks)
     for rank in range(ranks):
         q, k, v, dout = (torch.randn(1, layout.rows(rank), 2, 128) for _ in range(4))
-        line = Standstill(SimpleNamespace(rank=rank, size=ranks, fabric=NVLINK))
-        ring = Ring(rank_plan.plan(case.mask, layout, rank, q.device), line, 128**-0.5)
+        line = Standstill(SimpleNamespace(rank=rank, size=ranks, interconnect=NVLINK))
+        ring = Ring(rank_plan.get_plan(case.mask, layout, rank, q.device), line, 128**-0.5)
         out, lse = ring.forward(q, k, v, schedule=schedule)
         grads = ring.backward(q, k, v, out, lse, dout, schedule=schedule)
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))

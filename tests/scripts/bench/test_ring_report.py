@@ -86,7 +86,7 @@ def test_the_lines_of_the_picture() -> None:
 
 
 def test_the_report_is_written_again_from_its_json(tmp_path: Path) -> None:
-    ring_report.write(tmp_path / "new", {**HEAD, "inbox_bytes": 5}, rows())
+    ring_report.write(tmp_path / "new", {**HEAD, "receive_buffer_bytes": 5}, rows())
     names = ("README.md", "ring.json")
     first = [(tmp_path / "new" / name).read_text() for name in names]
     assert "## Communication" in first[0] and "(lengths.png)" in first[0] and f"    {HEAD['command']}\n" in first[0]
@@ -112,12 +112,17 @@ def save(path: Path, names: list[str], **head) -> str:
 
 
 def test_runs_are_joined(tmp_path: Path) -> None:
-    short = save(tmp_path / "a.json", ["causal-16k"], command="first", inbox_bytes=3)
+    short = save(tmp_path / "a.json", ["causal-16k"], command="first", receive_buffer_bytes=3)
     long = save(tmp_path / "b.json", ["causal-1m", "grouped-64k"], command="second", date="2026-11-23")
     ring_report.main([str(tmp_path / "both"), "--join", short, long])
     head, joined = ring_report.read(tmp_path / "both" / "ring.json")
     assert joined == rows()
-    assert head == {"date": "2026-11-22, 2026-11-23", "machine": "2 x GPU", "command": "first\nsecond", "inbox_bytes": 3}
+    assert head == {
+        "date": "2026-11-22, 2026-11-23",
+        "machine": "2 x GPU",
+        "command": "first\nsecond",
+        "receive_buffer_bytes": 3,
+    }
     text = (tmp_path / "both" / "README.md").read_text()
     assert "\n    first\n    second\n" in text and "(lengths.png)" in text
 

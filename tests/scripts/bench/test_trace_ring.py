@@ -54,7 +54,7 @@ def test_classes() -> None:
     """By start: the copies of the attention's own stream and from the host are none of the ring's."""
     events = device_events(trace())
     assert [x.start for x in events] == sorted(x.start for x in events)
-    kinds = ["other", "other", "traveller", "forward", "other", "backward", "traveller", "backward", "result"]
+    kinds = ["other", "other", "block", "forward", "other", "backward", "block", "backward", "result"]
     assert classify(events) == kinds
 
 
@@ -86,7 +86,7 @@ def test_the_picture(tmp_path: Path) -> None:
     bars = {(x.get_facecolor().tobytes(), tuple(x.get_datalim(axes.transData).intervaly.round(2))) for x in axes.collections}
     assert len(bars) == 3 * 5 and len({lane for _, lane in bars}) == 3 * 3
     (legend,) = figure.legends
-    present = ("forward", "backward", "other", "traveller", "result")
+    present = ("forward", "backward", "other", "block", "result")
     assert [text.get_text() for text in legend.get_texts()] == [KINDS[kind][2] for kind in present]
     assert "causal-64k" in axes.get_title() and "3 x GPU" in axes.get_title()
     trace_ring.plt.close(figure)

@@ -1,0 +1,117 @@
+"""Attention in float64, and how far the results of a kernel or of a ring may differ from it.
+
+Two measures of error are used. `row_error` looks at every row, and suits short sequences of random inputs. `group_error` takes
+64 rows together, and suits long sequences with causal masks, where single rows may be very small.
+"""
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels import reference
+from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.interval_mask import Intervals
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# The largest accepted `row_error`, in units of the dtype's eps. dq and dk inherit the rounding of `out` through
+# delta = rowsum(dout * out), so they may differ by more.
+TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
+# The largest accepted error of an lse, which is fp32 for all 16-bit inputs.
+LSE_TOLERANCE = 1e-5
+# The smallest limit of any other tensor, which applies to fp32: rounding errors of sums over about 2,000 keys. Leaving out a
+# single key would cause an error of 2e-2.
+FP32_TOLERANCE = 5e-5
+
+GROUP = 64  # rows whose error is measured together by `group_error`
+# The largest accepted `group_error`. Rounding to bf16 causes 0.003 to 0.005, whereas a kernel that skips one tile of 64 keys
+# out of 16,384 is off by 0.06.
+GROUP_TOLERANCE = 0.02
+
+# Query rows x keys that the reference computes at once: 0.5 GiB of float64 scores.
+MAX_SCORES = 2**26
+
+
+@torch.no_grad()
+def float64_results(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals, blocks: BlockMask | None = None
+) -> dict[str, Tensor]:
+    """Compute attention and its gradients in float64 with `ringattn.kernels.reference`.
+
+    The computation covers one key head and a limited number of queries at a time, so that the scores fit in memory.
+
+    Args:
+        q, dout: (B, N, Hq, D), any floating-point dtype.
+        k, v: (B, Nk, Hkv, D); Hkv divides Hq.
+        intervals: for each query the range of keys that it may attend to.
+        blocks: which blocks of 128 x 128 scores are computed; None for all.
+
+    Returns:
+        The tensors of NAMES, in float64 and in the shapes of the inputs; lse is (B, N, Hq).
+    """
+    group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
+    num_rows = max(1, MAX_SCORES // k.shape[1] // group // 128) * 128
+    results = {
+        name: torch.zeros(x.shape, dtype=torch.float64, device=q.device) for name, x in (("dq", q), ("dk", k), ("dv", v))
+    }
+    results["out"] = torch.zeros_like(results["dq"])
+    results["lse"] = torch.zeros_like(results["dq"][..., 0])
+    keys = slice(0, k.shape[1])
+    for head in range(k.shape[2]):
+        key_head, heads = slice(head, head + 1), slice(head * group, (head + 1) * group)
+        key, value = k[:, :, key_head].double(), v[:, :, key_head].double()
+        grad_key, grad_value = results["dk"][:, :, key_head], results["dv"][:, :, key_head]
+        for start in range(0, q.shape[1], num_rows):
+            rows = slice(start, min(start + num_rows, q.shape[1]))
+            query, grad = q[:, rows, heads].double(), dout[:, rows, heads].double()
+            options = {"blocks": None if blocks is None else blocks.restrict(rows, keys)}
+            problem = intervals.restrict(rows, keys), scale
+            out, lse = reference.forward(query, key, value, *problem, final=True, **options)
+            results["out"][:, rows, heads], results["lse"][:, rows, heads] = out, lse
+            # The reference adds to the gradients, so dk and dv accumulate over all groups of queries.
+            grads = results["dq"][:, rows, heads], grad_key, grad_value
+            reference.backward(query, key, value, grad, lse, reference.row_delta(out, grad), *problem, *grads, **options)
+    return results
+
+
+def row_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest error of an element of (B, N, H, D), relative to the scale of its row; infinity if it is NaN.
+
+    The scale of a row is its largest element, but at least a tenth of the largest element of all rows.
+    """
+    scale = expected.abs().amax(-1)
+    # dq and dk of a sequence of one token are zero, so their errors are compared with the inputs, whose scale is 1.
+    scale = scale.clamp(min=1.0 if len(scale[0]) == 1 else 0.1 * scale.max().item())
+    return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
+
+
+def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the `row_error` of each result; the error of an lse is relative to its magnitude, but at least to 1."""
+    errors = {}
+    for name, x in results.items():
+        if name == "lse":
+            relative = (x.double() - expected[name]).abs() / expected[name].abs().clamp(min=1)
+            errors[name] = relative.nan_to_num(nan=float("inf")).max().item()
+        else:
+            errors[name] = row_error(x, expected[name])
+    return errors
+
+
+def row_limits(dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest accepted `row_errors` of attention on inputs of `dtype`."""
+    eps = torch.finfo(dtype).eps
+    return {name: LSE_TOLERANCE if name == "lse" else max(TOLERANCE[name] * eps, FP32_TOLERANCE) for name in NAMES}
+
+
+@torch.no_grad()
+def group_error(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest error of GROUP rows of a head, relative to the norm of these rows, as a float64 scalar.
+
+    The gradient of a row that attends to a single key is zero, so the errors of single rows have no useful scale. Rows far
+    down a causal mask are small, so the largest of all rows must not set the scale either.
+
+    Args:
+        actual, expected: (B, N, H, D); GROUP divides N.
+    """
+    actual, expected = (x.double().unflatten(1, (-1, GROUP)) for x in (actual, expected))
+    error, scale = (torch.linalg.vector_norm(x, dim=(2, 4)) for x in (actual - expected, expected))
+    return (error / scale.clamp(min=1e-12)).nan_to_num(nan=float("inf")).max()

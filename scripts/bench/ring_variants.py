@@ -1,0 +1,291 @@
+"""What `scripts.bench.ring` compares: its attention problems, and for each variant the calls that are timed.
+
+- `nvlink-auto`, `p2p-kv` and so on: `ring_attention` with this transport and this schedule.
+- `ulysses-4`: `ulysses_attention` with an all-to-all among 4 ranks and a ring of the remaining ones.
+- `local`, `ulysses-4-local`: the same kernels without communication.
+- `context_parallel`: PyTorch's context_parallel with cuDNN.
+- A name that ends with `-graph` stands for the same calls, replayed from a CUDA graph.
+"""
+
+import contextlib
+from collections.abc import Callable
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ringattn import Layout, ring_attention, ulysses_attention
+from ringattn.comm.connect import connect
+from ringattn.comm.nvlink import Slots
+from ringattn.comm.transport import MessageTransport, RingPass, Templates, Tensors, Transport
+from ringattn.load_balance import balanced_layout
+from ringattn.planning.rank_plan import get_plan
+from ringattn.planning.schedule import Message, Schedule
+from ringattn.planning.ulysses_degree import head_chunks_for_overlap
+from ringattn.ring import Ring
+from scripts.bench.cases import Case, random_inputs
+
+HEAD_DIM = 128
+Call = Callable[[], object]
+
+
+def _case(kind: str, length: int, heads: int = 16, key_heads: int = 16) -> Case:
+    return Case(kind, length, heads, HEAD_DIM, key_heads=key_heads)
+
+
+CASES = {
+    "causal-8k": _case("causal", 2**13),
+    "causal-16k": _case("causal", 2**14),
+    "causal-64k": _case("causal", 2**16),
+    "causal-256k": _case("causal", 2**18),
+    "grouped-16k": _case("causal", 2**14, 32, 8),
+    "grouped-64k": _case("causal", 2**16, 32, 8),
+    "grouped-256k": _case("causal", 2**18, 32, 8),
+    "documents-64k": _case("documents", 2**16),
+    "window-256k": _case("window", 2**18),
+    "causal-1m": _case("causal", 2**20),
+}
+VARIANTS = (
+    "local",
+    "local-graph",
+    "nvlink-auto",
+    "nvlink-auto-graph",
+    "nvlink-kv",
+    "nvlink-state",
+    "p2p-auto",
+    "p2p-kv",
+    "p2p-state",
+    "ulysses-2",
+    "ulysses-4-local",
+    "ulysses-4-local-graph",
+    "ulysses-4",
+    "ulysses-4-graph",
+    "context_parallel",
+)
+
+
+class Calls(NamedTuple):
+    """The calls that are timed, and the context in which they must run."""
+
+    forward: Call
+    both: Call  # forward and backward; returns out, dq, dk and dv
+    context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+
+def is_ring(variant: str) -> bool:
+    """Return whether the variant is `ring_attention` with communication."""
+    return variant.split("-")[0] in ("nvlink", "p2p")
+
+
+def communicates(variant: str) -> bool:
+    """Return whether the variant is attention of this project with communication, whose results are checked."""
+    return "local" not in variant and variant != "context_parallel"
+
+
+def ulysses_degree(variant: str) -> int:
+    """Return how many ranks take part in each all-to-all."""
+    return int(variant.split("-")[1]) if variant.startswith("ulysses-") else 1
+
+
+def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
+    """Return the wanted variants, or by default all whose Ulysses degree divides the number of ranks.
+
+    Raises:
+        SystemExit: the degree of a wanted variant does not divide the number of ranks.
+    """
+    if wrong := [variant for variant in wanted or () if ranks % ulysses_degree(variant)]:
+        raise SystemExit(f"error: --variants {' '.join(wrong)}: the Ulysses degree must divide the {ranks} ranks")
+    return wanted or [variant for variant in VARIANTS if ranks % ulysses_degree(variant) == 0]
+
+
+def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
+    """Return a zigzag layout; for documents the layout that balances them, as in training with parallel.layout=auto."""
+    if case.kind == "documents":
+        layout = balanced_layout(case.mask, case.length, ranks // ulysses)
+    else:
+        layout = Layout.zigzag(case.length, ranks // ulysses)
+    return layout.split(ulysses) if ulysses > 1 else layout
+
+
+def random_shard(case: Case, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
+    """Draw this rank's shards of q, k, v and dout; all but dout require gradients."""
+    generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
+    return random_inputs(case, ring_layout(case, dist.get_world_size(), ulysses).rows(dist.get_rank()), generator)
+
+
+def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
+    """Return the calls of a variant; None if PyTorch's context_parallel does not support the case."""
+    if variant.endswith("-graph"):
+        calls = make_calls(case, variant.removesuffix("-graph"), shard)
+        return Calls(capture(calls.forward), capture(calls.both))
+    if variant == "context_parallel":
+        return context_parallel_calls(case, shard) if case.kind == "causal" and case.heads == case.num_key_heads else None
+    if variant == "local":
+        return local_calls(case, shard)
+    if variant.endswith("-local"):
+        return local_ulysses_calls(case, ulysses_degree(variant))
+    if variant.startswith("ulysses"):
+        return ulysses_calls(case, ulysses_degree(variant), shard)
+    return ring_calls(case, variant, shard)
+
+
+def _calls_with_autograd(
+    attend: Callable[[], Tensor], shard: list[Tensor], context: Callable = contextlib.nullcontext
+) -> Calls:
+    """Return the calls of a differentiable function of the first three tensors of `shard`."""
+    *inputs, dout = shard
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend()
+
+    def both() -> tuple[Tensor, ...]:
+        # Autograd's own thread, woken for every call, would take half as long again.
+        with torch.autograd.set_multithreading_enabled(False):
+            out = attend()
+            return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+    return Calls(forward, both, context)
+
+
+def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
+    """Return the calls of `ring_attention` with the transport and the schedule that the variant names."""
+    transport, schedule = variant.split("-")
+    layout, group = ring_layout(case, dist.get_world_size()), dist.group.WORLD
+    options = {"layout": layout, "mask": case.mask, "group": group, "transport": transport, "schedule": schedule}
+    return _calls_with_autograd(lambda: ring_attention(*shard[:3], **options), shard)
+
+
+@cache
+def _mesh(ulysses: int) -> DeviceMesh:
+    shape = dist.get_world_size() // ulysses, ulysses
+    return init_device_mesh("cuda", shape, mesh_dim_names=("ring", "ulysses"))
+
+
+def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
+    """Return the calls of `ulysses_attention`, with an all-to-all among `ulysses` ranks and a ring of the remaining ones."""
+    layout, mesh = ring_layout(case, dist.get_world_size(), ulysses), _mesh(ulysses)
+    options = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group(), "mask": case.mask}
+    return _calls_with_autograd(lambda: ulysses_attention(*shard[:3], layout=layout, **options), shard)
+
+
+class LocalTransport(MessageTransport):
+    """A transport that sends nothing. A block that would arrive is replaced by rows of this rank, and a result by zeros."""
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
+        self._tensors: dict[tuple, Tensor] = {}
+        self._keeps_results: dict[Schedule, bool] = {}
+
+    def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
+        steps = schedule.by_rank[self.rank]
+
+        def received(t: int) -> list[Tensors]:
+            messages = steps[t].incoming
+            return [tuple(self._replacement(x, i, m) for i, x in enumerate(templates[m.kind])) for m in messages]
+
+        if schedule not in self._keeps_results:
+            self._keeps_results[schedule] = Slots(schedule, templates).keeps_results
+        return SimpleNamespace(
+            exchange=lambda t, _: partial(received, t), end=lambda: None, keeps_results=self._keeps_results[schedule]
+        )
+
+    def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
+        """Return what replaces tensor `i` of a message, which has the rows of the message and otherwise the shape of x.
+
+        Every result has memory of its own, as it would if it came from another rank.
+        """
+        kind, rows = message.kind, len(message.rows)
+        if kind == "block" and rows <= x.shape[1]:
+            return x[:, :rows]
+        key = (message.src if kind == "result" else None), i, rows, x.shape, x.dtype
+        if key not in self._tensors:
+            shape = x.shape[0], rows, *x.shape[2:]
+            create = torch.zeros if kind == "result" else torch.randn
+            self._tensors[key] = create(shape, dtype=x.dtype, device=x.device)
+        return self._tensors[key]
+
+
+def local_calls(case: Case, shard: list[Tensor]) -> Calls:
+    """Return the calls of `ring_attention` without communication."""
+    layout, (q, k, v, dout) = ring_layout(case, dist.get_world_size()), [x.detach() for x in shard]
+    transport = LocalTransport(connect(dist.group.WORLD.group_name, q.device))
+    ring = Ring(get_plan(case.mask, layout, transport.rank, q.device), transport, HEAD_DIM**-0.5)
+
+    def both() -> tuple[Tensor, ...]:
+        out, lse = ring.forward(q, k, v)
+        return out, *ring.backward(q, k, v, out, lse, dout)
+
+    return Calls(lambda: ring.forward(q, k, v), both)
+
+
+def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
+    """Return the calls of `ulysses_attention` without communication: each chunk of this rank's share of the heads."""
+    ring_group = _mesh(ulysses)["ring"].get_group()
+    device = torch.device("cuda", torch.cuda.current_device())
+    layout = ring_layout(case, dist.get_world_size(), ulysses).whole
+    transport = LocalTransport(connect(ring_group.group_name, device))
+    rows, heads = layout.rows(transport.rank), (case.heads // ulysses, case.num_key_heads // ulysses)
+    chunks = head_chunks_for_overlap(rows, *heads)
+    shapes = [(1, rows, n // chunks, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
+    q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
+    ring = Ring(get_plan(case.mask, layout, transport.rank, device), transport, HEAD_DIM**-0.5)
+
+    def forward() -> list[tuple[Tensor, Tensor]]:
+        return [ring.forward(q, k, v) for _ in range(chunks)]
+
+    def both() -> list[tuple[Tensor, ...]]:
+        return [ring.backward(q, k, v, out, lse, dout) for out, lse in forward()]
+
+    return Calls(forward, both)
+
+
+def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
+    """Return the calls of PyTorch's context_parallel with cuDNN."""
+    from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+
+    set_rotate_method("allgather")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    q, k, v, dout = (x.detach().transpose(1, 2) for x in shard)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+
+    @contextlib.contextmanager
+    def context():
+        buffer = torch.zeros(case.length, device="cuda")
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with context_parallel(mesh, buffers=[buffer], buffer_seq_dims=[0], no_restore_buffers={buffer}):
+                yield
+
+    def attend() -> Tensor:
+        # context_parallel replaces this attribute of the module, so the function must be looked up at every call.
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return _calls_with_autograd(attend, [q, k, v, dout], context)
+
+
+def capture(call: Call) -> Call:
+    """Capture a call in a CUDA graph, and return a function that replays it and returns the same tensors every time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    dist.barrier()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+
+    # The default argument keeps the call, and with it the tensors that the graph reads, alive.
+    def replay(call: Call = call) -> object:
+        graph.replay()
+        return results
+
+    return replay

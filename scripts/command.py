@@ -1,0 +1,71 @@
+"""What the command lines of all scripts share, and the header that describes how a result was measured."""
+
+import argparse
+import datetime
+import importlib.metadata
+import platform
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+# Benchmarks write here by default. Git ignores the folder; figures worth keeping are copied to benchmarks/ by hand.
+RESULTS = ROOT / "outputs" / "benchmarks"
+
+
+def new_parser(doc: str) -> argparse.ArgumentParser:
+    """Create the parser of a script. Its help text is the docstring of the script."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Create an argparse type that accepts integers of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        if not text.lstrip("-").isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {minimum}")
+        return int(text)
+
+    return parse
+
+
+def torchrun(ranks: int, *arguments: str) -> list[str]:
+    """Return the command line that starts `ranks` processes on this machine, for `subprocess.run`.
+
+    Args:
+        ranks: the number of processes.
+        arguments: a script, or "-m" and a module, followed by its own arguments.
+    """
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
+
+
+def describe_run(module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None) -> dict:
+    """Describe a measurement on CUDA devices by its date, its machine with all versions, and its command.
+
+    Args:
+        module: the module that measures, such as "scripts.bench.ring".
+        argv: the arguments of that module.
+        gpus: the number of GPUs that were measured.
+        ranks: the number of ranks if torchrun started the module; None if Python did.
+        packages: installed packages whose versions also matter.
+    """
+    launcher = ["python"] if ranks is None else ["torchrun", f"--nproc_per_node={ranks}"]
+    versions = [f"torch {torch.__version__}", f"triton {version_of('triton')}", f"cuDNN {torch.backends.cudnn.version()}"]
+    versions += [f"{package} {version_of(package)}" for package in packages or []]
+    versions.append(f"Python {platform.python_version()}")
+    return {
+        "date": str(datetime.date.today()),
+        "machine": f"{gpus} x {torch.cuda.get_device_name()}, {', '.join(versions)}",
+        "command": shlex.join([*launcher, "-m", module, *argv]),
+    }
+
+
+def version_of(package: str) -> str:
+    """Return the version of an installed package, or "of unknown version"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"

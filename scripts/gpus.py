@@ -1,0 +1,32 @@
+"""How scripts that run under torchrun start: one GPU per rank, and NCCL between the ranks."""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def join_group() -> torch.device:
+    """Join the process group of all ranks, and return the GPU of this rank.
+
+    Raises:
+        SystemExit: the script was not started by torchrun, or this machine has fewer GPUs than ranks. One rank per machine
+            prints the reason.
+    """
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit("error: start this script with torchrun and one rank per GPU: torchrun --nproc_per_node=2 -m ...")
+    local_rank, local_ranks = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    require_gpus(local_ranks, local_rank)
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device
+
+
+def require_gpus(ranks: int, local_rank: int = 0) -> None:
+    """Exit unless this machine has one GPU for each of `ranks`; local rank 0 prints the reason."""
+    count = torch.cuda.device_count()
+    if count < ranks:
+        text = f"error: {ranks} ranks require one GPU each, but this machine has {count}: start at most one rank per GPU"
+        sys.exit(text if local_rank == 0 else 1)

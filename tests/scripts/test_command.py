@@ -1,0 +1,70 @@
+"""Command lines: every script starts, and the commands in docstrings and in benchmarks/ use options that exist."""
+
+import contextlib
+import importlib
+import inspect
+import io
+import re
+from functools import cache
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from scripts import command
+
+SCRIPTS = sorted(
+    ".".join(path.relative_to(command.ROOT).with_suffix("").parts)
+    for folder in ("bench", "check", "tools")
+    for path in (command.ROOT / "scripts" / folder).glob("*.py")
+    if "__main__" in path.read_text()
+)
+TEXTS = [command.ROOT / f"{module.replace('.', '/')}.py" for module in SCRIPTS]
+TEXTS += sorted((command.ROOT / "benchmarks").glob("*.md"))
+
+
+@cache
+def help_text(module: str) -> str:
+    """Return what `python -m module --help` prints."""
+    output = io.StringIO()
+    main = importlib.import_module(module).main
+    arguments = [["--help"]] if inspect.signature(main).parameters else []
+    with contextlib.redirect_stdout(output), pytest.raises(SystemExit) as exited, patch("sys.argv", [module, "--help"]):
+        main(*arguments)
+    assert exited.value.code == 0
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("module", SCRIPTS)
+def test_script_starts_and_describes_itself(module):
+    text = help_text(module)
+    assert text.startswith("usage: ") and f"-m {module}" in text
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.name)
+def test_commands_use_modules_and_options_that_exist(path: Path):
+    for module, arguments in re.findall(r"-m (scripts\.\w+\.\w+)((?: +[^\s`|]+)*)", path.read_text()):
+        assert module in SCRIPTS, f"{path.name} runs {module}"
+        for option in re.findall(r" (--[a-z-]+)", arguments):
+            assert option in help_text(module), f"{path.name}: {module} has no {option}"
+
+
+def test_integers_below_the_minimum_are_rejected(capsys):
+    parser = command.new_parser("A script.")
+    parser.add_argument("--rounds", type=command.at_least(1))
+    assert parser.parse_args(["--rounds", "3"]).rounds == 3
+    for text in ("0", "-1", "x", "1.5"):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--rounds", text])
+        assert f"'{text}' must be an integer of at least 1" in capsys.readouterr().err
+
+
+def test_run_is_described_by_date_machine_and_command(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    run = command.describe_run("scripts.bench.ring", ["--cases", "a b"], gpus=2, ranks=2, packages=["no-such-package"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", run["date"])
+    assert run["machine"].startswith(f"2 x GPU, torch {torch.__version__}, ")
+    assert "no-such-package of unknown version" in run["machine"]
+    assert run["command"] == "torchrun --nproc_per_node=2 -m scripts.bench.ring --cases 'a b'"
+    assert command.describe_run("scripts.x", [], gpus=1)["command"] == "python -m scripts.x"
