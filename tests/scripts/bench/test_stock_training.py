@@ -1,4 +1,4 @@
-"""What of the stock trainer needs no GPU: which models there are."""
+"""The stock training script, as far as it runs without a GPU."""
 
 from pathlib import Path
 
@@ -10,13 +10,12 @@ MODELS = Path(__file__).parents[3] / "configs" / "model"
 
 
 @pytest.mark.filterwarnings("error")
-def test_every_model_can_be_named() -> None:
-    models = {path.stem: stock_training.model_of(path.stem) for path in MODELS.glob("*.yaml")}
+def test_all_models_are_available() -> None:
+    models = {path.stem: stock_training.load_model_config(path.stem) for path in MODELS.glob("*.yaml")}
     assert models["llama-3.1-8b"].layers == models["8b"].layers == 32 and models["llama-3.1-8b"].rope_factor == 8.0
 
 
-def test_a_model_that_there_is_not(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.setattr("sys.argv", ["train_stock.py", "--model=9b", "--output=nowhere"])
+def test_unknown_model_is_rejected(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        stock_training.main()
-    assert "--model 9b: there is none in" in capsys.readouterr().err
+        stock_training.main(["--model=9b", "--output=nowhere"])
+    assert f"--model 9b: no such file in {MODELS}" in capsys.readouterr().err
