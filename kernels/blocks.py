@@ -64,6 +64,7 @@ class BlockMask:
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
         """Write out the mask as bool (B or 1, Hq or 1, Nq, Nk), for the reference and for tests, never for training."""
+        # The last block may extend past the end of the sequence.
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
@@ -83,6 +84,8 @@ class BlockMask:
             query block * group + head within the group.
         """
         if group not in self._key_lists:
+            # Make heads and query blocks the last two dimensions, so that the list runs over the heads of one block after
+            # another.
             heads = self.keep.shape[1]
             grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
             self._key_lists[group] = _lists(grouped.permute(0, 1, 4, 3, 2).flatten(3))

@@ -33,6 +33,7 @@ def _key_tiles(
     size = KEY_TILE if blocks is None else blocks.size
     # lo and hi never decrease along the queries, so the first query has the smallest lo and the last query the largest hi.
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
+    # Tiles must start at the beginning of a block.
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
@@ -48,6 +49,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
     for queries in _query_tiles(q.shape[1], blocks):
+        # The state of the tile stays separate until its last tile of keys, because `reference.forward` returns new tensors.
         tile_state = tuple(x[:, queries] for x in state)
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
             tile_state = reference.forward(q[:, queries], k[:, keys], v[:, keys], tile_intervals, scale, tile_state, **options)
@@ -70,6 +72,7 @@ def backward(
     for queries in _query_tiles(q.shape[1], blocks):
         outputs = [x[:, queries] for x in (dout, lse, delta)]
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
+            # These are views, so the reference adds to the accumulators in place.
             sums = dq[:, queries], dk[:, keys], dv[:, keys]
             reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
     fresh = grad_dtype or q.dtype

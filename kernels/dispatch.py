@@ -71,6 +71,7 @@ def choose_backend(
         raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
     if backend != "auto":
         return Choice(backend, "requested")
+    # "auto" never selects the interpreter, even if it is enabled, because it is far slower than PyTorch.
     if device.type != "cuda":
         return Choice("blockwise", f"no GPU kernel runs on {device.type}")
     if obstacle := _triton_obstacle(device, dtype, dims):
@@ -99,6 +100,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
+    # Gluon is an experimental part of Triton, whose functions move between releases.
     try:
         hopper = importlib.import_module("ringattn.kernels.hopper.common")
     except ImportError as error:
@@ -188,6 +190,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     Returns:
         delta (B, N, Hq) in the dtype of states.
     """
+    # This kernel has no limit on the head dim, so the dims are left at their default.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
@@ -236,6 +239,7 @@ def backward(
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     chosen = _choose_backward(q, v, backend, dropout, blocks)
+    # The Hopper kernels compute delta while they prepare the queries, which saves a launch.
     if chosen != "hopper" and isinstance(delta, tuple):
         out, dlse = delta
         delta = row_delta(out, dout, dlse, chosen)
@@ -311,6 +315,7 @@ class IncrementalBackward:
             (dk, dv) in the dtype of states: the accumulators, or new tensors.
         """
         q, dout, lse, delta = self._queries
+        # dq and the gradients of a block are not rounded before all ranks have added to them.
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:
             validation.check_inputs(q, k, v, intervals, dropout)

@@ -39,6 +39,7 @@ class Dropout:
     @property
     def threshold(self) -> int:
         """The smallest word with which a pair is kept."""
+        # The threshold must fit into a word: for the largest p below 1 it would round up to 2**32.
         return min(round(self.p * 2**32), _WORD_MASK)
 
     @property
@@ -69,6 +70,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
     Returns:
         Four int64 tensors with values in [0, 2**32).
     """
+    # Words are held in int64, because PyTorch has few operations for uint32.
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):
@@ -84,6 +86,7 @@ def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
     Returns:
         bool (batch, heads, Nq, Nk), where `heads` counts query heads; True where the probability is kept.
     """
+    # Positions are int32, and the mask reads their bits as unsigned words, as the kernels do.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
     heads, batches = (torch.arange(n, device=queries.device) for n in (heads, batch))
     counter = queries[:, None], keys, dropout.first_head + heads[:, None, None], batches[:, None, None, None]

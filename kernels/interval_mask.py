@@ -97,6 +97,7 @@ class Intervals:
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
         """Return the mask of these rows and columns alone, numbered from 0. Both slices must have a start and a stop."""
+        # Clamping keeps the bounds ordered. Intervals that end before the first key or start after the last become empty.
         num_keys = keys.stop - keys.start
         bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
@@ -125,6 +126,7 @@ class Intervals:
             number of all masked steps, including the prefix. The longest loops come first. Batch entries with fewer tiles are
             padded with zeros.
         """
+        # All arguments must be part of the key, because `prepare_like` calls the method with them.
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
@@ -190,6 +192,7 @@ class Intervals:
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=group is not None)
             work_tiles = tile_scheduler.order_by_head_group(tiles.expand(batch, -1, -1), heads, num_head_groups)
+            # Columns 4 and 5 are num_unmasked and num_masked, whose sum is the number of steps.
             if skip_empty:
                 work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
             if group is None:

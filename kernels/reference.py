@@ -133,6 +133,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
         The new state (m, l, o), or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All are contiguous.
     """
     scores = _scores(q, k, intervals, scale, blocks)
+    # torch.amax fails for an empty dimension.
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
@@ -182,11 +183,13 @@ def backward(
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
+    # Mask p as well as the scores: a query without keys has lse = -inf, and exp(-inf + inf) is NaN.
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
     new_dq = scale * _from_head_groups(ds @ k)
+    # The query heads of a group share a key head, so its gradients are sums over the group (dimension 2).
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     return tuple(

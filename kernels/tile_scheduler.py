@@ -45,6 +45,7 @@ def split_into_tiles(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> 
 
     One tile of a piece may have fewer rows: the first one with `from_end`, else the last one.
     """
+    # From here on, every tensor has one element per tile: the piece it belongs to and its index in this piece.
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
     start, stop = start[piece], stop[piece]
@@ -84,6 +85,7 @@ def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
+    # Two stable sorts: by batch entry, and within an entry by the length of the loop.
     order = (num_unmasked + num_masked).argsort(descending=True, stable=True)
     order = order[entry[order].argsort(stable=True)]
     tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *loops)], 1)[order]
@@ -112,8 +114,10 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
     entry = all_heads // heads
     head_and_entry = torch.stack((all_heads % heads, entry), 1).int()
     work_tiles = torch.cat((tiles[entry], head_and_entry[:, None].expand(-1, num_tiles, -1)), 2).flatten(0, 1)
+    # Sort by group first and by the index in the table second. Heads of the same group keep their order.
     rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles, device="cpu")
     work_tiles = work_tiles[rank.flatten().argsort(stable=True)]
+    # The padding of the table has first = end = 0.
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
 
 
@@ -129,6 +133,7 @@ def split_last_wave(work_tiles: Tensor, programs: int, rows: int) -> Tensor:
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
     whole, last = work_tiles.split((len(work_tiles) - remainder, remainder))
+    # The longer parts start first, and the short ones fill the idle programs.
     larger, smaller = last.clone(), last.clone()
     larger[:, 1] = torch.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
@@ -174,6 +179,7 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:
             work_tiles, program = work_tiles[order], other_program
+    # A stable sort by program keeps the order in which each program takes its work tiles.
     order = program.argsort(stable=True)
     program, index = _enumerate(torch.bincount(program))
     assigned = torch.zeros(int(index.max()) + 2, programs, work_tiles.shape[1], dtype=work_tiles.dtype, device="cpu")

@@ -34,6 +34,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
             differ, or the dtype is not fp16, bf16, fp32 or fp64.
     """
+    # A DTensor is recognised by its method, because the kernels import nothing that knows process groups.
     if any(hasattr(x, "to_local") for x in (q, k, v)):
         raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
     check_shapes(q, k, v)
@@ -68,6 +69,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_scale(scale: float) -> None:
     """Raise ValueError unless the softmax scale is positive and finite."""
+    # The comparison is also false for NaN.
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
 
@@ -79,6 +81,7 @@ def check_dropout(dropout_p: float, seed: int) -> None:
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
+    # torch.compile may pass a symbolic integer, so exclude floats instead of requiring int.
     if isinstance(seed, float | None) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: must be an integer of at least 0 and less than 2**63")
 

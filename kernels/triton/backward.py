@@ -17,10 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.dropout import Dropout
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import (
     LOG2_E,
@@ -73,9 +69,11 @@ def _key_step(
     query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
     log2_lse, delta = _load_stats(stats, start, num_queries, STEP, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=PRECISION) * log2_scale - log2_lse[None, :])
+    # Mask p instead of the scores: a query without keys has lse = -inf, and its p is inf for all scores.
     if MASKED:
         p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
     grad = load_rows(dout, start, dout_stride, num_queries, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+    # dv sums the dropped probabilities, whereas ds contains the full ones times the dropped dp.
     dropped = p
     if dropout is not None:
         keep = draw_keep_mask(dropout, head, start, num_queries, STEP, True, MASKED)
@@ -84,6 +82,7 @@ def _key_step(
     dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
+    # The factor `scale` of ds is left out, and multiplies dk once after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
@@ -135,6 +134,7 @@ def _key_gradient_kernel(
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
+    # The head of the queries changes within the loop.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * NUM_HEADS * 2
@@ -143,6 +143,7 @@ def _key_gradient_kernel(
     query_hi += entry * num_keys
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
+    # The tiles of keys and values stay in registers or shared memory during the whole loop.
     key = load_rows(k, first, k_strides[1], end, KEYS, DIM, PADDED, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, VALUE_DIM, VALUE_PADDED, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
@@ -192,6 +193,7 @@ def _store_rows(
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
     mask = (rows < end - first) & (columns < DIM)
+    # No other program writes these elements, so a plain load and store is enough and the sum is deterministic.
     if ADD:
         tile += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -307,6 +309,7 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
+    # Load with the heads innermost and store with the queries innermost, so that both accesses are contiguous.
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
     index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
@@ -322,6 +325,7 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)
+    # A program transposes about 2048 numbers.
     rows = max(1, 2048 // padded)
     _interleave_kernel[(triton.cdiv(num_rows, rows) * batch,)](
         lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
@@ -339,6 +343,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     Returns:
         delta, fp32 (B, N, Hq).
     """
+    # The shape (B, N, Hq) has one row of Dv numbers per element; the kernel numbers these rows consecutively.
     rows, value_dim = out.shape[:3], out.shape[-1]
     delta = out.new_empty(rows, dtype=torch.float32)
     tile = 64
@@ -353,23 +358,9 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    intervals: Intervals,
-    scale: float,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    *,
-    grad_dtype: torch.dtype | None = None,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> Gradients:
+    q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
+    *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
+):  # fmt: skip
     """Gradients of one block of queries and one block of keys.
 
     Args:
@@ -386,34 +377,19 @@ def backward(
     """
     given = dq, dk, dv
     dq, dk, dv = triton_common.allocate_gradients(q, k, v, given, grad_dtype)
+    # A grid must have at least one program. The new gradients are zero already.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)
-    (batch, num_queries, num_heads), (num_keys, num_key_heads) = q.shape[:3], k.shape[1:3]
-    q, k, v, dout = (triton_common.as_addressable(x) for x in (q, k, v, dout))
-    strides = [x.stride()[:3] for x in (q, k, v, dout)]
-    sizes = num_queries, num_keys, float(scale)
-    drop = triton_common.dropout_arguments(dropout)
-    constants = triton_common.shape_constants(q, k, v) | dict(BLOCK=0 if blocks is None else blocks.size, PRECISION=precision)
-    head_dim = max(constants["PADDED"], constants["VALUE_PADDED"])
+    inputs = [triton_common.as_addressable(x) for x in (q, k, v, dout)]
     with torch.cuda.device_of(q):
-        operands = q, k, v, dout, _interleave(lse, delta)
-        tile = triton_common.fit_tile(triton_common.choose_tile("key_gradient", q.dtype, head_dim), blocks)
-        by_key = intervals.transposed
-        table = by_key.tiles(tile.keys, tile.queries, split_documents=blocks is None)
-        num_tiles = table.shape[1]
-        lists = None if blocks is None else blocks.key_lists(num_heads // num_key_heads)
-        _key_gradient_kernel[(num_tiles * batch * num_key_heads,)](
-            *operands, by_key.lo, by_key.hi, table, dk, dv, *strides, by_key.batch, num_tiles, *sizes, *drop,
-            *triton_common.block_arguments(lists, batch, num_key_heads), ADD_DK=add_dk, ADD_DV=add_dv,
-            **constants, **tile.options(),
+        stats = (_interleave(lse, delta),)
+        triton_common.launch_tiles(
+            _key_gradient_kernel, "key_gradient", inputs, stats, intervals, (dk, dv), scale, dropout, blocks,
+            PRECISION=precision, ADD_DK=add_dk, ADD_DV=add_dv,
         )  # fmt: skip
-        tile = triton_common.fit_tile(triton_common.choose_tile("query_gradient", q.dtype, head_dim), blocks)
-        table = intervals.tiles(tile.queries, tile.keys, split_documents=blocks is None)
-        num_tiles = table.shape[1]
-        lists = None if blocks is None else blocks.query_lists
-        _query_gradient_kernel[(num_tiles * batch * num_heads,)](
-            *operands, intervals.lo, intervals.hi, table, dq, *strides, intervals.batch, num_tiles, *sizes, *drop,
-            *triton_common.block_arguments(lists, batch, num_heads), ADD_DQ=add_dq, **constants, **tile.options(),
+        triton_common.launch_tiles(
+            _query_gradient_kernel, "query_gradient", inputs, stats, intervals, (dq,), scale, dropout, blocks,
+            PRECISION=precision, ADD_DQ=add_dq,
         )  # fmt: skip
     return dq, dk, dv

@@ -14,15 +14,18 @@ no mask. Helpers that take MASKED refer to the i-th tile of one of these two loo
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import JITFunction
 
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import ROUNDS, Dropout
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Gradients, State
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -135,6 +138,7 @@ def allocate_gradients(
 
 def dropout_arguments(dropout: Dropout | None) -> tuple:
     """Return query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions, no dropout."""
+    # Without positions, the kernels are compiled without dropout.
     if dropout is None or dropout.p == 0:
         return None, None, 0, 0, 0, 1.0
     positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
@@ -146,6 +150,54 @@ def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tenso
     return (None, None) if lists is None else (lists, lists.expand(batch, heads, -1, -1, -1).stride()[:2])
 
 
+def launch_tiles(
+    kernel: JITFunction,
+    name: str,
+    inputs: Sequence[Tensor],
+    stats: Sequence[Tensor],
+    intervals: Intervals,
+    results: Sequence[Tensor | None],
+    scale: float,
+    dropout: Dropout | None,
+    blocks: BlockMask | None,
+    **constants: bool | str,
+) -> None:
+    """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
+
+    Args:
+        kernel: its parameters are the inputs, stats, the intervals, the table of tiles, the results, and the rest in the order
+            of the call below.
+        name: "forward", "key_gradient" or "query_gradient". The rows of "key_gradient" are keys, those of the others are
+            queries.
+        inputs: q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) and in the backward dout (B, Nq, Hq, Dv), all from
+            `as_addressable`.
+        stats: further inputs, whose strides the kernel knows.
+        intervals: of the queries, for all three kernels.
+        results: contiguous tensors, or None.
+        scale, dropout, blocks: as for `ringattn.kernels.triton.forward.forward`.
+        constants: the remaining constexpr arguments.
+    """
+    q, k, v, *_ = inputs
+    (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
+    shape = shape_constants(q, k, v)
+    tile = fit_tile(choose_tile(name, q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"])), blocks)
+    if name == "key_gradient":
+        heads, mask, rows, columns = k.shape[2], intervals.transposed, tile.keys, tile.queries
+        lists = None if blocks is None else blocks.key_lists(shape["GROUP"])
+    else:
+        heads, mask, rows, columns = num_heads, intervals, tile.queries, tile.keys
+        lists = None if blocks is None else blocks.query_lists
+    # The tiles must not end where documents do if they have to end where blocks do.
+    table = mask.tiles(rows, columns, split_documents=blocks is None)
+    num_tiles = table.shape[1]
+    kernel[(num_tiles * batch * heads,)](
+        *inputs, *stats, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs),
+        mask.batch, num_tiles, num_queries, num_keys, float(scale),
+        *dropout_arguments(dropout), *block_arguments(lists, batch, heads),
+        BLOCK=0 if blocks is None else blocks.size, **constants, **shape, **tile.options(),
+    )  # fmt: skip
+
+
 @triton.jit
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
@@ -155,6 +207,7 @@ def program_tile(num_tiles):
     the longest first. The last heads are interleaved: the longest tiles of all of them start first, and the short ones
     fill the SMs at the end.
     """
+    # The interleaved heads are treated like one wide head: `width` heads, whose tiles alternate.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -214,6 +267,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
+    # The count at an entry is the number of kept columns before it, so differences of counts are numbers of kept columns.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix

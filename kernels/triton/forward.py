@@ -8,12 +8,7 @@ state (m, l, o) stays in registers. Scores and m are in log2 units, because exp2
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.dropout import Dropout
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import (
     LN_2,
@@ -44,6 +39,7 @@ def _step(
     the dropout after the last tile.
     """
     key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
+    # The scores stay unscaled here: scaling them and subtracting the maximum below is then one fused multiply-add.
     scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, STEP), scores, float("-inf"))
@@ -58,6 +54,7 @@ def _step(
     if dropout is not None:
         dropped = tl.where(draw_keep_mask(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+    # alpha rescales what was summed relative to the old maximum. Passing o as the accumulator saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=PRECISION)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -99,10 +96,12 @@ def _forward_kernel(
     """
     tile, index = program_tile(num_tiles)
     head, batch = index % NUM_HEADS, (index // NUM_HEADS).to(tl.int64)
+    # Offsets of whole batch entries and heads may exceed 32 bits.
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // GROUP * k_strides[2]
     v += batch * v_strides[0] + head_index // GROUP * v_strides[2]
+    # One mask may serve all batch entries.
     entry = tl.minimum(batch, num_masks - 1)
     lo += entry * num_queries
     hi += entry * num_queries
@@ -110,6 +109,7 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
+    # Both are None at compile time if the call has none, so that no code for them is generated.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
@@ -121,7 +121,8 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
-    for MASKED in tl.static_range(2):  # first the tiles without a mask, then those with one
+    # First the tiles without a mask, then those with one. The order of the tiles does not matter to the online softmax.
+    for MASKED in tl.static_range(2):
         column = load_block_column(blocks, loop, 0, KEYS, BLOCK, MASKED)
         for i in range(0, loop_length(loop, MASKED)):
             next_column = load_block_column(blocks, loop, i + 1, KEYS, BLOCK, MASKED)
@@ -140,11 +141,14 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < VALUE_DIM)
     row_index = (batch * num_queries + rows) * NUM_HEADS + head
     index = row_index[:, None] * VALUE_DIM + columns[None, :]
+    # The loop started from the empty state, so that the factor of the dropout applies to its own sum alone. The given state is
+    # merged now.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
         m, l, o = _merge(m, l, o, other_m, other_l, other_o)
+    # A query with l = 0 has attended to no key: its output is 0 / 1 = 0 and its lse is log2(0) = -inf.
     if FINAL:
         o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)
@@ -155,19 +159,7 @@ def _forward_kernel(
         tl.store(state_o + index, o, mask=mask)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    intervals: Intervals,
-    scale: float,
-    state: State | None = None,
-    final: bool = False,
-    *,
-    dropout: Dropout | None = None,
-    blocks: BlockMask | None = None,
-    precision: str = "ieee",
-) -> State | tuple[Tensor, Tensor]:
+def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
 
     Args:
@@ -187,28 +179,10 @@ def forward(
     """
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() > 0:
-        options = dict(HAS_STATE=state is not None, FINAL=final, PRECISION=precision)
-        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), dropout, blocks, options)
+        inputs = [triton_common.as_addressable(x) for x in (q, k, v)]
+        with torch.cuda.device_of(q):
+            triton_common.launch_tiles(
+                _forward_kernel, "forward", inputs, (), intervals, (m, l, o, out, lse), scale, dropout, blocks,
+                PRECISION=precision, HAS_STATE=state is not None, FINAL=final,
+            )  # fmt: skip
     return (out, lse) if final else (m, l, o)
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple,
-    dropout: Dropout | None, blocks: BlockMask | None, options: dict,
-) -> None:  # fmt: skip
-    """Launch the kernel. `results` are (m, l, o, out, lse), None for those that are neither read nor written."""
-    (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
-    q, k, v = (triton_common.as_addressable(x) for x in (q, k, v))
-    shape = triton_common.shape_constants(q, k, v)
-    tile = triton_common.choose_tile("forward", q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"]))
-    tile = triton_common.fit_tile(tile, blocks)
-    table = intervals.tiles(tile.queries, tile.keys, split_documents=blocks is None)
-    num_tiles = table.shape[1]
-    with torch.cuda.device_of(q):
-        lists = None if blocks is None else blocks.query_lists
-        _forward_kernel[(num_tiles * batch * num_heads,)](
-            *(q, k, v, intervals.lo, intervals.hi, table), *results, *(x.stride()[:3] for x in (q, k, v)),
-            *(intervals.batch, num_tiles, num_queries, num_keys, float(scale)),
-            *triton_common.dropout_arguments(dropout), *triton_common.block_arguments(lists, batch, num_heads),
-            BLOCK=0 if blocks is None else blocks.size, **options, **shape, **tile.options(),
-        )  # fmt: skip

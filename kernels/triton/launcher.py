@@ -38,6 +38,7 @@ def launch(
             # Pass the address. For a tensor, Triton would ask the CUDA driver whether the pointer is on the device.
             arguments.append(address)
         else:
+            # A TMA descriptor of another dtype needs another kernel, and so does an operand that is None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
@@ -47,5 +48,6 @@ def launch(
         # The first launch goes through Triton, which compiles the kernel and launches it.
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
         return
+    # The arguments of `run` are the grid, the stream and the kernel, and three values for launch hooks, which are not called.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())

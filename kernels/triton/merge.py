@@ -48,7 +48,9 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
     Returns:
         The sum (1, N, H, D) in `dtype`.
     """
+    # Sums in fp32 overwrite the base. Every element is read and written by the same thread, so this needs no second buffer.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
+    # Additional parts are added to the base first, so that only the last launch rounds.
     while len(parts) > MAX_PARTS:
         base, parts = sum_partials(base, parts[:MAX_PARTS], base.dtype), parts[MAX_PARTS:]
     if base.numel() > 0 and (parts or out is not base):

@@ -192,15 +192,17 @@ def test_delta_may_be_given_as_out_and_dlse(backend, with_dlse, device):
 
 
 @pytest.mark.parametrize(
-    ("backend", "delta_as_out"),
+    ("backend", "dtype", "delta_as_out"),
     [
-        ("blockwise", False),
-        ("triton", True),
-        *(pytest.param(*x, marks=pytest.mark.slow) for x in [("blockwise", True), ("triton", False)]),
+        ("blockwise", torch.float16, False),
+        # In fp16, the rounded output would give a less exact delta than the reference uses.
+        ("triton", torch.float32, True),
+        pytest.param("triton", torch.float16, False, marks=pytest.mark.slow),
+        pytest.param("blockwise", torch.float32, True, marks=pytest.mark.slow),
     ],
 )
-def test_incremental_backward_equals_one_call(backend, delta_as_out, device):
-    problem = make_problem(*intervals_of("window", 33, 33), 33, torch.float32, 2, (4, 2), device=device)
+def test_incremental_backward_equals_one_call(backend, dtype, delta_as_out, device):
+    problem = make_problem(*intervals_of("window", 33, 33), 33, dtype, 2, (4, 2), device=device)
     delta = (problem.forward(dispatch, final=True, backend=backend)[0], None) if delta_as_out else problem.delta
     queries = problem.q, problem.v, problem.dout, problem.lse, delta
     check_incremental(problem, [0, 7, 8, 33], dispatch.IncrementalBackward(*queries, problem.scale, backend))

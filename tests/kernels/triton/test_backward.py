@@ -38,7 +38,7 @@ def test_inputs_may_have_any_strides(layout, device):
 
 def test_batch_entries_may_have_different_intervals(device):
     bounds = random_intervals(*SIZES, seed=1, batch=2)
-    problem = make_problem(*bounds, SIZES[1], batch=2, heads=(2, 2), device=device)
+    problem = make_problem(*bounds, SIZES[1], batch=2, heads=(4, 2), device=device)
     check_backward(problem, triton_backward, floor=1.0)
 
 

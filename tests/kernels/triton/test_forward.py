@@ -53,7 +53,7 @@ def test_inputs_may_have_any_strides(layout, device):
 
 def test_batch_entries_may_have_different_intervals(device):
     bounds = random_intervals(*SIZES, seed=1, batch=2)
-    check_forward(make_problem(*bounds, SIZES[1], batch=2, heads=(2, 2), device=device), triton_forward)
+    check_forward(make_problem(*bounds, SIZES[1], batch=2, heads=(4, 2), device=device), triton_forward)
 
 
 def test_tiles_end_where_documents_end(device, monkeypatch):
