@@ -42,7 +42,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     meta = storage.read_meta(path)
     data, settings = DataConfig(**meta["config"]["data"]), ModelConfig(**meta["config"]["model"])
     tokenizer = load_tokenizer(data.tokenizer)
-    check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with what was in its place then")
+    check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
     config = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
     try:

@@ -1,5 +1,6 @@
+"""Exported models: transformers loads them, they compute the same, and a failed export leaves nothing behind."""
+
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -23,48 +24,57 @@ from tests.train.launch import write_corpus
 MODEL = ModelConfig(**SIZES, tie_embeddings=False, qk_norm=True)
 
 
-def of_folder(corpus: str, folder: Path, ranks: int) -> Config:
+def config_for_folder(corpus: str, folder: Path, ranks: int) -> Config:
+    """Return the settings of a run that starts from the weights in a folder and leaves them unchanged."""
     config = job(corpus, 1, ring=ranks)
     config.model = MODEL
     config.trainer.init_from, config.trainer.steps, config.optim.lr = str(folder), 1, 1e-30
     return config
 
 
-def begin_and_save(corpus: str, folder: Path, directory: Path) -> None:
+def train_one_step(corpus: str, folder: Path, directory: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
-    trainer_module.train(of_folder(corpus, folder, dist.get_world_size()), directory / "run")
+    trainer_module.train(config_for_folder(corpus, folder, dist.get_world_size()), directory / "run")
+
+
+def save_checkpoint(directory: Path, **meta) -> Path:
+    """Save a checkpoint of an untrained model and return its path."""
+    config = {"data": {"tokenizer": "bytes"}, "model": SIZES}
+    return storage.save(directory, 1, storage.model_state(GPT(ModelConfig(**SIZES), 257)), {"config": config} | meta, keep=1)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """hf, a folder, and run, of three ranks that began with it and changed nothing.
+    """Return a directory with "hf", a folder of weights, and "run", a run of three ranks that left these weights unchanged.
 
-    259 tokens in rows for 320, 107 a rank: the last rank holds the last 45 of them, and rows that only fill up.
+    The embedding has 259 rows, of which 257 are tokens, and is padded to 320 rows or about 107 per rank. The last rank
+    therefore has the last 45 rows and rows of padding.
     """
     directory = tmp_path_factory.mktemp("trained")
     folder, corpus = write_folder(directory / "hf", model_type="qwen3"), write_corpus(directory / "corpus")
-    run_ranks(begin_and_save, 3, directory / "store", corpus, folder, directory)
+    run_ranks(train_one_step, 3, directory / "store", corpus, folder, directory)
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_run_on_three_ranks_begins_with_a_folder_and_leaves_one(dtype, trained, tmp_path, monkeypatch, capsys):
+def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(dtype, trained, tmp_path, capsys):
     out, path = tmp_path / "out", trained / "run" / "checkpoints" / "step_00000001"
-    monkeypatch.setattr(sys, "argv", ["export", str(path), str(out), "--dtype", dtype])
-    assert export_huggingface.main() == 0
+    arguments = [str(path), str(out), "--dtype", dtype]
+    assert export_huggingface.main(arguments) == 0
     before, after = read_tensors(trained / "hf"), read_tensors(out)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         expected = tensor.to(export_huggingface.DTYPES[dtype])
         torch.testing.assert_close(after[name], expected[:257] if len(tensor) == 259 else expected, rtol=0, atol=0)
-    described = json.loads((out / "config.json").read_text())
-    assert described["vocab_size"] == 257 and described["rope_theta"] == 10_000 and described["max_position_embeddings"] == 61
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 257 and config["rope_theta"] == 10_000 and config["max_position_embeddings"] == 61
     assert settings_of(out) == replace(MODEL, vocab_size=257)
-    assert export_huggingface.main() == 1
-    assert "out is there already, with something in it: give a new folder" in capsys.readouterr().err
+    assert export_huggingface.main(arguments) == 1
+    assert "out already exists and is not an empty folder" in capsys.readouterr().err
 
 
-def test_a_window_is_mistrals(tmp_path, monkeypatch):
+def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     config, out = job(write_corpus(tmp_path / "corpus"), 1), tmp_path / "out"
     config.trainer.steps, config.optim.lr = 3, 0.03
@@ -81,41 +91,34 @@ def test_a_window_is_mistrals(tmp_path, monkeypatch):
     assert settings_of(out).window == config.model.window == 40
 
 
-def test_a_tokenizer_goes_with_the_model(tmp_path, monkeypatch):
+def test_tokenizer_is_copied_next_to_the_model(tmp_path, monkeypatch):
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
     monkeypatch.setattr(export_huggingface, "load_tokenizer", lambda name: run_setup.load_tokenizer("bytes"))
-    meta = {"config": {"data": {"tokenizer": str(path)}, "model": SIZES}}
-    tensors = storage.model_state(GPT(ModelConfig(**SIZES), 257))
-    saved = storage.save(tmp_path / "checkpoints", 1, tensors, meta, keep=1)
+    saved = save_checkpoint(tmp_path / "checkpoints", config={"data": {"tokenizer": str(path)}, "model": SIZES})
     export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_an_export_takes_the_tokenizer_of_the_training(tmp_path, monkeypatch):
-    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}, "tokenizer": 7}
-    saved = storage.save(tmp_path / "checkpoints", 1, storage.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
-    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*step_00000001 was trained with what was in its place"):
+def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
+    saved = save_checkpoint(tmp_path / "checkpoints", tokenizer=7)
+    with pytest.raises(ConfigError, match="data.tokenizer=bytes, .*step_00000001 was trained with another tokenizer"):
         export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
-    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}}
-    saved = storage.save(tmp_path / "checkpoints", 1, storage.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
+def test_failed_export_leaves_nothing(tmp_path, monkeypatch):
+    saved = save_checkpoint(tmp_path / "checkpoints")
     monkeypatch.setattr(export_huggingface.json, "dumps", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(ConfigError, match="out cannot be written: .*No space left on device; check the disk, or give another"):
+    with pytest.raises(ConfigError, match="cannot write .*out: .*No space left on device; check the disk"):
         export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_is_bf16_in_a_folder_that_is_made(tmp_path, monkeypatch, capsys):
-    meta = {"config": {"data": {"tokenizer": "bytes"}, "model": SIZES}}
-    saved = storage.save(tmp_path / "checkpoints", 1, storage.model_state(GPT(ModelConfig(**SIZES), 257)), meta, keep=1)
-    monkeypatch.setattr(sys, "argv", ["export", str(saved), str(tmp_path / "a" / "b")])
-    assert export_huggingface.main() == 0
+def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys):
+    saved = save_checkpoint(tmp_path / "checkpoints")
+    assert export_huggingface.main([str(saved), str(tmp_path / "a" / "b")]) == 0
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sys, "argv", ["export", str(saved), str(tmp_path / "file")])
-    assert export_huggingface.main() == 1
-    assert "file is there already" in capsys.readouterr().err
+    assert export_huggingface.main([str(saved), str(tmp_path / "file")]) == 1
+    assert "file already exists and is not an empty folder" in capsys.readouterr().err
