@@ -44,14 +44,14 @@ memory this step's dS overwrites.
 
 Consequently, the first step of a work tile computes the last dQ of the previous work tile, with the keys of that tile. K has
 two slots for this reason. The very first step of a program multiplies whatever the memory holds and sends the product to a
-spare chunk that nobody reads. The dQ of the very last step is computed after the loop.
+spare chunk that is never read. The dQ of the very last step is computed after the loop.
 
 K and V have no barriers of their own. They arrive with the first Q and dO of their work tile. Stages and phases continue from
 work tile to work tile.
 
-dQ is summed over programs in fp32 by TMA's reduce-add. It is stored in the order in which the registers hold it, because this
-order avoids bank conflicts in shared memory, whose bandwidth limits this kernel. All products of a step finish within the step.
-If one were in flight at the end of the loop, ptxas would serialise all of them.
+TMA's reduce-add sums dQ over all programs in fp32. The sums keep the order in which the registers of a consumer hold dQ,
+because this order avoids bank conflicts in shared memory, whose bandwidth limits this kernel. All products of a step finish
+within the step. If one were in flight at the end of the loop, ptxas would serialise all of them.
 """
 
 from dataclasses import dataclass
@@ -93,7 +93,7 @@ KEY_SLOTS = gl.constexpr(2)
 # A query index that is larger than all others: the lo of keys that do not exist.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
-# The index of the chunk in front of the sums of dq. It receives the first product of every program, and nobody reads it.
+# The index of the chunk in front of the sums of dq. It receives the first product of every program and is never read.
 SPARE_CHUNK = gl.constexpr(0)
 
 # Registers per thread. The producer computes nothing.
@@ -456,7 +456,7 @@ def _step(
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), P_LAYOUT), dout, grad_v, is_async=True)
-    # The other consumer has finished the previous step. Its dS of that step is complete, and nobody reads the memory that this
+    # After this wait, the other consumer has written its dS of the previous step, and it no longer reads the memory that this
     # step's dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
@@ -862,7 +862,7 @@ def _add_block(
         KEYS.value, queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
     )
     if not by_key.all_rows_nonempty:
-        # Keys that no query sees have no work tile, so nobody writes their gradients.
+        # Keys that no query sees have no work tile, so no program writes their gradients.
         for grad, add in zip(grads, (config.add_dk, config.add_dv), strict=True):
             if not add:
                 grad.zero_()

@@ -167,8 +167,8 @@ class Config:
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
-# The bytes of K and V that the heads of one head group have together, so that they stay in the L2 cache. The output also passes
-# through the cache. A state passes through it twice, in fp32, and leaves half of it to K and V.
+# The maximal size of K and V of all heads of a head group, in bytes. They should stay in the L2 cache, through which the output
+# passes, too. A state passes through the cache twice, in fp32, so K and V get only half as much of it.
 L2_BYTES = 32 * 2**20
 L2_BYTES_WITH_STATE = 16 * 2**20
 
@@ -435,8 +435,8 @@ def _release_state_stage(k_empty, v_empty, state_stage, CONFIG: gl.constexpr):
 def _skip_tile(barriers, q_empty, num_steps, state_stage, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Skip a work tile in which this consumer has no rows. Return the next stage and phase.
 
-    The `empty` barriers and the ping-pong count on all consumers, so this consumer arrives at every barrier and passes on every
-    turn without computing anything.
+    The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore arrives at every barrier
+    without computing anything.
     """
     k_full, k_empty, v_full, v_empty = barriers
     tma.store_wait(0)
@@ -645,8 +645,8 @@ def _forward_kernel(
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
-    # The lists of numbers of warps and registers leave out the first partition, the default one. It has four warps and gets the
-    # registers that the others leave.
+    # The lists give the numbers of warps and registers of all partitions but the first, which is the default partition. It has
+    # four warps and gets the registers that the other partitions do not use.
     if CONFIG.consumers == 2:
         gl.warp_specialize(
             [
@@ -721,7 +721,7 @@ def configure(
     """
     dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
-    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max is updated from the first pass on.
+    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max must be updated in every step of the first pass.
     update = dtype != torch.bfloat16
     config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
     # While state stages are in use, the first keys of the next work tile need stages, too: one if Q has two slots. With one
