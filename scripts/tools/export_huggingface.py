@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ringattn.train.checkpoint import huggingface, storage
+from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.config import ConfigError, DataConfig, ModelConfig
 from ringattn.train.data.tokenizer import check_tokenizer, load_tokenizer
 from ringattn.train.model.gpt import GPT
@@ -60,7 +60,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Return the parameters of a checkpoint under the names that transformers gives them."""
     model = GPT(settings, vocab_size)
-    storage.load(path, storage.model_state(model))
+    storage.load(path, state_dict.model_state(model))
     tensors = {huggingface.their_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
         # The rows beyond the vocabulary are padding and were never trained.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
-from ringattn.train.checkpoint import storage
+from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
 from scripts.tools import export_huggingface
@@ -40,7 +40,7 @@ def train_one_step(corpus: str, folder: Path, directory: Path) -> None:
 def save_checkpoint(directory: Path, **meta) -> Path:
     """Save a checkpoint of an untrained model and return its path."""
     config = {"data": {"tokenizer": "bytes"}, "model": SIZES}
-    return storage.save(directory, 1, storage.model_state(GPT(ModelConfig(**SIZES), 257)), {"config": config} | meta, keep=1)
+    return storage.save(directory, 1, state_dict.model_state(GPT(ModelConfig(**SIZES), 257)), {"config": config} | meta, keep=1)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
         trainer_module.train(config, tmp_path / "run")
         run = run_setup.build(config)
         path = storage.latest(tmp_path / "run" / "checkpoints")
-        storage.load(path, storage.model_state(run.model))
+        storage.load(path, state_dict.model_state(run.model))
         export_huggingface.export(path, out, torch.float32)
         tokens = torch.randint(257, (50,), generator=torch.Generator().manual_seed(1))
         ours = logits(run.model, tokens)[:, :257].double()
