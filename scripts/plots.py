@@ -36,7 +36,7 @@ def short_length(length: int) -> str:
     return f"{length >> 10}k" if length % 2**10 == 0 else str(length)
 
 
-def plot_line(axes: plt.Axes, points: Iterable[tuple[float, float]], colour: int, label: str) -> None:
+def plot_points(axes: plt.Axes, points: Iterable[tuple[float, float]], colour: int, label: str) -> None:
     """Draw a line with markers through the points in the order of x, unless there are no points."""
     if points := sorted(points):
         axes.plot(*zip(*points, strict=True), marker="o", markersize=4, color=f"C{colour}", label=label)

@@ -12,4 +12,4 @@ def markdown_table(columns: str, rows: Iterable[Sequence[object]]) -> str:
     """
     names = columns.split(" | ")
     lines = [names, ["---"] * len(names), *rows]
-    return "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |\n" for line in lines)
+    return "".join("| " + " | ".join(str(cell).replace("|", "/") for cell in cells) + " |\n" for cells in lines)

@@ -15,7 +15,7 @@ from pathlib import Path
 from scripts import command
 from scripts.accuracy import GROUP_TOLERANCE
 from scripts.bench.cases import Case
-from scripts.plots import clean_axes, plot_line, plt, save_plot, set_length_axis
+from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 DIRECTIONS = ("forward", "backward")
@@ -98,10 +98,10 @@ class Report:
         extra = extra or {}
         lines = []
         for case in cases:
-            line = [case.head_dim, case.label, f"{case.length:,}", case.heads]
-            line += [column(case) for column in extra.values()]
-            line += [cell(case, _find(self.rows, case, name)) for name in self.names]
-            lines.append([*line, self.header["date"]])
+            cells = [case.head_dim, case.label, f"{case.length:,}", case.heads]
+            cells += [column(case) for column in extra.values()]
+            cells += [cell(case, _find(self.rows, case, name)) for name in self.names]
+            lines.append([*cells, self.header["date"]])
         return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
@@ -203,7 +203,7 @@ def _plot_implementations(
     """Draw one line per implementation, through the cases for which it has a figure."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
-        plot_line(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
+        plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
 
 
 def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
@@ -250,7 +250,7 @@ def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
         for index, name in enumerate(_names(rows)):
             base = _find(rows, dense, name)[direction].get("ms")
             times = [(case.kept, _find(rows, case, name)[direction].get("ms")) for case in sparse]
-            plot_line(axes, [(kept, ms / base) for kept, ms in times if ms is not None and base], index, name)
+            plot_points(axes, [(kept, ms / base) for kept, ms in times if ms is not None and base], index, name)
         axes.plot([0, 1], [0, 1], linestyle="--", color="black", label="time = fraction of blocks")
         axes.set(xlabel="fraction of blocks computed", ylabel="time / time of a full mask", xlim=(0, 1.02), ylim=(0, None))
     _add_legend(figure)

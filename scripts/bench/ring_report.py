@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from scripts import command
-from scripts.plots import clean_axes, plot_line, plt, save_plot, set_length_axis
+from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
@@ -56,16 +56,16 @@ def speed_table(header: dict, rows: Rows) -> str:
     lines = []
     for name, found in rows.items():
         for variant, row in _variants(found).items():
-            line = [name, variant]
+            cells = [name, variant]
             if "both" in row:
-                line += [f"{row[part]['tflops']:.0f}" for part in PARTS]
-                line.append(_ratios(row, found.get(base_of(variant), {}), ".0%"))
-                line.append(_ratios(row, found.get("context_parallel", {}), ".2f"))
-                line.append(f"{row['peak_bytes'] / 2**30:.1f}")
-                line.append(f"{max(row['errors'].values()):.1e}" if "errors" in row else "-")
+                cells += [f"{row[part]['tflops']:.0f}" for part in PARTS]
+                cells.append(_ratios(row, found.get(base_of(variant), {}), ".0%"))
+                cells.append(_ratios(row, found.get("context_parallel", {}), ".2f"))
+                cells.append(f"{row['peak_bytes'] / 2**30:.1f}")
+                cells.append(f"{max(row['errors'].values()):.1e}" if "errors" in row else "-")
             else:
-                line += ["wrong" if "errors" in row else "-", *[""] * 5]
-            lines.append([*line, header["date"]])
+                cells += ["wrong" if "errors" in row else "-", *[""] * 5]
+            lines.append([*cells, header["date"]])
     return markdown_table(columns, lines)
 
 
@@ -108,7 +108,7 @@ def plot_lengths(rows: Rows) -> plt.Figure | None:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(PLOTTED):
         timed = [found for found in curve if "both" in found.get(variant, {})]
-        plot_line(axes, [(found["case"]["length"], found[variant]["both"]["tflops"]) for found in timed], index, variant)
+        plot_points(axes, [(found["case"]["length"], found[variant]["both"]["tflops"]) for found in timed], index, variant)
     set_length_axis(axes, lengths, "length of the whole sequence")
     axes.set(ylabel="TFLOP/s per GPU, forward + backward", ylim=(0, None))
     axes.set_title(f"Causal ring attention, bf16, H {curve[0]['case']['heads']}, B 1")

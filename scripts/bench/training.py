@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from scripts import command, gpus
-from scripts.plots import clean_axes, plot_line, plt, save_plot, set_length_axis
+from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
 VARIANTS = ("ringattn", "stock", "stock-recompute")
@@ -71,8 +71,8 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
 
 def find_reason(stderr: str) -> str:
     """Return the first line of a job's stderr that names an error, or the last line if there is none."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    errors = (line for line in lines if "Error" in line or line.startswith("error:"))
+    lines = [cells.strip() for cells in stderr.splitlines() if cells.strip()]
+    errors = (cells for cells in lines if "Error" in cells or cells.startswith("error:"))
     return next(errors, lines[-1] if lines else "no message")[:200]
 
 
@@ -84,16 +84,16 @@ def results_table(date: str, rows: list[Row]) -> str:
     )
     lines = []
     for row in rows:
-        line = [f"{row['length']:,}", row["variant"]]
+        cells = [f"{row['length']:,}", row["variant"]]
         if "failed" in row:
-            lines.append([*line, f"failed: {row['failed']}", "", "", "", "", date])
+            lines.append([*cells, f"failed: {row['failed']}", "", "", "", "", date])
             continue
         stock = [other["tokens_per_s"] for other in rows if is_stock(other, row["length"])]
-        line += [f"{row['tokens_per_s'] / row['ranks']:,.0f}", f"{row['tflops_per_rank']:.0f}"]
-        line.append(f"{row['mfu']:.1%}" if row["mfu"] is not None else "-")
-        line.append(f"{row['peak_memory_gib']:.1f}")
-        line.append(f"{row['tokens_per_s'] / max(stock):.2f}" if stock else "-")
-        lines.append([*line, date])
+        cells += [f"{row['tokens_per_s'] / row['ranks']:,.0f}", f"{row['tflops_per_rank']:.0f}"]
+        cells.append(f"{row['mfu']:.1%}" if row["mfu"] is not None else "-")
+        cells.append(f"{row['peak_memory_gib']:.1f}")
+        cells.append(f"{row['tokens_per_s'] / max(stock):.2f}" if stock else "-")
+        lines.append([*cells, date])
     return markdown_table(columns, lines)
 
 
@@ -107,7 +107,7 @@ def plot(rows: list[Row], title: str) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(VARIANTS):
         succeeded = [row for row in rows if row["variant"] == variant and "failed" not in row]
-        plot_line(axes, [(row["length"], row["tflops_per_rank"]) for row in succeeded], index, variant)
+        plot_points(axes, [(row["length"], row["tflops_per_rank"]) for row in succeeded], index, variant)
     set_length_axis(axes, (row["length"] for row in rows), "tokens of the sequence, over all GPUs")
     axes.set(ylabel="model TFLOP/s per GPU", ylim=(0, None), title=title)
     clean_axes(axes)
@@ -152,8 +152,8 @@ def main(argv: list[str]) -> int:
             write(args.output, header, rows)
             print(results_table(header["date"], rows).splitlines()[-1], flush=True)
     # A stock job may fail, for example because it runs out of memory, but not every job, and none of ours.
-    failed = [row for row in rows if "failed" in row]
-    return int(len(failed) == len(rows) or any(row["variant"] == "ringattn" for row in failed))
+    failures = [row for row in rows if "failed" in row]
+    return int(len(failures) == len(rows) or any(row["variant"] == "ringattn" for row in failures))
 
 
 if __name__ == "__main__":

@@ -326,11 +326,11 @@ def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
     lines = []
     for layer, row in rows:
         forward, backward = predict(layer, cluster)
-        line = [f"{layer.ulysses} x {layer.ring}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
+        cells = [f"{layer.ulysses} x {layer.ring}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
         for name, cost in zip(TIMES, (forward, forward + backward), strict=True):
             milliseconds = 1e3 * cost.seconds
-            line += [f"{row[name]:,.3g}", f"{milliseconds:,.3g}", f"{row[name] / milliseconds:.2f}"]
-        lines.append(line)
+            cells += [f"{row[name]:,.3g}", f"{milliseconds:,.3g}", f"{row[name] / milliseconds:.2f}"]
+        lines.append(cells)
     print(markdown_table(columns, lines), end="")
 
 

@@ -8,7 +8,7 @@ from scripts import gpus
     "environment, message",
     (({}, "start this script with torchrun"), ({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "this machine has 0")),
 )
-def test_rank_without_a_gpu_exits_with_one_line(environment, message, monkeypatch):
+def test_rank_without_a_gpu_exits_with_a_message(environment, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

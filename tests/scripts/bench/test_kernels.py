@@ -84,8 +84,8 @@ def test_case_without_the_one_it_is_compared_with_has_no_ratio(tmp_path):
     status, rows, report = run(tmp_path, "--rounds", "1", "--only", "^documents|blocks 50|8/2")
     assert status == 0 and "## Speed" not in report
     assert {(row["case"]["kind"], row["case"]["kept"]) for row in rows} == {("documents", 1), ("blocks", 0.5), ("causal", 1)}
-    lines = [line for line in report.split("## Errors")[0].splitlines() if line.startswith("| 16")]
-    assert lines and not any("(" in line for line in lines)
+    lines = [text for text in report.split("## Errors")[0].splitlines() if text.startswith("| 16")]
+    assert lines and not any("(" in text for text in lines)
 
 
 def test_pattern_without_a_case_is_rejected_before_anything_is_written(tmp_path):
@@ -107,8 +107,8 @@ def test_wrong_result_has_no_speed_and_a_failure_does_not_stop_the_run(tmp_path,
     assert all("ms" not in found[key] and "tflops" not in found[key] for key in wrong)
     assert found["gradient", "forward"]["status"] == found[peers.OURS, "backward"]["status"] == "ok"
     assert "no kernel for this GPU" in found["broken", "backward"]["error"]
-    line = next(line for line in report.splitlines() if "| causal |" in line)
-    assert "| wrong |" in line and "/ wrong" in line and "| failed |" in line
+    text = next(text for text in report.splitlines() if "| causal |" in text)
+    assert "| wrong |" in text and "/ wrong" in text and "| failed |" in text
 
 
 def test_unsupported_mask_is_left_out_of_the_table(tmp_path, monkeypatch):
@@ -120,8 +120,8 @@ def test_unsupported_mask_is_left_out_of_the_table(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "causal_only", causal_only)
     status, _, report = run(tmp_path, "--suite", "masks", "--only", "window|^causal")
     assert status == 0
-    line = next(line for line in report.splitlines() if "| window |" in line)
-    assert line.split("|")[-3].strip() == "-"
+    text = next(text for text in report.splitlines() if "| window |" in text)
+    assert text.split("|")[-3].strip() == "-"
 
 
 def test_our_own_failure_is_the_exit_status(tmp_path, monkeypatch):
@@ -132,22 +132,22 @@ def test_our_own_failure_is_the_exit_status(tmp_path, monkeypatch):
 
 def test_figure_is_the_median_over_rounds_in_alternating_order(tmp_path, monkeypatch):
     """`fragile` raises an exception in its second forward, so its first time is not reported."""
-    turns = []
+    timed = []
 
     def fragile(case, device):
         attend = peers.ringattn("auto")(case, device)
 
         def until_the_second_round(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if len(turns) > 4:
+            if len(timed) > 4:
                 raise RuntimeError("out of memory")
             return attend(q, k, v)
 
         return until_the_second_round
 
     def median_ms(call: bench_kernels.Call) -> float:
-        turns.append(call)
+        timed.append(call)
         call()
-        return milliseconds[len(turns) - 1]
+        return milliseconds[len(timed) - 1]
 
     # Round 1: ours forward, ours backward, fragile forward, fragile backward.
     # Round 2 in reverse: fragile backward, fragile forward (which raises), ours backward, ours forward.
@@ -157,7 +157,7 @@ def test_figure_is_the_median_over_rounds_in_alternating_order(tmp_path, monkeyp
     monkeypatch.setitem(peers.IMPLEMENTATIONS, "fragile", fragile)
     monkeypatch.setattr(bench_kernels, "suite_cases", lambda *_: [Case("causal", 128, 2, 16)])
     status, (ours, other), report = run(tmp_path, "--suite", "speed", "--rounds", "3")
-    assert status == 0 and len(turns) == 11
+    assert status == 0 and len(timed) == 11
     assert [ours[x]["ms"] for x in DIRECTIONS] == [3.0, 3.0] and other["backward"]["ms"] == 5.0
     assert [ours[x]["samples"] for x in DIRECTIONS] == [[9.0, 2.0, 3.0], [1.0, 8.0, 3.0]]
     assert other["backward"]["samples"] == [5.0, 6.0, 4.0]

@@ -19,8 +19,8 @@ def make_rows() -> kernels_report.Rows:
     rows = {}
     for case in CASES:
         ours = {"implementation": "ringattn", "case": case, "forward": direction(1.0), "backward": direction(2.0)}
-        failed = {"status": "failed", "error": "x"}
-        peer = {"implementation": "peer", "case": case, "forward": direction(4.0), "backward": failed}
+        failure = {"status": "failed", "error": "x"}
+        peer = {"implementation": "peer", "case": case, "forward": direction(4.0), "backward": failure}
         rows[case] = [ours, peer]
     return rows
 
@@ -43,7 +43,7 @@ def test_ratio_is_relative_to_the_causal_mask():
     assert "50 / 50 (0.50 / 1.00) | - |" in table.splitlines()[-1]
 
 
-def test_report_is_written_again_from_its_rows(tmp_path):
+def test_report_can_be_rewritten_from_its_rows(tmp_path):
     kernels_report.save_rows(tmp_path, HEADER, {"speed": CASES, "masks": CASES}, make_rows())
     kernels_report.write(tmp_path, HEADER, {"speed": CASES, "masks": CASES}, make_rows())
     first = (tmp_path / "README.md").read_text()

@@ -50,12 +50,12 @@ def rows() -> ring_report.Rows:
 
 
 def cells(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.removeprefix("|").removesuffix("|").split("|")] for line in table.splitlines()]
+    return [[cell.strip() for cell in curve.removeprefix("|").removesuffix("|").split("|")] for curve in table.splitlines()]
 
 
 def test_table_of_speed() -> None:
     lines = cells(ring_report.speed_table(HEADER, rows()))
-    assert len({len(line) for line in lines}) == 1
+    assert len({len(curve) for curve in lines}) == 1
     assert lines[2] == ["causal-16k", "local", "100", "200", "100% / 100%", "2.00 / 2.00", "1.0", "-", "2026-11-22"]
     assert lines[3][4:-1] == ["80% / 100%", "1.60 / 2.00", "1.0", "2.0e-03"]
     assert lines[4][4:6] == ["-", "2.00 / 2.67"]
@@ -67,17 +67,17 @@ def test_table_of_communication() -> None:
     """250 us are exposed over one hop, and 3 us over three. A ring may be faster than local. Without local there is a "-"."""
     header, _, *lines = cells(ring_report.communication_table(HEADER, rows()))
     assert header[2:5] == ["schedule, forward / backward", "hops", "MiB sent by the busiest rank"]
-    assert [line[:-1] for line in lines] == [
+    assert [curve[:-1] for curve in lines] == [
         ["causal-16k", "nvlink-auto", "kv / state", "1 / 3", "1.5 / 4.5", "250 / 3", "250.0 / 1.0"],
         ["causal-16k", "nvlink-auto-graph", "kv / state", "1 / 3", "1.5 / 4.5", "-", "-"],
         ["causal-1m", "nvlink-auto", "kv / state", "1 / 3", "1.5 / 4.5", "0 / 0", "0.0 / -0.1"],
     ]
 
 
-def test_plot_has_one_line_per_variant() -> None:
+def test_plot_has_one_curve_per_variant() -> None:
     figure = ring_report.plot_lengths(rows())
     (axes,) = figure.axes
-    drawn = {line.get_label(): list(line.get_xdata()) for line in axes.lines}
+    drawn = {curve.get_label(): list(curve.get_xdata()) for curve in axes.lines}
     assert drawn == {"local": [2**14, 2**20], "nvlink-auto": [2**14, 2**20], "context_parallel": [2**14]}
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["16k", "1m"]
     ring_report.plt.close(figure)
@@ -85,7 +85,7 @@ def test_plot_has_one_line_per_variant() -> None:
     assert ring_report.plot_lengths(one_length) is None
 
 
-def test_report_is_written_again_from_its_json(tmp_path: Path) -> None:
+def test_report_can_be_rewritten_from_its_json(tmp_path: Path) -> None:
     ring_report.write(tmp_path / "new", {**HEADER, "receive_buffer_bytes": 5}, rows())
     names = ("README.md", "ring.json")
     first = [(tmp_path / "new" / name).read_text() for name in names]

@@ -26,15 +26,15 @@ def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ratio_is_relative_to_the_fastest_stock_job_of_the_same_length():
-    failed = {"variant": "stock", "length": 4096, "failed": "out of memory | 3 GiB"}
-    rows = [row("ringattn", 4096, 3000), failed, row("stock-recompute", 4096, 2000), row("stock", 8192, 1)]
+    failing = {"variant": "stock", "length": 4096, "failed": "out of memory | 3 GiB"}
+    rows = [row("ringattn", 4096, 3000), failing, row("stock-recompute", 4096, 2000), row("stock", 8192, 1)]
     ours, first, second, _ = bench_training.results_table(DATE, rows).splitlines()[2:]
     assert ours == "| 4,096 | ringattn | 1,500 | 100 | 25.0% | 3.0 | 1.50 | 2026-11-24 |"
     assert first.startswith("| 4,096 | stock | failed: out of memory / 3 GiB |")
     assert second.endswith("| 1.00 | 2026-11-24 |")
 
 
-def test_error_message_of_a_failed_job_is_found():
+def test_error_message_of_a_job_is_found():
     text = "W0101 noise\nTraceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: CUDA out of memory.\nmore\n"
     assert bench_training.find_reason(text) == "torch.OutOfMemoryError: CUDA out of memory."
     assert bench_training.find_reason("killed\n") == "killed"
@@ -43,7 +43,7 @@ def test_error_message_of_a_failed_job_is_found():
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the stock job fails only without GPUs")
-def test_a_failed_job_does_not_stop_the_benchmark(tmp_path: Path, without_gpus):
+def test_job_with_an_error_does_not_stop_the_benchmark(tmp_path: Path, without_gpus):
     """On the CPU, `train/run.py` succeeds and the stock job fails, because it requires GPUs."""
     arguments = ["--model", "tiny", "--ranks", "1", "--lengths", "128", "--steps", "2", "--variants", "stock", "ringattn"]
     assert bench_training.main([*arguments, "--output", str(tmp_path)]) == 0
@@ -55,7 +55,7 @@ def test_a_failed_job_does_not_stop_the_benchmark(tmp_path: Path, without_gpus):
 
 
 @pytest.mark.parametrize(
-    "good, failed, status",
+    "good, failing, status",
     (
         ("ringattn stock", "", 0),
         ("ringattn", "stock", 0),
@@ -65,7 +65,7 @@ def test_a_failed_job_does_not_stop_the_benchmark(tmp_path: Path, without_gpus):
         ("", "ringattn stock", 1),
     ),
 )
-def test_exit_status(good: str, failed: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_gpus):
+def test_exit_status(good: str, failing: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_gpus):
     """A stock job may fail, but not all jobs, and none of ours."""
 
     def measure(variant: str, model: str, length: int, *_) -> bench_training.Row:
@@ -73,7 +73,7 @@ def test_exit_status(good: str, failed: str, status: int, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(bench_training, "measure", measure)
     monkeypatch.setattr(bench_training, "save_plot", lambda figure, path: bench_training.plt.close(figure))
-    arguments = ["--lengths", "4096", "--variants", *good.split(), *failed.split(), "--output", str(tmp_path)]
+    arguments = ["--lengths", "4096", "--variants", *good.split(), *failing.split(), "--output", str(tmp_path)]
     assert bench_training.main(arguments) == status
 
 

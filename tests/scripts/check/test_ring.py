@@ -20,10 +20,10 @@ def test_two_ranks_match_float64(tmp_path):
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[-1] == "every error is within its limit" and "2 ranks on cpu, float32, S 131, D 16" in lines
-    rows = [line for line in lines if line.startswith("| p2p")]
+    rows = [text for text in lines if text.startswith("| p2p")]
     ways = ("p2p, state", "p2p, kv", "p2p, auto, all-to-all among 2")
     assert len(rows) == len(MASKS) * len(ways)
-    assert all(any(line.startswith(f"| {way} | {mask} |") for line in rows) for way in ways for mask in MASKS)
+    assert all(any(text.startswith(f"| {way} | {mask} |") for text in rows) for way in ways for mask in MASKS)
 
 
 @pytest.mark.slow
@@ -62,8 +62,8 @@ def test_single_wrong_row_of_each_tensor_is_reported(monkeypatch):
     monkeypatch.setattr(check_ring, "attend", attend)
     with one_rank():
         failures = check_ring.check(CPU, seq_len=131, head_dim=16)
-    assert all("window: rank 0 is off by" in line for line in failures)
-    assert {line.split(" in ")[-1] for line in failures} == set(NAMES)
+    assert all("window: rank 0 is off by" in text for text in failures)
+    assert {text.split(" in ")[-1] for text in failures} == set(NAMES)
 
 
 def test_correct_results_pass(capsys):

@@ -11,7 +11,9 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name, reason", (("nope/x.png", "No such file"), ("x.nope", ".nope")))
-def test_path_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture, tmp_path: Path, name: str, reason: str) -> None:
+def test_path_that_cannot_be_written_is_named_in_the_error(
+    capsys: pytest.CaptureFixture, tmp_path: Path, name: str, reason: str
+) -> None:
     with pytest.raises(SystemExit) as exited:
         draw_schedule.main([str(tmp_path / name), "--ranks", "2"])
     last = capsys.readouterr().err.splitlines()[-1]

@@ -117,7 +117,7 @@ def test_ring_is_no_longer_than_the_window() -> None:
     assert predict(layer, SLOW) == predict(replace(layer, seq_len=2 * 65536, ranks=64), SLOW)
 
 
-def test_times_follow_by_hand() -> None:
+def test_times_computed_by_hand() -> None:
     """4 ranks, 4,096 tokens, one head of 128, full mask, KV ring.
 
     A block has 1,024 x 1,024 pairs of 512 FLOPs, which take 0.537 ms. A hop has 1,024 rows of 512 bytes, which take 0.624 ms.
@@ -222,8 +222,8 @@ def test_more_work_or_slower_hardware_takes_no_less_time(
 def test_table_has_one_row_per_number_of_ranks(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     plan_ring.main(["--length", "65536", "--ranks", "2", "16", "4096", "--ulysses", "auto", "--plot", str(tmp_path / "x.png")])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split("|")[1].strip() for line in lines[2:]] == ["2", "16", "4,096"]
-    assert all(line.count("|") == lines[0].count("|") for line in lines)
+    assert [text.split("|")[1].strip() for text in lines[2:]] == ["2", "16", "4,096"]
+    assert all(text.count("|") == lines[0].count("|") for text in lines)
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
