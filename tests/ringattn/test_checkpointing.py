@@ -103,7 +103,8 @@ def test_a_compiled_checkpoint(run, calls: list[int]) -> None:
     assert len(calls) == 2
 
 
-def test_saved_results_are_released_with_the_graph() -> None:
+@pytest.mark.parametrize("use_graph", (True, False), ids=("after-backward", "unused"))
+def test_saved_results_are_released_with_the_graph(use_graph: bool) -> None:
     """Saved tensors form no reference cycle, so they are released without the garbage collector."""
     contexts = []
 
@@ -116,7 +117,10 @@ def test_saved_results_are_released_with_the_graph() -> None:
     gc.collect()
     gc.disable()
     try:
-        checkpoint(block, *operands, use_reentrant=False, context_fn=context_fn).sum().backward()
+        out = checkpoint(block, *operands, use_reentrant=False, context_fn=context_fn).sum()
+        if use_graph:
+            out.backward()
+        del out
         assert [context() for context in contexts] == [None]
     finally:
         gc.enable()

@@ -290,6 +290,14 @@ def test_flops_of_fake_tensors() -> None:
         assert counts[0] == counts[1] > 0
 
 
+def test_an_unused_lse_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros in place of a missing gradient would cost an allocation, a kernel and a read."""
+    gradients, backward = [], Ring.backward
+    monkeypatch.setattr(Ring, "backward", lambda *args, **options: gradients.append(args[7]) or backward(*args, **options))
+    attend(*inputs(), Mask.causal()).sum().backward()
+    assert gradients == [None]
+
+
 def test_a_captured_graph_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph is replayed with the addresses of tensors that a plan holds. CPU plans are not affected."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)

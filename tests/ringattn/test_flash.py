@@ -161,6 +161,7 @@ def test_block_lists_are_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(created) == 2  # the mask of the caller, and one for all calls
     blocks.keep[:] = False
     assert not flash_attention(*inputs(7, 9), blocks=blocks).any()
+    assert len(created) == 3
 
 
 def test_compiles_without_graph_break() -> None:

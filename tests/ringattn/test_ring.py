@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringattn import Layout, Mask, ring
+from ringattn import Layout, Mask, ring, simulate
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.planning import workload
@@ -164,6 +164,37 @@ def test_head_chunks_give_the_same_result(
     monkeypatch.setattr(Ring, forward.__name__, lambda self, q, *rest: seen.append(q.shape[2]) or forward(self, q, *rest))
     assert_close(case.on_ring(layout, Mask.causal(), **options), whole, 1e-12)
     assert seen == [heads // chunks] * chunks * layout.ranks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_requested_schedule_runs_in_both_directions(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The result does not tell which operand circulated, so this test looks at the passes that run."""
+    passes = []
+    for name in ("_forward_state", "_forward_kv", "_backward_state", "_backward_kv"):
+        run = getattr(Ring, name)
+        monkeypatch.setattr(Ring, name, lambda *args, run=run: passes.append(run.__name__) or run(*args))
+    Case.random(seq_len=8).on_ring(Layout.zigzag(8, 2), Mask.causal(), schedule=schedule)
+    assert sorted(passes) == [f"_backward_{schedule}"] * 2 + [f"_forward_{schedule}"] * 2
+
+
+@pytest.mark.parametrize("uses_sms", (False, True), ids=("copy-engines", "kernels"))
+def test_attention_shares_sms_with_the_kernels_of_the_transport(uses_sms: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If messages are moved by kernels, attention must not occupy every SM with a persistent grid."""
+    seen, forward = [], ring.dispatch.forward
+
+    def record(*args: object, shares_sms: bool, **options: object) -> object:
+        seen.append(shares_sms)
+        return forward(*args, shares_sms=shares_sms, **options)
+
+    monkeypatch.setattr(ring.dispatch, "forward", record)
+    case, layout = Case.random(seq_len=8), Layout.zigzag(8, 2)
+
+    def attend(rank: int, group) -> None:
+        group.interconnect = group.interconnect._replace(uses_sms=uses_sms)
+        case.on_rank(layout, Mask.causal(), rank, group)
+
+    simulate(2, attend)
+    assert set(seen) == {uses_sms}
 
 
 @pytest.mark.parametrize("route", ROUTES)

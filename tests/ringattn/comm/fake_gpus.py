@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ class Stream:
         self.cuda_stream = id(self)
         self.streams[self.cuda_stream] = self
         self.work: queue.SimpleQueue | None = None if main else queue.SimpleQueue()
+        self.log: list[str] = []  # the names of all operations, in the order in which they were issued
         if not main:
             threading.Thread(target=self._run, daemon=True).start()
 
@@ -41,13 +43,14 @@ class Stream:
             time.sleep(random.random() * 1e-3)
             self.work.get()()
 
-    def do(self, action: Callable[[], None]) -> None:
-        """Carry out an action after everything that was issued before."""
+    def do(self, name: str, action: Callable[[], None]) -> None:
+        """Carry out an operation after everything that was issued before."""
+        self.log.append(name)
         action() if self.work is None else self.work.put(action)
 
     def wait_event(self, event: "Event") -> None:
         """Wait until the event has occurred."""
-        self.do(event.state.wait)
+        self.do("wait for event", event.state.wait)
 
     def wait_stream(self, other: "Stream") -> None:
         """Wait for everything that was issued on another stream."""
@@ -62,7 +65,7 @@ class Event:
     def record(self, stream: Stream) -> None:
         """Record the event on a stream."""
         self.state = state = threading.Event()
-        stream.do(state.set)
+        stream.do("record event", state.set)
 
 
 class Driver:
@@ -71,7 +74,7 @@ class Driver:
     @staticmethod
     def copy(target: int, source: int, count: int, stream: int) -> None:
         """Copy bytes."""
-        Stream.streams[stream].do(lambda: ctypes.memmove(target, source, count))
+        Stream.streams[stream].do("copy", lambda: ctypes.memmove(target, source, count))
 
     @staticmethod
     def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
@@ -81,7 +84,7 @@ class Driver:
             for i in range(rows):
                 ctypes.memmove(target + i * target_pitch, source + i * source_pitch, width)
 
-        Stream.streams[stream].do(copy)
+        Stream.streams[stream].do("copy", copy)
 
     @staticmethod
     def set_flags(addresses: list[int], stream: int) -> None:
@@ -93,7 +96,7 @@ class Driver:
             flag.value = 1
 
         for address in addresses:
-            Stream.streams[stream].do(partial(write, ctypes.c_uint32.from_address(address)))
+            Stream.streams[stream].do("set flag", partial(write, ctypes.c_uint32.from_address(address)))
 
     @staticmethod
     def wait_and_clear_flags(addresses: list[int], stream: int) -> None:
@@ -105,7 +108,7 @@ class Driver:
             flag.value = 0
 
         for address in addresses:
-            Stream.streams[stream].do(partial(take, ctypes.c_uint32.from_address(address)))
+            Stream.streams[stream].do("wait for flag", partial(take, ctypes.c_uint32.from_address(address)))
 
 
 class Host:
@@ -143,6 +146,23 @@ class FakeNvlinkTransport(NvlinkTransport):
         for stream in self.streams.values():
             Stream(main=True).wait_stream(stream)
         self.host.barrier.wait()
+
+
+def every_message_waits_for_an_event(log: list[str]) -> bool:
+    """Whether in the log of a side stream the copies of each message, which ends with its flags, follow a wait for an event.
+
+    Kernels of the fake host have finished when they return. On a GPU they may still be running, and the event tells when their
+    results may be copied.
+    """
+    waited = False
+    for before, name in pairwise(["", *log]):
+        if name == "copy" and not waited:
+            return False
+        if name == "wait for event":
+            waited = True
+        elif (before, name) == ("copy", "set flag"):
+            waited = False
+    return True
 
 
 RunOnHost = Callable[[int, Callable[[int, object], object]], list]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from ringattn import Layout, Mask, ring_attention
-from ringattn.comm import nvlink
+from ringattn.comm import connect, nvlink
 from ringattn.comm.nvlink import Slots, padded_bytes
 from ringattn.planning.schedule import direct
 from tests.covering import every_pair
-from tests.ringattn.comm.fake_gpus import Capture, RunOnHost
+from tests.ringattn.comm.fake_gpus import Capture, RunOnHost, every_message_waits_for_an_event
 from tests.ringattn.rings import Case, assert_close, masks, unshard_results
 
 
@@ -81,6 +81,19 @@ def test_a_graph_of_a_pass_that_never_ran_raises_an_error(run_on_host: RunOnHost
 
     with pytest.raises(RuntimeError, match="CUDA graph: call it once before the capture"):
         run_on_host(2, on_rank)
+
+
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+def test_results_are_copied_after_they_are_computed(schedule: str, run_on_host: RunOnHost) -> None:
+    """The stream that sends partial results waits for the kernels before every message."""
+    case, layout = Case.random(seq_len=24, dtype=torch.float32), Layout.zigzag(24, 4)
+
+    def on_rank(rank: int, group) -> list[str]:
+        case.on_rank(layout, Mask.full(), rank, group, schedule=schedule)
+        return connect.connect(group.group_name, torch.device("cpu")).streams["result"].log
+
+    for log in run_on_host(4, on_rank):
+        assert "copy" in log and every_message_waits_for_an_event(log)
 
 
 def test_dtypes_one_after_the_other(run_on_host: RunOnHost) -> None:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from ringattn import Layout, Mask, ulysses, ulysses_attention
+from ringattn.comm import connect
 from ringattn.comm.all_to_all import HeadSlice, TokenSlice
 from ringattn.comm.nvlink_all_to_all import StridedCopy, _strided_copies
 from tests.covering import every_pair
-from tests.ringattn.comm.fake_gpus import Capture, RunOnHost
+from tests.ringattn.comm.fake_gpus import Capture, RunOnHost, every_message_waits_for_an_event
 from tests.ringattn.rings import Case, assert_close, masks, unshard_results
 
 
@@ -58,6 +59,20 @@ def test_a_graph_of_a_call_that_never_ran_raises_an_error(run_on_host: RunOnHost
 
     with pytest.raises(RuntimeError, match="CUDA graph: call it once before the capture"):
         run_on_host(2, on_rank)
+
+
+def test_heads_are_copied_after_they_are_computed(run_on_host: RunOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stream that sends waits for the kernels before every message."""
+    monkeypatch.setattr(ulysses, "head_chunks_for_overlap", lambda *_: 2)
+    layout = Layout.contiguous(9, 1).split(3)
+    case = Case.random(9, heads=12, key_heads=6, dtype=torch.float32)
+
+    def on_rank(rank: int, group) -> list[str]:
+        case.on_rank(layout, Mask.full(), rank, None, ulysses_attention, ulysses_group=group)
+        return connect.connect(group.group_name, torch.device("cpu")).streams["block"].log
+
+    for log in run_on_host(3, on_rank):
+        assert "copy" in log and every_message_waits_for_an_event(log)
 
 
 def test_strided_copies_by_hand() -> None:

@@ -111,12 +111,15 @@ def test_ranks_that_make_no_first_call_are_named(monkeypatch: pytest.MonkeyPatch
 
 
 EXIT = """
-import atexit, threading
+import atexit, threading, time
 atexit.register(lambda: print("alive:", [t.name for t in threading.enumerate() if "ringattn" in t.name]))
 import torch, torch.distributed as dist
 from ringattn.comm import watchdog
+watchdog.HEARTBEAT_INTERVAL = 0.01
+in_call = threading.Event()
 dog = watchdog.Watchdog(dist.HashStore(), 0, 2, torch.device("cpu"))
-assert dog._thread.is_alive()
+dog._send_heartbeat = lambda: (in_call.set(), time.sleep(0.5))
+assert in_call.wait(10)
 """
 
 
