@@ -27,7 +27,7 @@ GROUP = 64  # rows whose error is measured together by `group_error`
 # out of 16,384 is off by 0.06.
 GROUP_TOLERANCE = 0.02
 
-# Query rows x keys that the reference computes at once: 0.5 GiB of float64 scores.
+# The number of scores that the reference computes at once: 0.5 GiB in float64.
 MAX_SCORES = 2**26
 
 

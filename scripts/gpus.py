@@ -1,4 +1,4 @@
-"""How scripts that run under torchrun start: one GPU per rank, and NCCL between the ranks."""
+"""The start of scripts that run under torchrun: each rank selects its own GPU, and NCCL connects the ranks."""
 
 import os
 import sys

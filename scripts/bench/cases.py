@@ -87,7 +87,7 @@ class Case:
         return 4.0 * self.heads * self.pairs * self.head_dim * RELATIVE_FLOPS[direction]
 
     def bytes(self, direction: str) -> int:
-        """Return the bytes of q, k, v and out for a "forward". A "backward" also has dout and three gradients."""
+        """Return the bytes of q, k, v and out for a "forward", and also those of dout, dq, dk and dv for a "backward"."""
         heads = 2 * (self.heads + self.num_key_heads)
         return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
 

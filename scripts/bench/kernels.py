@@ -119,7 +119,8 @@ def check(
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
-        By direction what `check_call` returned, or why the direction was not checked; and by direction the correct calls.
+        Two dicts with directions as keys. The first contains what `check_call` returned, or why a direction was not checked.
+        The second contains the calls whose results are correct.
     """
     *inputs, dout = tensors
     found, calls = {}, {}
@@ -162,7 +163,8 @@ def time_in_rounds(
     """Time all calls in turn, in several rounds, every second round in reverse order.
 
     Returns:
-        By key the milliseconds of each round, and by key the failures. A call that raises an exception is not timed again.
+        Two dicts: the milliseconds of each round for the calls that succeeded, and a description of the error for the others. A
+        call that raises an exception is not timed again.
     """
     calls, samples, failures = dict(calls), {key: [] for key in calls}, {}
     for i in range(rounds):

@@ -1,8 +1,9 @@
-"""Write the tables and plots of `scripts.bench.kernels`, which calls this module after every suite, or write them again.
+"""Write the tables and plots of `scripts.bench.kernels` from its raw rows.
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-The command reads rows.json in the directory and writes README.md and the plots next to it. It needs no GPU.
+`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. It reads rows.json in
+the directory, writes README.md and the plots next to it, and needs no GPU.
 """
 
 import argparse
@@ -172,7 +173,7 @@ def write(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows)
     """Write README.md and the plots of the suites that were measured so far."""
     plots = {"speed": plot_speed, "blocks": plot_blocks, "memory": plot_memory}
     report = Report(header, rows)
-    setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians over {header['rounds']} rounds."
+    setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians of all rounds ({header['rounds']})."
     sections = [f"# Attention kernels, {header['date']}\n\n    {header['command']}\n\n{setting}\n"]
     for suite, cases in suites.items():
         sections.append(getattr(report, suite)(cases))

@@ -94,7 +94,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 
 def flash_attn_4(case: Case, device: torch.device) -> Attend:
-    """Prepare flash-attn-4 (CuTe). Packed documents use its function for sequences of different lengths."""
+    """Prepare flash-attn-4 (CuTe). For packed documents this is its function for sequences of different lengths."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     if case.kind == "blocks":
@@ -111,7 +111,7 @@ def flash_attn_4(case: Case, device: torch.device) -> Attend:
 
 
 def _first(result: Tensor | tuple) -> Tensor:
-    """Return the output alone if a function returns (output, lse)."""
+    """Return the output of a function that returns either the output or the pair (output, lse)."""
     return result[0] if isinstance(result, tuple) else result
 
 

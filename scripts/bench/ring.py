@@ -9,9 +9,10 @@ with float64 on a smaller case with the same mask and heads. The speed of a wron
 
 The variants are timed in turn, in several rounds, because clocks fall as GPUs warm up. A figure is the median over the rounds
 of the mean time of consecutive calls, on the slowest rank. `local` runs the kernels of the automatic schedule as if every
-message had already arrived. It is the time that the ring would take if communication were free. `ulysses-4-local` is the same
-for `ulysses-4`. The variants that end with `-graph` replay CUDA graphs, which excludes the time of the host. With 4,096 tokens
-per rank, the host takes about as long as the GPU. Backwards run in the calling thread, also those of context_parallel.
+message had already arrived, so it shows how long the ring would take if communication were free. `ulysses-4-local` does the
+same for `ulysses-4`. The variants that end with `-graph` replay CUDA graphs, which excludes the time of the host. With 4,096 tokens
+per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including those of
+context_parallel.
 
 A forward counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward 2.5 times as many. Rates are per GPU.
 Memory is the peak of torch's allocator during a forward and backward, including the inputs. The receive buffer of the NVLink
@@ -101,7 +102,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     """Return the schedules, the number of hops with messages, and the bytes sent by the busiest rank.
 
     Returns:
-        By part: of the "forward", and of "both" directions together.
+        A dict with these figures for the "forward" and for "both" directions together.
     """
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
@@ -120,7 +121,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add to each timed ring what it sends, and the microseconds that it takes longer than without communication.
+    """Add to the row of each timed ring what the ring sends, and how many microseconds communication adds.
 
     Args:
         case: the case of the rows.
@@ -139,7 +140,7 @@ def add_communication(case: Case, found: dict[str, dict], ranks: int, interconne
 
 
 def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str, dict]:
-    """Time all variants in turn, and return by variant and part the milliseconds, TFLOP/s per GPU and samples."""
+    """Time all variants in turn. Return milliseconds, TFLOP/s per GPU and samples for each variant and each of PARTS."""
     samples = {(variant, part): [] for variant in calls for part in PARTS}
     for _ in range(rounds):
         for (variant, part), times in samples.items():

@@ -84,7 +84,7 @@ def is_ring(variant: str) -> bool:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether the variant is attention of this project with communication, whose results are checked."""
+    """Return whether the variant runs code of this project that communicates. Only the results of such variants are checked."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -146,7 +146,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # Autograd's own thread, woken for every call, would take half as long again.
+        # Waking autograd's own thread for every call would make a call about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)

@@ -74,7 +74,7 @@ def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool)
 def measure_errors(
     kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, with_sdpa: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the row errors of the kernels and those of SDPA, which are empty if SDPA is left out or lacks the mask."""
+    """Return the row errors of the kernels and the row errors of SDPA; the latter are empty if SDPA is not run on this mask."""
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     tensors = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]

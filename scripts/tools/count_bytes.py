@@ -39,7 +39,7 @@ class Traffic(NamedTuple):
 
 
 def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
-    """Return how many rows the loops of all tiles load together.
+    """Return the total number of rows that the loops of all tiles load.
 
     Args:
         intervals: the mask.

@@ -75,7 +75,7 @@ class Cluster:
                 raise ValueError(f"{name} = {value:g}: must be {'at least 0' if may_be_zero else 'above 0'}")
 
     def speed(self, name: str, direction: str) -> float:
-        """Return a field that exists for each direction: "flops", "merge", "launch" or "overhead"."""
+        """Return one of the fields that differ between directions: "flops", "merge", "launch" or "overhead"."""
         return getattr(self, f"{direction}_{name}")
 
     def interconnects(self, flops: float) -> tuple[Interconnect, Interconnect]:
@@ -201,7 +201,7 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return a plan of the ring, how many tokens a position stands for, and how many ranks a planned rank stands for."""
+    """Return (plan of the ring, tokens per planned position, ranks per planned rank)."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
         # Blocks circulate no farther than the window reaches, so a shorter ring with the same tokens per rank costs the same.

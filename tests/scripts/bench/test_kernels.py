@@ -163,7 +163,7 @@ def test_figure_is_the_median_over_rounds_in_alternating_order(tmp_path, monkeyp
     assert other["backward"]["samples"] == [5.0, 6.0, 4.0]
     assert ours["forward"]["tflops"] == Case("causal", 128, 2, 16).flops("forward") / 3.0 * 1e-9
     assert other["forward"] == {"status": "failed", "error": "RuntimeError: out of memory"}
-    assert "| failed / 0 |" in report and "medians over 3 rounds" in report
+    assert "| failed / 0 |" in report and "medians of all rounds (3)" in report
 
 
 @pytest.mark.parametrize("arguments", ("--lengths 100", "--lengths 0", "--rounds 0", "--suite nothing"))
