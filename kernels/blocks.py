@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The size of a block must be a multiple of this. A tile may not cross the border between two blocks, and the sides of tiles are
-# powers of two, so tiles with sides of 64 fit into blocks of every allowed size.
+# The size of a block must be a multiple of this number. A tile may not cross the border between two blocks, and the sides of
+# tiles are powers of two, so tiles with sides of 64 fit into blocks of every allowed size.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask over pairs of blocks. Queries attend to a block of keys if the pair is kept, and there within their intervals.
+    """A mask over pairs of blocks.
+
+    Queries attend to a block of keys only if the pair of blocks is kept. Within the block, their intervals apply.
 
     The lists of kept blocks that the kernels iterate over are derived once and cached in this object. Therefore create a block
     mask once and pass it to every call.
@@ -25,8 +27,8 @@ class BlockMask:
             tiles.
 
     Raises:
-        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. Whether the
-            mask fits q and k is checked by the calls it is passed to.
+        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. The calls
+            that take the mask check whether it fits q and k.
     """
 
     keep: Tensor
@@ -100,7 +102,7 @@ def _lists(keep: Tensor) -> Tensor:
 
     Returns:
         int32 (..., C + 1, 2). Entry c holds two independent numbers: how many of the first c columns are kept, and the index of
-        the c-th kept column. Side by side, a kernel finds both with one pointer.
+        the c-th kept column. Because the numbers are stored side by side, a kernel needs only one pointer for both.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     # A stable sort of "not kept" moves the kept columns to the front and leaves them in order.

@@ -64,7 +64,7 @@ def backward(
 ):  # fmt: skip
     """See `ringattn.kernels.reference.backward`."""
     given = dq, dk, dv
-    # Without an accumulator, sum in the dtype of states all the same and round once at the end.
+    # Without an accumulator, the gradient is also summed in the dtype of states, and it is rounded once at the end.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)

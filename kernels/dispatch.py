@@ -155,7 +155,7 @@ def forward(
             (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may reuse its memory for the result. None: no earlier keys.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         backend: one of BACKENDS.
-        dropout: which softmax probabilities to drop. None: none.
+        dropout: which softmax probabilities to drop. None: drop nothing.
         blocks: which blocks of keys each block of queries attends to, in addition to the intervals. None: all.
         precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one

@@ -2,8 +2,9 @@
 
 A pair (query, key) of a head is kept if a random 32-bit word, read as an unsigned integer, is at least p * 2**32. The word is
 the second output of Philox-4x32-7 (Salmon et al. 2011). The key of Philox is the seed, and its counter is (query position, key
-position, query head, batch entry). With this order and this output, the fewest products depend on both positions. The word
-depends on nothing else, so tile sizes, layouts and the number of ranks do not change the dropout mask.
+position, query head, batch entry). With this order of the counter and this output, fewer products depend on both positions than
+with any other choice. The word depends on nothing else, so tile sizes, layouts and the number of ranks do not change the
+dropout mask.
 
 Kept probabilities are multiplied by 1 / (1 - p). The maximum, the sum and the lse of a row are those without dropout.
 """

@@ -4,8 +4,8 @@
 hi, the interval is empty and the query attends to no key. Causal, sliding-window, document and full masks and their
 intersections have this form, on every shard whose positions are sorted.
 
-A mask is a matrix of queries and keys. Where a function works on a mask and on its transpose in the same way, this module calls
-them rows and columns.
+A mask is a matrix of queries and keys. Functions that treat a mask and its transpose in the same way speak of rows and columns
+instead of queries and keys.
 """
 
 from dataclasses import dataclass, field
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ringattn.kernels import tile_scheduler
 
-# Tiles end where a long document ends: where a bound jumps by at least this many tiles of rows from one row to the next.
-# Shorter documents share tiles.
+# A long document ends where a bound jumps by at least this many tiles of rows from one row to the next. Tiles end there as
+# well, whereas shorter documents share tiles.
 DOCUMENT_JUMP = 4
 
 
@@ -108,8 +108,8 @@ class Intervals:
         The bounds never decrease. Therefore the rows [first, end) of a tile together attend to the columns
         [lo of the first row, hi of the last row), and all of them attend to [lo of the last row, hi of the first row). The loop
         of a tile takes `step` columns per step, and step i starts at column begin + i * step. In the first num_masked_prefix
-        steps scores must be masked. In the next num_unmasked steps all rows attend to all columns. In the remaining steps
-        scores must be masked again.
+        steps scores must be masked. In the next num_unmasked steps all rows attend to all columns. In the remaining steps,
+        scores must be masked, too.
 
         Tiles end where a document ends. A tile that continued into the next document would go through the whole history of
         a long document for the sake of a few rows. Between the ends of documents, the tile that has fewer rows is the one whose
@@ -154,7 +154,7 @@ class Intervals:
         return self.num_nonempty_rows == self.lo.numel()
 
     def prepare_like(self, other: "Intervals") -> None:
-        """Compute the tables that were computed for `other` and for its transpose, because the same kernels will be called."""
+        """Compute the tables that kernels have already requested from `other` and from its transpose."""
         for method, *arguments in other._tables:
             getattr(self, method)(*arguments)
         # `transposed` is in the dictionary of the object once it has been computed.

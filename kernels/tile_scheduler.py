@@ -1,8 +1,8 @@
 """Tables of tiles, computed on the host once per mask: the rows of a tile, its loop over columns, and the program that computes
 it.
 
-The rows are those of an interval mask, queries or (transposed) keys, and the columns are keys or queries. The functions number
-the rows of all batch entries consecutively: row i of entry b is b * N + i. All tensors are on the CPU.
+As in `ringattn.kernels.interval_mask`, rows are queries and columns are keys, or the reverse for a transposed mask. The rows of
+all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All tensors are on the CPU.
 
 An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_masked), as `Intervals.tiles` explains. A work
 tile is a tile of one head: the same six numbers, the head and the batch entry.
@@ -85,7 +85,7 @@ def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # Two stable sorts: by batch entry, and within an entry by the length of the loop.
+    # Two stable sorts order the tiles by batch entry, and within an entry by the length of the loop.
     order = (num_unmasked + num_masked).argsort(descending=True, stable=True)
     order = order[entry[order].argsort(stable=True)]
     tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *loops)], 1)[order]
@@ -164,7 +164,7 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
     Args:
         work_tiles: int32 (N, 8).
         times: integers (N,) in any unit.
-        programs: maximal number of programs. There are fewer if there are fewer work tiles, but at least one.
+        programs: maximal number of programs. Fewer are used if there are fewer work tiles, but always at least one.
 
     Returns:
         int32 (n, programs, 8). Column p contains the work tiles of program p in their order, followed by at least one row of
@@ -188,7 +188,7 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
 
 
 def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
-    """Assign each work tile to the program with the least work so far; return (its program, when the last program ends)."""
+    """Assign each work tile to the program with the least work so far. Return the programs, and when the last one ends."""
     # Each program is the number (its work so far) * programs + (its index), because a heap of plain integers is the fastest.
     heap = list(range(programs))
     least = []
@@ -199,14 +199,18 @@ def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
 
 
 def _start_long_tiles_earlier(times: Tensor, programs: int) -> Tensor:
-    """Return an order in which every work tile starts when its order says, or so early that it ends MARGIN before the mean."""
+    """Order work tiles by their start times, moved forward where a work tile would end too late.
+
+    The start time of a work tile is the one it has in the given order, or the latest one with which it ends by (1 - MARGIN)
+    times the mean, whichever is earlier.
+    """
     in_order = (times.cumsum(0) - times) / programs
     latest = (1 - MARGIN) * times.sum() / programs - times
     return torch.minimum(in_order, latest).argsort(stable=True)
 
 
 def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For a sequence of counts[0] elements of list 0, then counts[1] of list 1 and so on, return (list, index in the list)."""
+    """Number the elements of lists with `counts` elements: return, for every element, its list and its index in the list."""
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 

@@ -1,4 +1,4 @@
-"""The rules about arguments: each rule and its message exists once.
+"""Check arguments. Every rule that several callers need exists once, in this module, together with its error message.
 
 The public calls in `ringattn` check everything a user passes with `check_tensors`, `check_scale`, `check_dropout` and
 `check_precision`, before any work starts. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
@@ -34,7 +34,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
             differ, or the dtype is not fp16, bf16, fp32 or fp64.
     """
-    # A DTensor is recognised by its method, because the kernels import nothing that knows process groups.
+    # A DTensor is recognised by its method `to_local`, because the kernels do not import torch's modules for process groups.
     if any(hasattr(x, "to_local") for x in (q, k, v)):
         raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
     check_shapes(q, k, v)
@@ -95,7 +95,7 @@ def check_precision(precision: str) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check what the forward and the backward have in common, except for dtypes and settings.
+    """Check the arguments that the forward and the backward have in common: shapes, intervals, positions and block masks.
 
     Args:
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).

@@ -82,7 +82,7 @@ def _key_step(
     dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # The factor `scale` of ds is left out, and multiplies dk once after the loop.
+    # This ds lacks its factor `scale`. Instead, dk is multiplied by `scale` once after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
     return dk, dv
@@ -134,7 +134,7 @@ def _key_gradient_kernel(
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
-    # The head of the queries changes within the loop.
+    # The loop goes through all query heads of the group, so these pointers are not advanced to a head yet.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * NUM_HEADS * 2
@@ -377,7 +377,7 @@ def backward(
     """
     given = dq, dk, dv
     dq, dk, dv = triton_common.allocate_gradients(q, k, v, given, grad_dtype)
-    # A grid must have at least one program. The new gradients are zero already.
+    # Without queries or keys, the new gradients are zero already, and a grid without programs would be an error.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)

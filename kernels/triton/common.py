@@ -1,8 +1,8 @@
 """What the Triton forward and backward have in common: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
 A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. In the forward and for
-dQ, the rows are queries and the columns are keys. For dK and dV it is the reverse. The loop is described by four numbers, which
-are passed around as the tuple `loop`:
+dQ, the rows are queries and the columns are keys. For dK and dV, the rows are keys and the columns are queries. The loop is
+described by four numbers, which are passed around as the tuple `loop`:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
@@ -53,14 +53,15 @@ class Tile(NamedTuple):
 
 
 # The fastest tiles measured on sm_90 for fp16 and bf16, by padded head dim. Up to head dim 128 no kernel spills registers,
-# except that the key gradient at 128 reloads some loop constants. Below 64, 4 warps have been reported to access memory out of
-# bounds.
+# except that the key gradient at 128 reloads some loop constants. With 4 warps and a head dim below 64, accesses out of bounds
+# have been reported.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-# Exact fp32 products run on the CUDA cores instead of the tensor cores, and hold whole rows of the operands in registers.
+# Exact fp32 products run on the CUDA cores instead of the tensor cores. A thread then holds whole rows of the operands in
+# registers, so tiles must be small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
@@ -187,7 +188,7 @@ def launch_tiles(
     else:
         heads, mask, rows, columns = num_heads, intervals, tile.queries, tile.keys
         lists = None if blocks is None else blocks.query_lists
-    # The tiles must not end where documents do if they have to end where blocks do.
+    # With a block mask, tiles end where blocks end, and therefore cannot end where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
     kernel[(num_tiles * batch * heads,)](
@@ -202,12 +203,12 @@ def launch_tiles(
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    Programs start in the order of their ids. They process head after head, so that programs that run at the same time use the
-    operands of one head from L2. Under a mask, some tiles take far longer than others, and the tiles of a head are sorted with
-    the longest first. The last heads are interleaved: the longest tiles of all of them start first, and the short ones
-    fill the SMs at the end.
+    Programs start in the order of their ids. The programs process head after head, so that programs that run at the same time
+    use the operands of one head from L2. Under a mask, some tiles take far longer than others, and the tiles of a head are
+    sorted with the longest first. The last heads are interleaved: the longest tiles of all of them start first, and the short
+    ones fill the SMs at the end.
     """
-    # The interleaved heads are treated like one wide head: `width` heads, whose tiles alternate.
+    # `width` is the number of heads whose tiles alternate: 1, or the number of interleaved heads.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -372,8 +373,8 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Do not broadcast the positions before this call. As they are, the products of the first round depend on the row or on the
-    # column alone. They are computed per row and per column, and the tile is not needed before the second round. The compiler
-    # also leaves out what only the other three words need.
+    # Do not broadcast the positions before this call. Without broadcasting, each product of the first round depends on the row
+    # or on the column alone. It is computed once per row or per column, and the full tile is needed only from the second round
+    # on. The compiler also removes the computations that only the other three words need.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

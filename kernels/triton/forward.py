@@ -54,7 +54,7 @@ def _step(
     if dropout is not None:
         dropped = tl.where(draw_keep_mask(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
-    # alpha rescales what was summed relative to the old maximum. Passing o as the accumulator saves an addition.
+    # alpha rescales what was summed relative to the old maximum. Passing o to tl.dot as the accumulator saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=PRECISION)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -109,7 +109,7 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # Both are None at compile time if the call has none, so that no code for them is generated.
+    # Without a block mask or without dropout, the variable is None at compile time, and Triton generates no code for it.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
@@ -121,7 +121,8 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
-    # First the tiles without a mask, then those with one. The order of the tiles does not matter to the online softmax.
+    # The first loop covers the tiles without a mask and the second loop those with one. The online softmax does not depend on
+    # the order of the tiles.
     for MASKED in tl.static_range(2):
         column = load_block_column(blocks, loop, 0, KEYS, BLOCK, MASKED)
         for i in range(0, loop_length(loop, MASKED)):

@@ -32,8 +32,7 @@ def launch(
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
-            # Triton compiles another kernel for pointers that are multiples of 16, and therefore the key contains the
-            # remainder.
+            # Triton compiles a special kernel for pointers that are multiples of 16, so the key contains the remainder.
             key += x.dtype, address % 16
             # Pass the address. For a tensor, Triton would ask the CUDA driver whether the pointer is on the device.
             arguments.append(address)
@@ -48,6 +47,7 @@ def launch(
         # The first launch goes through Triton, which compiles the kernel and launches it.
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
         return
-    # The arguments of `run` are the grid, the stream and the kernel, and three values for launch hooks, which are not called.
+    # The arguments of `run` are the grid, the stream, the kernel, three values for launch hooks, and the arguments of the
+    # kernel. The three values are None, so no hook is called.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())

@@ -15,7 +15,7 @@ MAX_PARTS = 3  # parts that one launch adds; a parameter of the kernel exists fo
 
 @triton.jit
 def _add_part(x, part, tokens, i, inside, WIDTH: tl.constexpr):
-    """Add to x, the elements i of the sum, those of a part that covers the tokens [first, end) of the sum."""
+    """Add one part to x, the elements i of the sum. `tokens` is the range [first, end) of tokens that the part covers."""
     # `part` is None for the parts that a launch does not have. Triton then leaves out this code.
     if part is not None:
         first, end = tokens
@@ -48,9 +48,10 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
     Returns:
         The sum (1, N, H, D) in `dtype`.
     """
-    # Sums in fp32 overwrite the base. Every element is read and written by the same thread, so this needs no second buffer.
+    # Sums in fp32 overwrite the base. Every element is read and written by the same thread, so the sum needs no second buffer.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
-    # Additional parts are added to the base first, so that only the last launch rounds.
+    # If there are more parts than one launch can add, the first ones are added to the fp32 base. Only the last launch rounds
+    # the sum.
     while len(parts) > MAX_PARTS:
         base, parts = sum_partials(base, parts[:MAX_PARTS], base.dtype), parts[MAX_PARTS:]
     if base.numel() > 0 and (parts or out is not base):

@@ -200,6 +200,7 @@ def test_delta_may_be_given_as_out_and_dlse(backend, with_dlse, device):
         pytest.param("triton", torch.float16, False, marks=pytest.mark.slow),
         pytest.param("blockwise", torch.float32, True, marks=pytest.mark.slow),
     ],
+    ids=["blockwise-delta", "triton-out", "triton-delta", "blockwise-out"],
 )
 def test_incremental_backward_equals_one_call(backend, dtype, delta_as_out, device):
     problem = make_problem(*intervals_of("window", 33, 33), 33, dtype, 2, (4, 2), device=device)
