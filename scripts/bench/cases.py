@@ -46,7 +46,7 @@ class Case:
     def documents(self) -> list[int] | None:
         """The lengths of the packed documents, drawn log-uniformly and the same in every run.
 
-        They lie between 1 and the length of the sequence, or, for short documents, between 1/256 and 1/2 of it.
+        A document has between 1 token and all tokens of the sequence. A short document has between 1/256 and 1/2 of them.
         """
         if "documents" not in self.kind:
             return None

@@ -20,8 +20,8 @@ another one compiles, therefore looks faster than it is, and a kernel that is ti
 this reason all implementations of a case are prepared and checked first. They are then timed in turn, in several rounds, and
 every second round runs in reverse order. Before each measurement the call is repeated for 0.2 s, so that the GPU reaches the
 clock that it can sustain. Every figure is the median over the rounds; `samples` in rows.json holds the milliseconds of each.
-With --graph, calls are replayed from CUDA graphs, which excludes the time of the host. For short sequences that is the larger
-part.
+With --graph, calls are replayed from CUDA graphs, which excludes the time of the host. Short sequences take the host longer
+than the GPU.
 
 A forward counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward 2.5 times as many. GB/s are the bytes
 of q, k, v and out (in the backward also of dout and the gradients), read or written once, divided by the time. Extra memory is

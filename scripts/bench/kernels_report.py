@@ -2,8 +2,8 @@
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. It reads rows.json in
-the directory, writes README.md and the plots next to it, and needs no GPU.
+`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. It reads rows.json
+in the directory, writes README.md and the plots next to it, and needs no GPU.
 """
 
 import argparse

@@ -10,8 +10,8 @@ with float64 on a smaller case with the same mask and heads. The speed of a wron
 The variants are timed in turn, in several rounds, because clocks fall as GPUs warm up. A figure is the median over the rounds
 of the mean time of consecutive calls, on the slowest rank. `local` runs the kernels of the automatic schedule as if every
 message had already arrived, so it shows how long the ring would take if communication were free. `ulysses-4-local` does the
-same for `ulysses-4`. The variants that end with `-graph` replay CUDA graphs, which excludes the time of the host. With 4,096 tokens
-per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including those of
+same for `ulysses-4`. The variants that end with `-graph` replay CUDA graphs, which excludes the time of the host. With 4,096
+tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including those of
 context_parallel.
 
 A forward counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward 2.5 times as many. Rates are per GPU.

@@ -3,8 +3,8 @@
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The cases are those of `scripts.bench.ring`. One call is recorded after several others. All ranks start it together while their
-GPUs are idle. Therefore its first kernels wait for the host, which they would not do in a series of calls. All ranks must be on
+The cases are those of `scripts.bench.ring`. One call is recorded after several others. All ranks start the recorded call at the
+same time, while their GPUs are idle. Its first kernels therefore wait for the host. In a series of calls they would not. All ranks must be on
 one host, whose clock they share. Rank 0 writes timeline.json and timeline.png to --output. --draw draws the plot again from
 timeline.json and needs no GPU. The white lines in the plot separate consecutive kernels. They are not pauses.
 """

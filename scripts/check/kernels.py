@@ -107,7 +107,7 @@ def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, he
     """Return the TFLOP/s of four calls, or the name of the error if a call raises one.
 
     The calls are a forward that returns outputs, a forward that reads and writes a state, a backward that returns bf16
-    gradients and a backward that accumulates in fp32. They are timed in turn and repeatedly, because the clock of a GPU is
+    gradients and a backward that accumulates in fp32. The calls are timed in turn and repeatedly, because the clock of a GPU is
     higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))

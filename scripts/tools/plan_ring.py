@@ -6,7 +6,7 @@ r"""Predict the time, bytes and exposed communication of one attention layer, fo
 
 The prediction uses the cost model with which ringattn chooses schedules (`ringattn/planning`), for a cluster that the options
 describe. A ring pass is a list of steps. In each step the busiest rank computes while the busiest link carries the next
-blocks, and the longer of the two counts. The time by which communication takes longer is exposed. Each step also takes a GPU
+blocks, and the longer of the two counts. If communication takes longer, the difference is exposed. Each step also takes a GPU
 some fixed time, and merging partial results takes time, too. Hosts start steps ahead of the GPUs, but a pass takes at least as
 long as its hosts take to start all of its steps. (With a CUDA graph that time is almost zero.) A Ulysses all-to-all runs in
 chunks of heads. The arrival of the first chunk and the return of the last one are exposed, and the others only if they take
@@ -217,8 +217,8 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     """Return the cost of one pass of the schedule that ringattn would choose."""
     plan, scale, group = planned_ring(layer)
-    # If a planned rank stands for `group` ranks, each of its steps stands for `group` hops. In each of these hops a rank sends
-    # 1 / group of the planned rows, and computes 1 / group of their queries with 1 / group of their keys.
+    # If a planned rank stands for `group` ranks, each planned step stands for `group` hops. A real rank has 1 / group of the
+    # rows of a planned rank, so a hop moves 1 / group of the bytes and computes 1 / group ** 2 of the (query, key) pairs.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)
