@@ -4,9 +4,9 @@
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
 The cases are those of `scripts.bench.ring`. One call is recorded after several others. All ranks start the recorded call at the
-same time, while their GPUs are idle. Its first kernels therefore wait for the host. In a series of calls they would not. All ranks must be on
-one host, whose clock they share. Rank 0 writes timeline.json and timeline.png to --output. --draw draws the plot again from
-timeline.json and needs no GPU. The white lines in the plot separate consecutive kernels. They are not pauses.
+same time, while their GPUs are idle. Its first kernels therefore wait for the host. In a series of calls they would not. All
+ranks must be on one host, whose clock they share. Rank 0 writes timeline.json and timeline.png to --output. --draw draws the
+plot again from timeline.json and needs no GPU. The white lines in the plot separate consecutive kernels. They are not pauses.
 """
 
 import argparse
