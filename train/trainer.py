@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ringattn.train import metrics, optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
-from ringattn.train.checkpoint import storage
+from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, ConfigError, check
 from ringattn.train.evaluate import evaluate
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
@@ -81,7 +81,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
         # Checkpoints of later steps are removed before the recorder removes the metrics of these steps. If the run is killed
         # in between, the next launch resumes from the same checkpoint as this one.
         if dist.get_rank() == 0:
-            storage.turn_back(directory / "checkpoints", done)
+            storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
     with closing(recorder), preemption.handle_sigterm():
         for step in range(done + 1, trainer.steps + 1):
@@ -146,9 +146,9 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
             )
         resume_rules.inherit(checkpoint, directory / "checkpoints", meta, run.config)
         changed = resume_rules.differences(checkpoint, meta, run.config, run.tokens_per_step)
-    storage.load(checkpoint, storage.train_state(run.model, run.optimizer))
+    storage.load(checkpoint, state_dict.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))
-    if not storage.load_rng(checkpoint):
+    if not state_dict.load_rng_state(checkpoint):
         log.info(f"{'':<12}on another number of ranks, so the random generators are seeded again")
     return meta["step"], meta["consumed"]
 
@@ -164,7 +164,7 @@ def corpus_fingerprint(run: Run) -> dict[str, int]:
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
     """Write a checkpoint of the completed `step`, from which `resume` continues bit for bit."""
-    tensors = storage.train_state(run.model, run.optimizer) | storage.rng_state()
+    tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
     # The warmup is saved as a number. Otherwise a larger `trainer.steps` would give the resumed run another warmup.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)

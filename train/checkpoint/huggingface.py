@@ -1,8 +1,8 @@
 """Models in the format of Hugging Face's transformers: a folder of config.json and safetensors.
 
-Llama's architecture is that of `ringattn.train.model.gpt` under other names; so are Mistral's, which has a window, and those of Qwen 2
-(`model.qkv_bias`) and 3 (`model.qk_norm`). A run may begin with such a model (`trainer.init_from`), and what was trained can be
-written as one (`scripts/tools/export_huggingface.py`).
+Llama's architecture is that of `ringattn.train.model.gpt` under other names; so are Mistral's, which has a window, and those of
+Qwen 2 (`model.qkv_bias`) and 3 (`model.qk_norm`). A run may begin with such a model (`trainer.init_from`), and what was trained
+can be written as one (`scripts/tools/export_huggingface.py`).
 """
 
 import json

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ringattn.train.checkpoint import huggingface, storage
+from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.data.tokenizer import Tokenizer, check_tokenizer, fingerprint
@@ -33,7 +33,7 @@ def compare(path: Path, config: Config, tokenizer: Tokenizer) -> str:
         if (own := path / huggingface.TOKENIZER).is_file():
             check_tokenizer(*ours, fingerprint(own), f"{path} has one of its own, {own}")
         return changed
-    if not (path / "meta.json").is_file() and not storage.STEP.fullmatch(path.name):
+    if not (path / "meta.json").is_file() and not storage.CHECKPOINT_NAME.fullmatch(path.name):
         raise ConfigError(
             f"trainer.init_from={path} is neither a checkpoint, a step_... directory, nor a downloaded folder of a "
             "model in Hugging Face's format, with its config.json: give the path of one"
@@ -54,4 +54,4 @@ def load(path: Path, model: nn.Module) -> None:
         with sync_errors():
             huggingface.load(path, model)
     else:
-        storage.load(path, storage.model_state(model))
+        storage.load(path, state_dict.model_state(model))

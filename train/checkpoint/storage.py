@@ -1,242 +1,208 @@
-"""Whole-or-nothing sharded checkpoints that run no code when read.
+"""Sharded checkpoints that are written completely or not at all.
 
-    <directory>/step_00000010/     meta.json, and the tensors as torch.distributed.checkpoint (DCP) writes them
-    <directory>/.step_...          being written or removed: never loaded, cleared by the next save
+    <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
+    <directory>/.step_...          a checkpoint that is being written or removed; the next save removes what is left of it
 
-Every rank writes its own shards and reads the parts it needs, so a checkpoint resumes on any number of ranks; what is read is
-held to the checksum that it was written with. The directory is one that all ranks see. All state is tensors: DCP would store
-anything else as a pickle, and unpickling runs whatever the file says. Its index is a pickle all the same; it is read with an
-allow-list.
+Every rank writes its own shards and reads the parts that it needs, so a run can resume on any number of ranks. The directory
+must be visible to all ranks. Everything that is read is compared with the checksum that was written with it.
+
+A checkpoint contains only tensors. DCP would store any other object as a pickle, and loading a pickle may run any code. DCP's
+index is a pickle nevertheless, so `ringattn.train.checkpoint.index` reads it with a list of allowed classes.
 """
 
 import io
 import json
 import os
-import pickle
 import re
 import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from ringattn.train.checkpoint.index import parse_index
 from ringattn.train.config import ConfigError
+from ringattn.train.parallel.ranks import sync_errors
 
-T = TypeVar("T")
+CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-STEP = re.compile(r"step_\d{8}")
-
-# The classes that make up DCP's index, and nothing that acts on being called.
-_INDEX_CLASSES = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
-}
+# DCP stores every tensor under the name that we give it, and does not add a table of nested names to the index.
+PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
 class CheckpointError(ConfigError):
-    """A checkpoint that cannot be written or read: the message names the path, what is wrong and what to do."""
+    """A checkpoint cannot be written or read. The message names the path, the reason and what to do."""
 
 
 def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, keep: int) -> Path:
-    """Write `directory/step_<step>` whole or not at all, and keep the newest `keep` (at least 1). All ranks call it.
+    """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints.
 
-    tensors: DTensors are written by the ranks that hold them; a plain tensor once, by one of the ranks that name it.
-    meta: JSON; `step`, the sizes of the files and the checksum of the index are added to it.
-    Raises CheckpointError, on every rank, when a file cannot be written.
+    All ranks call this function. If it fails or is interrupted, the earlier checkpoints are unchanged.
+
+    Args:
+        directory: the directory of the run's checkpoints.
+        step: the number of completed steps.
+        tensors: the tensors by name. Every rank writes its own shards of a DTensor. One of the ranks writes a plain tensor.
+        meta: additional data that JSON can represent. `step`, the sizes of the files and the checksum of the index are added.
+        keep: how many checkpoints to keep, at least 1.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if a file cannot be written.
     """
     target = Path(directory) / f"step_{step:08d}"
     temporary = target.with_name(f".{target.name}.tmp")
-    meta = {**meta, "step": step}
+    is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        _together(temporary, lambda: _prepare(temporary) if _rank() == 0 else None)
-        _together(temporary, lambda: _write_tensors(temporary, tensors))
-        _together(target, lambda: _publish(temporary, target, meta, max(keep, 1)) if _rank() == 0 else None)
+        with _sync_checkpoint_errors(temporary):
+            if is_rank_0:
+                directory.mkdir(parents=True, exist_ok=True)
+                _remove_hidden(directory)
+                temporary.mkdir()
+        with _sync_checkpoint_errors(temporary):
+            _write_tensors(temporary, tensors)
+        with _sync_checkpoint_errors(target):
+            if is_rank_0:
+                _write_meta(temporary, {**meta, "step": step})
+                _publish(temporary, target)
+                _remove(_list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError:
-        if _rank() == 0:  # a full disk stays full otherwise
+        if is_rank_0:  # If the disk is full, the files of this attempt would keep it full.
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
 
 
-def turn_back(directory: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, which a run that goes on after `step` does anew. One rank calls it."""
-    for path in _steps(Path(directory)):
-        if path > Path(directory) / f"step_{step:08d}":
-            _hide(path)
-    _clear(Path(directory))
+def delete_later_checkpoints(directory: Path, step: int) -> None:
+    """Remove the checkpoints of steps after `step`. One rank calls this function."""
+    _remove([path for path in _list_checkpoints(directory) if path > Path(directory) / f"step_{step:08d}"])
+    _remove_hidden(directory)
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint of the highest step in `directory`, or None."""
-    return max(_steps(Path(directory)), default=None)
+    """Return the checkpoint of the highest step in `directory`, or None if there is no checkpoint."""
+    return max(_list_checkpoints(directory), default=None)
 
 
 def read_meta(path: Path) -> dict:
-    """What `save` was given as `meta`, with `step`, `files` (name: bytes) and the checksum of the index.
+    """Return the `meta` of `save`, with the additional entries `step`, `files` (bytes by file name) and `index` (a checksum).
 
-    Raises CheckpointError.
+    Raises:
+        CheckpointError: `path` is not a checkpoint, or it is damaged.
     """
     path = Path(path)
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is no checkpoint: no such directory; give the path of a step_... directory")
-    if not (path / "meta.json").exists() and not STEP.fullmatch(path.name):
-        raise CheckpointError(f"{path} is no checkpoint: give the path of a step_... directory")
+    if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
+        found = "another directory" if path.is_dir() else "no such directory"
+        raise CheckpointError(f"{path} is not a checkpoint ({found}): give the path of a step_... directory")
     try:
         meta = json.loads((path / "meta.json").read_text())
         if not isinstance(meta["step"], int) or not all(isinstance(size, int) for size in meta["files"].values()):
-            raise ValueError("step or files is not what save() writes")
+            raise ValueError("step and the sizes of files must be integers")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(_unreadable(path, "meta.json", error)) from error
+        raise _damaged(path, "meta.json", error) from error
     return meta
 
 
+def read_tensor_names(path: Path) -> set[str]:
+    """Return the names of all tensors in the checkpoint at `path`. All ranks call this function.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint cannot be read.
+    """
+    with _sync_checkpoint_errors(path):
+        return set(_read_index(path).state_dict_metadata)
+
+
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill `tensors` in place, resharding DTensors as needed. All ranks call it.
+    """Fill `tensors` in place with the values in the checkpoint at `path`. All ranks call this function.
 
-    Names, shapes and dtypes are compared before anything is read. The names under one prefix ("model.", "optim.")
-    must be all of that prefix in the checkpoint; a prefix not asked for is left alone.
-    Raises CheckpointError, on every rank.
+    DTensors may be sharded in another way than in the checkpoint. Names, shapes and dtypes are compared before anything is
+    read. If `tensors` contains a name that begins with "model." or "optim.", it must contain all such names of the checkpoint.
+
+    Raises:
+        CheckpointError: on every rank, if the checkpoint cannot be read or does not fit.
     """
-    path = Path(path)
-    _together(path, lambda: _read_tensors(path, tensors))
+    with _sync_checkpoint_errors(path):
+        index = _read_index(path)
+        _check_tensors(path, index.state_dict_metadata, tensors)
+        # DCP warns that every rank reads by itself, which is intended.
+        with warnings.catch_warnings(action="ignore"):
+            dcp.load(tensors, storage_reader=_Reader(path, index), planner=DefaultLoadPlanner(**PLANNER_OPTIONS), no_dist=True)
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers as "model.<name>"; a shared one once, under its first name."""
-    return {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+@contextmanager
+def _sync_checkpoint_errors(path: Path) -> Iterator[None]:
+    """Report every error of the body as a CheckpointError, and raise it on all ranks."""
+    with sync_errors():
+        try:
+            yield
+        # CheckpointException is not a subclass of Exception.
+        except (Exception, CheckpointException) as error:
+            first = _first_failure(error)
+            if isinstance(first, CheckpointError):
+                raise first from None
+            raise CheckpointError(f"{path} failed: {_describe(first)}; check the disk and the files") from error
 
 
-def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """`model_state`, and "optim.<parameter>.<exp_avg | exp_avg_sq | step>"; the tensors themselves, not copies.
-
-    An optimizer that has not stepped is given the zero state that its first step would make.
-    """
-    names = {id(tensor): name for name, tensor in _model_tensors(model).items()}
-    tensors = model_state(model)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                state.update(_zero_state(parameter, on_device=bool(group["fused"] or group["capturable"])))
-            tensors |= {f"optim.{names[id(parameter)]}.{key}": value for key, value in state.items()}
-    return tensors
+def _first_failure(error: BaseException) -> BaseException:
+    """Return the error of the lowest rank that failed if DCP has gathered the errors of all ranks, or else the error itself."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
-def rng_state() -> dict[str, Tensor]:
-    """This rank's generators as uint8 tensors: "rng.rank<r>.cpu", and "rng.rank<r>.cuda" when CUDA is in use."""
-    state = {f"rng.rank{_rank()}.cpu": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state[f"rng.rank{_rank()}.cuda"] = torch.cuda.get_rng_state()
-    return state
+def _damaged(path: Path, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged: {name}: {_describe(error)}; remove the directory to resume from the previous checkpoint"
+    )
 
 
-def load_rng(path: Path) -> bool:
-    """Restore this rank's generators, those in use now and then. False, and nothing done, for another number of ranks."""
-    path, state = Path(path), rng_state()
-    saved = _together(path, lambda: _read_index(path).state_dict_metadata)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if [f"rng.rank{rank}.cpu" in saved for rank in range(ranks + 1)] != [True] * ranks + [False]:
-        return False
-    state = {name: generator for name, generator in state.items() if name in saved}
-    load(path, state)
-    for name, generator in state.items():
-        (torch.cuda if name.endswith("cuda") else torch).set_rng_state(generator)
-    return True
+def _describe(error: BaseException) -> str:
+    """Return the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
 
 
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    tensors, seen = {}, set()
-    for name, tensor in model.state_dict(keep_vars=True).items():  # unlike named_parameters, it makes FSDP reshard
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            tensors[name] = tensor
-    return tensors
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is not a tensor")
+    writer = dcp.FileSystemWriter(directory, sync_files=True)
+    # DCP warns if there is no process group.
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
 
 
-def _zero_state(parameter: Tensor, on_device: bool) -> dict[str, Tensor]:
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
-
-
-def _prepare(temporary: Path) -> None:
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    _clear(temporary.parent)
-    temporary.mkdir()
-
-
-def _write_tensors(temporary: Path, tensors: dict[str, Tensor]) -> None:
-    others = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
-    if others:
-        raise TypeError(f"{others[0]} is not a tensor")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a single process is not distributed
-        dcp.save(
-            tensors,
-            storage_writer=dcp.FileSystemWriter(temporary, sync_files=True),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=not dist.is_initialized(),
-        )
-
-
-def _publish(temporary: Path, target: Path, meta: dict, keep: int) -> None:
-    """Finish the directory, give it its name, then drop what it replaces."""
-    meta = {**meta, "files": {file.name: file.stat().st_size for file in sorted(temporary.iterdir())}}
-    meta["index"] = zlib.crc32((temporary / ".metadata").read_bytes())
-    with open(temporary / "meta.json", "w") as file:
+def _write_meta(directory: Path, meta: dict) -> None:
+    meta["files"] = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
+    meta["index"] = zlib.crc32((directory / ".metadata").read_bytes())
+    with open(directory / "meta.json", "w") as file:
         file.write(json.dumps(meta, indent=2))
         file.flush()
         os.fsync(file.fileno())
-    _sync(temporary)
+
+
+def _publish(temporary: Path, target: Path) -> None:
+    """Give a completely written checkpoint its name."""
+    # The files must be on the disk before the directory has its name. Otherwise a power failure could leave a checkpoint that
+    # has a valid name but lacks some of its contents.
+    _fsync_directory(temporary)
     if target.exists():
         _hide(target)
     os.rename(temporary, target)
-    _sync(target.parent)
-    for path in _steps(target.parent)[:-keep]:
-        _hide(path)
-    _clear(target.parent)
+    _fsync_directory(target.parent)
 
 
-def _hide(checkpoint: Path) -> None:
-    """Removing takes time: under a name that is never loaded, half a checkpoint does no harm."""
-    os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.old"))
-
-
-def _clear(directory: Path) -> None:
-    for leftover in directory.glob(".step_*"):
-        shutil.rmtree(leftover)
-
-
-def _steps(directory: Path) -> list[Path]:
-    """The finished checkpoints, oldest first: eight digits sort by name."""
-    return sorted(path for path in directory.glob("step_*") if STEP.fullmatch(path.name))
-
-
-def _sync(directory: Path) -> None:
+def _fsync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -244,25 +210,32 @@ def _sync(directory: Path) -> None:
         os.close(descriptor)
 
 
-def _enum_member(of: type, name: str) -> Enum:
-    """What Python 3.11.0 to 3.11.3, which write a member of an enumeration as an attribute of its class, ask getattr for."""
-    if not (isinstance(of, type) and issubclass(of, Enum) and name in of.__members__):
-        raise pickle.UnpicklingError(f"it asks for {name} of {of}, which is no member of an enumeration")
-    return of[name]
+def _list_checkpoints(directory: Path) -> list[Path]:
+    """Return the complete checkpoints, the oldest first.
+
+    Step numbers have eight digits, so the order of names is that of steps.
+    """
+    return sorted(path for path in Path(directory).glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> object:
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _INDEX_CLASSES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+def _remove(checkpoints: list[Path]) -> None:
+    for path in checkpoints:
+        _hide(path)
+        _remove_hidden(path.parent)
+
+
+def _hide(checkpoint: Path) -> None:
+    """Rename a checkpoint before it is removed. If the removal is interrupted, the incomplete checkpoint is never loaded."""
+    os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.old"))
+
+
+def _remove_hidden(directory: Path) -> None:
+    for path in Path(directory).glob(".step_*"):
+        shutil.rmtree(path)
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors (torch.load with weights_only=True) by an index that has been checked."""
+    """Reads tensors by means of an index that has been checked. torch.load reads them with weights_only=True."""
 
     def __init__(self, path: Path, index: Metadata):
         super().__init__(path)
@@ -271,112 +244,57 @@ class _Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self._index
 
-    def _slice_file(self, file: IO[bytes], where: object) -> IO[bytes]:
-        """A tensor as it was written, a zip archive, whose checksums torch.load does not look at."""
-        content = io.BytesIO(super()._slice_file(file, where).read())
+    def _slice_file(self, file: IO[bytes], info: object) -> IO[bytes]:
+        """Read a tensor, which is stored as a zip archive, and check its checksums. torch.load does not check them."""
+        content = io.BytesIO(super()._slice_file(file, info).read())
         try:
             with zipfile.ZipFile(content) as archive:
                 if (name := archive.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"{name} is not what was written")
+                    raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
         except zipfile.BadZipFile as error:
-            raise CheckpointError(_unreadable(Path(self.path), Path(file.name).name, error)) from error
+            raise _damaged(Path(self.path), Path(file.name).name, error) from error
         content.seek(0)
         return content
 
 
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: object, value: object) -> None:
-        raise CheckpointError("a pickled object in a checkpoint is never loaded")
-
-
 def _read_index(path: Path) -> Metadata:
-    """DCP's index of the checkpoint: names, shapes, dtypes and where they lie, consistent with the files."""
+    """Return DCP's index of the checkpoint: names, shapes and dtypes of the tensors, and their positions in the files.
+
+    Raises:
+        CheckpointError: the index is damaged, or it does not agree with the files.
+    """
+    path = Path(path)
     meta = read_meta(path)
     sizes = meta["files"]
     for name, size in sizes.items():
         if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
-            raise CheckpointError(_unreadable(path, name, ValueError(f"it is missing or not of {size} bytes")))
+            raise _damaged(path, name, ValueError(f"the file is missing, or its size is not {size} bytes"))
     try:
-        written = (path / ".metadata").read_bytes()
-        if zlib.crc32(written) != meta.get("index", zlib.crc32(written)):  # which those of earlier versions do not know
-            raise ValueError("it is not what was written")
-        index = _IndexUnpickler(io.BytesIO(written)).load()
-        for name, entry in index.state_dict_metadata.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{name} is a pickled object, not a tensor")
-        for info in index.storage_data.values():
-            if info.relative_path not in sizes or info.transform_descriptors:
-                raise ValueError(f"it names the file {info.relative_path}, which save() did not write")
-    except Exception as error:  # a broken pickle raises anything
-        raise CheckpointError(_unreadable(path, ".metadata", error)) from error
-    return index
+        content = (path / ".metadata").read_bytes()
+        # The first versions of ringattn did not write a checksum of the index.
+        if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
+            raise ValueError("the checksum is wrong")
+        return parse_index(content, files=sizes)
+    except Exception as error:
+        raise _damaged(path, ".metadata", error) from error
 
 
-def _read_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    index = _read_index(path)
-    _check(path, index.state_dict_metadata, tensors)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that each rank reads by itself
-        dcp.load(
-            dict(tensors),
-            storage_reader=_Reader(path, index),
-            planner=_Planner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            no_dist=True,
-        )
+def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors: dict[str, Tensor]) -> None:
+    """Compare the tensors of a checkpoint with those of the run.
 
-
-def _check(path: Path, saved: dict[str, TensorStorageMetadata], tensors: dict[str, Tensor]) -> None:
-    """Raise CheckpointError for the first tensor that is missing, of another shape or dtype, or left over."""
-    advice = "resume with the configuration it was saved with, or start a new run under another name"
+    Raises:
+        CheckpointError: a tensor is missing in the checkpoint or in the run, or it has another shape or dtype.
+    """
+    advice = "resume with the configuration of the checkpoint, or start a new run under another name"
     for name, tensor in tensors.items():
         if name not in saved:
-            raise CheckpointError(f"{path} has no {name}, which this run has: {advice}")
+            raise CheckpointError(f"{path} does not contain {name}, which this run has: {advice}")
         shape, dtype = tuple(saved[name].size), saved[name].properties.dtype
         if shape != tuple(tensor.shape):
-            raise CheckpointError(f"{path}: {name} has shape {shape}, in this run {tuple(tensor.shape)}: {advice}")
+            raise CheckpointError(f"{path}: {name} has shape {shape}, but {tuple(tensor.shape)} in this run: {advice}")
         if dtype != tensor.dtype:
-            raise CheckpointError(f"{path}: {name} is {dtype}, in this run {tensor.dtype}: {advice}")
+            raise CheckpointError(f"{path}: {name} is {dtype}, but {tensor.dtype} in this run: {advice}")
     prefixes = {name.split(".")[0] for name in tensors} & {"model", "optim"}
     for name in saved:
         if name not in tensors and name.split(".")[0] in prefixes:
-            raise CheckpointError(f"{path} has {name}, which this run has not: {advice}")
-
-
-def _together(path: Path, action: Callable[[], T]) -> T:
-    """What `action` returns; where it fails on any rank, all of them raise the first failure as CheckpointError."""
-    result, failure, cause = None, None, None
-    try:
-        result = action()
-    except CheckpointError as error:
-        failure, cause = str(error), error
-    except (Exception, CheckpointException) as error:  # whatever the disk raises; DCP's is no Exception
-        known = isinstance(_first(error), CheckpointError)
-        failure = str(_first(error)) if known else f"{path} failed: {_reason(error)}; check the disk and the files"
-        cause = error
-    failures = [failure]
-    if dist.is_initialized():
-        failures = [None] * dist.get_world_size()
-        dist.all_gather_object(failures, failure)
-    first = next(filter(None, failures), None)
-    if first:
-        raise CheckpointError(first) from cause
-    return result
-
-
-def _unreadable(path: Path, name: str, error: Exception) -> str:
-    return f"{path} is damaged: {name}: {_reason(error)}; remove the directory to resume from the one before"
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error, or the first rank's when DCP has gathered them."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-def _reason(error: BaseException) -> str:
-    """Its first line."""
-    error = _first(error)
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+            raise CheckpointError(f"{path} contains {name}, which this run does not have: {advice}")

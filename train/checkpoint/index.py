@@ -1,0 +1,71 @@
+"""Read the index of a checkpoint without running code from it.
+
+torch.distributed.checkpoint (DCP) stores the names, shapes, dtypes and file offsets of all tensors in the file `.metadata`,
+which is a pickle. Loading a pickle may run any code. This module therefore loads only the classes that an index needs, and
+rejects every other class and function.
+"""
+
+import io
+import pickle
+from collections.abc import Container
+from enum import Enum
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+# The classes of which an index consists. Creating them has no side effects.
+_ALLOWED_CLASSES = {
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # the name of PosixPath in Python 3.13 and later
+}
+
+
+def parse_index(content: bytes, files: Container[str]) -> Metadata:
+    """Return the index that the file `.metadata` contains.
+
+    Args:
+        content: the content of the file.
+        files: the names of the other files of the checkpoint.
+
+    Raises:
+        Exception: the content is not an index of tensors that lie in `files`. A broken pickle may raise an error of any type.
+    """
+    index = _IndexUnpickler(io.BytesIO(content)).load()
+    for name, entry in index.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name} is a pickled object, but a checkpoint must contain only tensors")
+    for info in index.storage_data.values():
+        if info.relative_path not in files or info.transform_descriptors:
+            raise ValueError(f"it refers to the file {info.relative_path}, which is not a file of this checkpoint")
+    return index
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) == ("builtins", "getattr"):
+            return _get_enum_member
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED_CLASSES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not allowed in a checkpoint")
+
+
+def _get_enum_member(enum: type, name: str) -> Enum:
+    """Replace `getattr` while an index is loaded. Only members of enumerations can be read.
+
+    Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr` on its class.
+    """
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
+        raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
+    return enum[name]
