@@ -8,7 +8,8 @@ from ringattn.kernels import interval_mask
 from ringattn.train import evaluate
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config, ConfigError, DataConfig
-from ringattn.train.data.packing import Batch, _are_apart, _overlap, load, load_held_out
+from ringattn.train.data.packing import Batch, load, load_held_out
+from ringattn.train.data.sources import are_disjoint, splits_overlap
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
@@ -127,9 +128,9 @@ def evaluate_few_tokens(corpus: str, directory) -> None:
     assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0"]
 
 
-def test_splits_of_other_names_and_other_datasets_are_apart():
+def test_splits_of_other_names_and_other_datasetsare_disjoint():
     sizes = {"train": 9, "test": 9}
-    assert not _overlap("train", "test", sizes)
-    assert _overlap("train+test[:1]", "test", sizes) and _overlap("all", "test[8:]", sizes)
+    assert not splits_overlap("train", "test", sizes)
+    assert splits_overlap("train+test[:1]", "test", sizes) and splits_overlap("all", "test[8:]", sizes)
     data = DataConfig(source="hub", path="owner/name", eval_path="owner/other")
-    assert _are_apart(data, data.held_out, sizes)
+    assert are_disjoint(data, data.held_out, sizes)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ringattn.train import trainer as trainer_module
 from ringattn.train.config import ConfigError, DataConfig
-from ringattn.train.data import packing
+from ringattn.train.data import packing, sources
 from ringattn.train.data.packing import PackedDataset, load
 from ringattn.train.data.tokenizer import BytesTokenizer
 from tests.distributed import run_ranks
@@ -56,7 +56,7 @@ def test_an_epoch_is_its_documents_in_some_order(corpus, seq_len, seed, epoch):
     if not packable(corpus, seq_len):
         return
     dataset = pack(corpus, seq_len, seed)
-    order, _ = dataset._shuffled(epoch)
+    order, _ = dataset._order_of(epoch)
     assert sorted(order) == list(range(len(corpus)))
     stream = [token for index in order for token in [EOS, *corpus[index]]]
     count = (len(stream) - 1) // seq_len
@@ -107,13 +107,13 @@ def test_epochs_and_seeds_order_documents_differently():
 
 
 def test_the_order_is_the_same_on_every_machine():
-    order, _ = pack([[value] for value in range(8)], 1, seed=3)._shuffled(1)
+    order, _ = pack([[value] for value in range(8)], 1, seed=3)._order_of(1)
     assert order.tolist() == [7, 3, 5, 6, 4, 0, 2, 1]
 
 
 def test_corpus_shorter_than_a_sequence():
     assert pack([[1, 2, 3]], 3).sequences_per_epoch == 1
-    with pytest.raises(ConfigError, match="4 tokens, data.seq_len=4 needs 5"):
+    with pytest.raises(ConfigError, match="4 tokens, but data.seq_len=4 requires 5"):
         pack([[1, 2, 3]], 4)
 
 
@@ -172,7 +172,7 @@ def test_tokens_laid_otherwise_are_made_again(tmp_path, monkeypatch):
 
 
 def test_stdlib_leaves_tests_and_packages_out():
-    files = packing._library_files()
+    files = sources.library_files()
     assert files == sorted(files)
     assert any(file.endswith("/json/decoder.py") for file in files)
     assert not [file for file in files if "/site-packages/" in file or "/test/" in file or "/idlelib/" in file]
@@ -224,7 +224,7 @@ def test_part_of_a_split(rows):
     ("changes", "message"),
     [
         ({"column": "text"}, "no column 'text': set data.column to one of body, id"),
-        ({"column": "id"}, "column 'id' holds (Value.*|1), not text"),
+        ({"column": "id"}, "column 'id' contains (Value.*|1), but text"),
         ({"column": "body", "split": "test"}, "cannot be read: .*test"),
     ],
     ids=["missing", "numbers", "split"],
@@ -237,8 +237,8 @@ def test_rows_that_cannot_serve(rows, changes, message):
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_no_file(source, tmp_path):
     assert_one_line_error(config(source, path=f"{tmp_path}/*.none"), "matches no file")
-    assert_one_line_error(config(source, path=str(tmp_path)), "is a folder: give its files")
-    assert_one_line_error(config(source), "needs data.path")
+    assert_one_line_error(config(source, path=str(tmp_path)), "is a folder")
+    assert_one_line_error(config(source), "requires data.path")
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
@@ -249,7 +249,7 @@ def test_unreadable_file(source, tmp_path):
 
 def test_no_text_at_all(tmp_path):
     (tmp_path / "empty.txt").write_text("")
-    assert_one_line_error(config("text", path=str(tmp_path / "empty.txt")), "holds no text")
+    assert_one_line_error(config("text", path=str(tmp_path / "empty.txt")), "contains no text")
 
 
 def test_unknown_source():
@@ -263,13 +263,13 @@ def test_hub_out_of_reach(monkeypatch):
 
 @pytest.mark.parametrize("path", [None, "pandas", "a/b/c", "https://host/file"], ids=str)
 def test_hub_takes_names_of_datasets_alone(path):
-    assert_one_line_error(config("hub", path=path), "give owner/name")
+    assert_one_line_error(config("hub", path=path), "owner/name")
 
 
 def test_hub_takes_no_local_directory(tmp_path, monkeypatch):
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert_one_line_error(config("hub", path="owner/name"), "give owner/name")
+    assert_one_line_error(config("hub", path="owner/name"), "owner/name")
 
 
 def assert_one_line_error(config: DataConfig, message: str) -> None:
@@ -297,13 +297,14 @@ def _load_on_a_rank(directory) -> None:
 
 
 def test_another_order_is_another_corpus():
-    first, second = (trainer_module.corpus(SimpleNamespace(data=pack(x, 1))) for x in ([[1], [2, 3]], [[2, 3], [1]]))
+    orders = [[1], [2, 3]], [[2, 3], [1]]
+    first, second = (trainer_module.corpus_fingerprint(SimpleNamespace(data=pack(order, 1))) for order in orders)
     assert first != second
 
 
 def test_an_empty_file_of_rows_holds_nothing(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
-    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "it holds nothing")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "there is no text in it")
 
 
 def test_files_may_differ_in_other_columns(tmp_path):
@@ -319,10 +320,10 @@ def test_files_may_differ_in_other_columns(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "a"', "the line .* is no JSON"),
-        ("[1]", "is no JSON object"),
+        ('{"text": "a"', "the line .* is not valid JSON"),
+        ("[1]", "is not a JSON object"),
         ('{"body": "a"}', "no column 'text': set data.column to one of body"),
-        ('{"text": ["a"]}', "column 'text' holds .'a'., not text"),
+        ('{"text": ["a"]}', "column 'text' contains .'a'., but text"),
     ],
     ids=["cut", "list", "other column", "no text"],
 )

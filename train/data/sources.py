@@ -1,0 +1,169 @@
+"""Where documents come from: Python's standard library, text, JSON lines, Parquet files, or a dataset of the Hugging Face hub.
+
+`documents` returns one row per document for every source. The library `datasets` reads the files and caches what it has read.
+"""
+
+import glob
+import itertools
+import json
+import re
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+
+import datasets
+import pyarrow.parquet
+from datasets.arrow_writer import SchemaInferenceError
+
+from ringattn.train.config import ConfigError, DataConfig
+
+# Folders of the standard library that contain tests or other people's packages.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+
+
+def documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
+    """Return the documents, one per row, and the name of the column that contains their text.
+
+    Raises:
+        ConfigError: a file or the column is missing, or the column contains no text.
+    """
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask, or follow an environment variable
+    rows, column = _read(config)
+    if column not in rows.features:
+        raise no_column(config.description, column, rows.features)
+    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
+        raise no_text(config.description, column, rows.features[column])
+    return rows, column
+
+
+def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
+    match config.source:
+        case "stdlib":
+            return _text_files(library_files(), config.split, errors="replace"), "text"
+        case "text":
+            return _text_files(files(config), config.split, errors="strict"), "text"
+        case "jsonl":
+            # The JSON reader of `datasets` requires the same columns in all files, so read lines and parse them later.
+            return _text_files(files(config), config.split, errors="strict", sample_by="line"), "text"
+        case "parquet":
+            return _parquet_column(config), config.column
+        case "hub":
+            return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
+    raise ConfigError(f"data.source={config.source} is unknown: it must be stdlib, text, jsonl, parquet or hub")
+
+
+def _text_files(names: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:
+    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)  # skips the byte-order mark that some files begin with
+    return datasets.load_dataset("text", data_files=names, sample_by=sample_by, split=split, **encoding)
+
+
+def _parquet_column(config: DataConfig) -> datasets.Dataset:
+    """Read only the text column, because files may differ in their other columns."""
+    names = files(config)
+    try:
+        return datasets.load_dataset("parquet", data_files=names, split=config.split, columns=[config.column])
+    except Exception:
+        for file in itertools.chain.from_iterable(map(glob.glob, names)):
+            columns = pyarrow.parquet.read_schema(file).names
+            if config.column not in columns:
+                raise no_column(file, config.column, columns) from None
+        raise
+
+
+def library_files() -> list[str]:
+    """Return the source files of Python's standard library, sorted."""
+    root = Path(sysconfig.get_path("stdlib"))
+    return sorted(str(file) for file in root.rglob("*.py") if not NOT_LIBRARY & {*file.relative_to(root).parts})
+
+
+def files(config: DataConfig) -> list[str]:
+    """Return the files that `data.path` matches, as sorted absolute paths that are escaped for glob.
+
+    Raises:
+        ConfigError: data.path is missing, is a folder, or matches no file.
+    """
+    if not config.path:
+        raise ConfigError(f"data.source={config.source} requires data.path: a file or a glob such as 'corpus/**/*.txt'")
+    if Path(config.path).expanduser().is_dir():
+        raise ConfigError(f"data.path={config.path} is a folder: pass its files, such as '{config.path}/**/*.*'")
+    pattern = str(Path(config.path).expanduser())
+    names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
+    found = sorted(name for name in names if Path(name).is_file())
+    if not found:
+        raise ConfigError(f"data.path={config.path} matches no file: pass a file or a glob such as 'corpus/**/*.txt'")
+    return sorted({glob.escape(str(Path(name).resolve())) for name in found})
+
+
+def _hub_name(config: DataConfig) -> str:
+    # A bare name could select a reader of local files, one of which unpickles them, so only owner/name is accepted.
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path or "") or Path(config.path).exists():
+        raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
+    return config.path
+
+
+def json_text(line: str, column: str) -> str | None:
+    """Return the text in a line of JSON; None if the line is empty or the text is null.
+
+    Raises:
+        ConfigError: the line is not a JSON object with this column, or the column contains no text.
+    """
+    if not line.strip():
+        return None
+    shown = f"data.source=jsonl: the line {line[:60]!r}" + "..." * (len(line) > 60)
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{shown} is not valid JSON ({error}): check the file") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{shown} is not a JSON object with a text column: check the file")
+    if column not in row:
+        raise no_column(shown, column, row)
+    if not isinstance(row[column], str | None):
+        raise no_text(shown, column, f"{row[column]!r:.60}")
+    return row[column]
+
+
+def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
+    """Return whether two corpora have no document in common.
+
+    Args:
+        training, held_out: the corpora.
+        sizes: the number of documents in each split of the training files.
+    """
+    read = files if training.path and training.source != "hub" else lambda config: [config.path]
+    if read(training) == read(held_out):
+        return not splits_overlap(training.split, held_out.split, sizes)
+    return not set(read(training)) & set(read(held_out))
+
+
+def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
+    """Return whether two splits, in the notation of `datasets`, have a row in common; `sizes` has the rows of whole splits."""
+    whole = "+".join(sizes)
+    specs = [datasets.ReadInstruction.from_spec(whole if split == "all" else split) for split in (first, second)]
+    parts = [spec.to_absolute(sizes) for spec in specs]
+    return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
+
+
+def no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:
+    """Return the error for a missing column."""
+    return ConfigError(f"{where} has no column {column!r}: set data.column to one of {', '.join(columns)}")
+
+
+def no_text(where: str, column: str, found: object) -> ConfigError:
+    """Return the error for a column that contains something other than text."""
+    return ConfigError(f"{where}: column {column!r} contains {found}, but text is required: set data.column")
+
+
+def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
+    """Return the error for documents that cannot be read, with the reason in one line."""
+    while error.__cause__:
+        error = error.__cause__
+    if isinstance(error, SchemaInferenceError):  # raised for files without any row
+        reason = "there is no text in it"
+    else:
+        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
+    if config.source == "hub":
+        advice = "check the name, the split and the network, or download the dataset and use data.source=parquet"
+    else:
+        advice = "check the file, its encoding (UTF-8) and data.split"
+    return ConfigError(f"{config.description} cannot be read: {reason}; {advice}")
