@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
-from ringattn.train.model.rope import MOST_TURNS, yarn_scale
+from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 
 NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}  # ours: theirs
 BLOCK_NAMES = {
@@ -40,8 +40,8 @@ BLOCK_NAMES = {
 # what else a config.json may ask for, and the only value that the model has
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 TURNS = {  # the same of scaled rotary angles
-    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MOST_TURNS["llama3"]},
-    "yarn": {"beta_slow": 1.0, "beta_fast": MOST_TURNS["yarn"], "truncate": True},
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
+    "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
 TOKENIZER = "tokenizer.json"
 ARCHITECTURES = {

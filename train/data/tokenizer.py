@@ -1,4 +1,4 @@
-"""Text to token ids and back: raw bytes, or a `tokenizer.json`."""
+"""Convert text to token ids and back, with raw bytes or with a `tokenizer.json`."""
 
 import zlib
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 
 from ringattn.train.config import ConfigError
 
-# What the field's tokenizers call the end of a text, most specific first.
+# Names of the end-of-text token in widely used tokenizers, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
 
 class Tokenizer(Protocol):
-    """Ids are 0 .. vocab_size - 1; `eos` leads every document and is never produced by `encode`.
+    """Token ids are 0 to vocab_size - 1. `eos` is the first token of every document, and `encode` never produces it.
 
-    `fingerprint` is a number that another tokenizer would hardly have.
+    `fingerprint` is a checksum that identifies the tokenizer.
     """
 
     vocab_size: int
@@ -23,14 +23,14 @@ class Tokenizer(Protocol):
     fingerprint: int
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, int32 of shape (N,), without `eos`."""
+        """Return the ids of `text`, int32 (N,), without `eos`."""
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`; `eos` and broken characters never raise."""
+        """Return the text of `tokens`. `eos` and incomplete characters raise no error."""
 
 
 class BytesTokenizer:
-    """The UTF-8 bytes of the text; 256 ends it."""
+    """The ids are the UTF-8 bytes of the text, and 256 is `eos`."""
 
     vocab_size = 257
     eos = 256
@@ -44,11 +44,15 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` read by the optional `tokenizers` package. Raises ConfigError when it cannot serve."""
+    """A `tokenizer.json`, read by the optional package `tokenizers`.
+
+    Raises:
+        ConfigError: the file cannot be read or has no end-of-text token.
+    """
 
     def __init__(self, path: str | Path):
         self._tokenizer = _read(path)
-        # A document is encoded whole and as plain text: "<|endoftext|>" written in it is not the end of it.
+        # Documents are encoded completely and as plain text: a "<|endoftext|>" inside a document is not an end-of-text token.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -56,7 +60,7 @@ class JsonTokenizer:
         names = [name for name in END_OF_TEXT if name in ids]
         if not names:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
-        self._tokenizer.add_special_tokens(names)  # also where the file does not call them special
+        self._tokenizer.add_special_tokens(names)  # even if the file does not mark them as special
         self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
 
     def encode(self, text: str) -> np.ndarray:
@@ -67,23 +71,29 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """`bytes`, or the tokenizer in the file `name`. Raises ConfigError when the file cannot serve as one."""
+    """Return the tokenizer of raw bytes for the name "bytes", or else the tokenizer in the file `name`.
+
+    Raises:
+        ConfigError: the file cannot be read or has no end-of-text token.
+    """
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
 
 
 def fingerprint(path: str | Path) -> int:
-    """Of a `tokenizer.json`."""
+    """Return the fingerprint of a `tokenizer.json`."""
     return zlib.crc32(Path(path).expanduser().read_bytes())
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: str) -> None:
-    """Refuse the tokenizer of this `name` where its fingerprint is not as `expected`; None: nothing is known of it.
+    """Check that the tokenizer of the setting `name` has the `expected` fingerprint; None if no fingerprint is known.
 
     Raises:
-        ConfigError: saying `why`.
+        ConfigError: the fingerprint differs. The message contains `why` another tokenizer is required.
     """
     if expected is not None and tokenizer.fingerprint != expected:
-        raise ConfigError(f"data.tokenizer={name}, but {why}: tokens would mean something else; set data.tokenizer to that")
+        raise ConfigError(
+            f"data.tokenizer={name}, but {why}: the token ids would have another meaning; set data.tokenizer to that file"
+        )
 
 
 def _read(path: str | Path):
@@ -91,11 +101,11 @@ def _read(path: str | Path):
         from tokenizers import Tokenizer as Reader
     except ImportError as error:
         raise ConfigError(
-            f"data.tokenizer={path} needs the `tokenizers` package: pip install tokenizers, or set data.tokenizer=bytes"
+            f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers, or set data.tokenizer=bytes"
         ) from error
     file = Path(path).expanduser()
     if not file.is_file():
-        raise ConfigError(f"data.tokenizer={path} is no file: give `bytes` or the path of a tokenizer.json")
+        raise ConfigError(f"data.tokenizer={path} is not a file: it must be `bytes` or the path of a tokenizer.json")
     try:
         return Reader.from_file(str(file))
     except Exception as error:  # the package raises bare Exception

@@ -1,11 +1,11 @@
-"""Model FLOPs of a training step, and what a device could do: their quotient is the model FLOPs utilisation (MFU).
+"""Model FLOPs of a training step, and the peak of a device. Their quotient is the model FLOPs utilisation (MFU).
 
-A multiply-add is 2 FLOPs, and the backward costs twice the forward. A token meets every weight of a matrix once, and a
-(query, key) pair every feature of a head twice, in Q K^T and in P V:
+A multiply-add counts as 2 FLOPs, and the backward pass as twice the forward pass. Every token is multiplied with every weight
+of a matrix once. Every (query, key) pair is multiplied with every dimension of a head twice, in Q K^T and in P V:
 
     6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
 
-Only pairs that the mask allows count, whatever a kernel computes besides; recomputation in the backward does not count.
+Only pairs that the mask allows count, even if a kernel computes more. Recomputation in the backward pass does not count.
 """
 
 import re
@@ -14,7 +14,7 @@ import torch
 
 from ringattn.train.model.gpt import GPT
 
-# Dense bf16 FLOP/s from the vendor's data sheets, by name as the driver gives it; the first that matches.
+# Dense bf16 FLOP/s from the data sheets of the vendor. The first pattern that matches the name of the GPU counts.
 PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -29,29 +29,34 @@ PEAK_FLOPS = (
 
 
 def matmul_parameters(model: GPT) -> int:
-    """The weights that tokens are multiplied with, on all ranks together: every matrix but an embedding only looked up."""
+    """Return the number of weights that tokens are multiplied with, on all ranks together.
+
+    These are all matrices except an embedding that is not also the output matrix.
+    """
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     return matrices - (0 if model.head is None else model.embedding.numel())
 
 
 def step_flops(model: GPT, tokens: int, pairs: int) -> int:
-    """Model FLOPs of an optimizer step on all ranks together.
+    """Return the model FLOPs of an optimizer step on all ranks together.
 
-    tokens: of the step.
-    pairs: (query, key) pairs that the mask allows in these tokens, in one head of one layer; for causal attention over
-        a sequence of S tokens, S (S + 1) / 2.
+    Args:
+        model: the model.
+        tokens: the number of tokens of the step.
+        pairs: the number of (query, key) pairs that the mask allows among these tokens, in one head of one layer. Causal
+            attention over a sequence of S tokens has S (S + 1) / 2 pairs.
     """
     config = model.config
     return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * config.layers * pairs
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:
-    """Rates of one device by name: `tflops_per_rank`, and `mfu` of its `peak` FLOP/s, None where that is unknown."""
+    """Return the rates of one device: `tflops_per_rank`, and `mfu` relative to its `peak` FLOP/s, or None without a peak."""
     return {"tflops_per_rank": flops_per_s / 1e12, "mfu": flops_per_s / peak if peak else None}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 FLOP/s of one device; None for a CPU and for a GPU not listed."""
+    """Return the dense bf16 FLOP/s of one device; None for a CPU and for a GPU that is not listed."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,11 +1,12 @@
-"""A GPT: RMSNorm, rotary positions, grouped heads, SwiGLU. Architecture only.
+"""The architecture of the GPT: RMSNorm, rotary positions, grouped query heads, SwiGLU.
 
-How tokens attend to each other is handed in, so the model runs on any shard of a sequence and knows no process group:
+The model receives attention as a function. It therefore runs on any shard of a sequence and uses no process group:
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
-One serves all layers, or each has its own, which may remember keys. What becomes of the last hidden states is handed in, too:
-`finish` runs inside `forward`, where sharded parameters are whole, and no logits need ever exist for all tokens at once.
+One function serves all layers, or each layer has its own, for example with a KV cache. The model also receives a function
+`finish` that processes the last hidden states. It runs inside `forward`, where sharded parameters are gathered, and it can
+compute the loss in chunks, so that the logits of all tokens never exist at once.
 """
 
 import math
@@ -23,12 +24,12 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
-    """Rows of the embedding for a tokenizer of `vocab_size` tokens: at least the model's own, a multiple of 64."""
+    """Return the rows of the embedding: the larger of `vocab_size` and the model's own size, rounded up to a multiple of 64."""
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -47,7 +48,10 @@ class Block(nn.Module):
         self.down = nn.Linear(ffn_dim, config.dim, bias=False)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal of std 0.02, as GPT-2; what writes to the residual stream is scaled by 1 / sqrt(2 * layers). No biases."""
+        """Initialise the weights as in GPT-2, from a normal distribution with standard deviation 0.02.
+
+        Matrices that write to the residual stream are scaled by 1 / sqrt(2 * layers). Norms start at one and biases at zero.
+        """
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for linear in (self.query, self.key, self.value, self.gate, self.up):
             nn.init.normal_(linear.weight, std=0.02, generator=generator)
@@ -62,7 +66,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.after(x, attend(*self.before(x, cos, sin)))
 
-    # what lies before and after attention touches each token by itself, and can be compiled apart from how ranks meet
+    # Everything before and after attention processes each token by itself, so it can be compiled without any communication.
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         h = self.norm(x, self.attention_norm)
@@ -81,7 +85,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token embedding, blocks, norm, and an output matrix over a vocabulary padded to a multiple of 64."""
+    """Token embedding, blocks, norm, and an output matrix. The vocabulary is padded to a multiple of 64."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -93,23 +97,24 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Fill the parameters outside the blocks, which fill their own."""
+        """Initialise the parameters outside the blocks. Blocks initialise their own."""
         nn.init.normal_(self.embedding, std=0.02, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head, std=0.02, generator=generator)
         nn.init.ones_(self.norm)
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend | Sequence[Attend], finish: Finish) -> Tensor:
-        """Run this rank's rows through the model.
+        """Run this rank's tokens through the model.
 
         Args:
-            tokens: int64 (B, N), this rank's rows of the sequence.
-            positions: int64 (N,) or (B, N), where in the whole sequence they stand.
-            attend: attention over the whole sequence, see above; a sequence has one for every layer.
-            finish: of the normalised hidden states (B, N, dim) and the output matrix (padded vocabulary, dim).
+            tokens: int64 (B, N), this rank's tokens of the sequence.
+            positions: int64 (N,) or (B, N), the positions of these tokens in the whole sequence.
+            attend: attention over the whole sequence, see the module's docstring; one function, or one per layer.
+            finish: finish(hidden, head) receives the normalised hidden states (B, N, dim) and the output matrix (padded
+                vocabulary, dim).
 
         Returns:
-            What `finish` returns.
+            The result of `finish`.
         """
         x = F.embedding(tokens, self.embedding)
         cos, sin = rope(positions, self.config)

@@ -1,7 +1,8 @@
-"""Rotary positions: pairs of features turn with a token's place, so that a product of query and key knows their distance.
+"""Rotary position embeddings (RoPE): pairs of dimensions are rotated by angles that grow with the position of a token.
 
-For longer sequences than a model was trained on, pairs that turned seldom turn slower: they meet no angle that they did not
-know, and those that tell near tokens apart stay as they are.
+The product of a query and a key then depends on the distance between them. For sequences that are longer than those a model was
+trained on, `rope_factor` slows down the pairs with low frequencies, so that they meet no angle outside the trained range. Pairs
+with high frequencies, which distinguish nearby tokens, stay as they are.
 """
 
 import math
@@ -11,15 +12,17 @@ from torch import Tensor
 
 from ringattn.train.config import ModelConfig
 
-# turns within rope_trained_len above which a pair stays as it is; between 1 and these it becomes slower by a part
-MOST_TURNS = {"llama3": 4.0, "yarn": 32.0}
+# A pair keeps its frequency if it makes more than this many rotations within rope_trained_len tokens. Between one rotation and
+# this number, the frequency is interpolated.
+MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
 def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), of global `positions` (N,) or (B, N).
+    """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    Feature pair i of position p turns by p * rope_theta ** (-2 i / D), with a `rope_factor` slower by `slowdown`. With yarn
-    both are larger by `yarn_scale`. Angles are fp64: in fp32 those a million tokens on are off by 0.06.
+    Pair i at position p is rotated by the angle p * rope_theta ** (-2 i / D). With a `rope_factor`, the angle is multiplied by
+    `slowdown`. With yarn, cos and sin are also multiplied by `yarn_scale`. Angles are computed in fp64, because in fp32 the
+    angles at a position of one million are wrong by up to 0.06.
     """
     dim = config.resolved_head_dim
     frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
@@ -34,35 +37,36 @@ def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x[i], x[i + D/2]) of every head of `x` (B, N, H, D), in fp32."""
+    """Rotate the pairs (x[i], x[i + D/2]) of every head of `x` (B, N, H, D), in fp32."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), -1).to(x.dtype)
 
 
 def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
-    """What each pair's frequency (D / 2,) is multiplied by: 1 for fast pairs, 1 / rope_factor for slow ones, a mean between.
+    """Return the factor for each pair's frequency (D / 2,): 1 for high, 1 / rope_factor for low frequencies, a mean in between.
 
-    llama3 weighs by the turns within rope_trained_len, as Llama 3.1 does; yarn (Peng et al. 2023, arXiv:2309.00071) by the
-    place between the pairs of the most and of one turn, as widely used: rounded outwards to whole pairs.
+    "llama3" interpolates by the number of rotations within rope_trained_len, as Llama 3.1 does. "yarn" (Peng et al. 2023,
+    arXiv:2309.00071) interpolates by the index of the pair, between the pairs that make MAX_ROTATIONS rotations and one
+    rotation. These two indices are rounded outwards to whole pairs, as other implementations do.
     """
-    most = MOST_TURNS[config.rope_scaling]
+    limit = MAX_ROTATIONS[config.rope_scaling]
     if config.rope_scaling == "llama3":
-        turns = frequency * config.rope_trained_len / (2 * math.pi)
-        kept = ((turns - 1) / (most - 1)).clamp(0, 1)
+        rotations = frequency * config.rope_trained_len / (2 * math.pi)
+        kept = ((rotations - 1) / (limit - 1)).clamp(0, 1)
     else:
-        first, last = math.floor(_pair_of(most, config)), math.ceil(_pair_of(1.0, config))
+        first, last = math.floor(_pair_of(limit, config)), math.ceil(_pair_of(1.0, config))
         first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
         pair = torch.arange(len(frequency), dtype=frequency.dtype, device=frequency.device)
         kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
     return kept + (1 - kept) / config.rope_factor
 
 
-def _pair_of(turns: float, config: ModelConfig) -> float:
-    """Which pair, counted from 0, turns so often within rope_trained_len."""
-    longest = config.rope_trained_len / (2 * math.pi * turns)  # positions a radian
-    return config.resolved_head_dim / 2 * math.log(longest) / math.log(config.rope_theta)
+def _pair_of(rotations: float, config: ModelConfig) -> float:
+    """Return the (fractional) index of the pair that makes this many rotations within rope_trained_len tokens."""
+    positions_per_radian = config.rope_trained_len / (2 * math.pi * rotations)
+    return config.resolved_head_dim / 2 * math.log(positions_per_radian) / math.log(config.rope_theta)
 
 
 def yarn_scale(factor: float) -> float:
-    """What yarn multiplies queries and keys by: attention over more tokens is to stay as sharp."""
+    """Return the factor by which yarn multiplies queries and keys, so that attention over more tokens stays as sharp."""
     return 0.1 * math.log(factor) + 1

@@ -74,7 +74,7 @@ def test_json_without_end_of_text(tokenizer_json):
 
 
 def test_json_missing_file(tmp_path):
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a file"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
