@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,18 @@ def test_triton_kernels_are_selected_where_the_hopper_kernels_are_unavailable(
     assert choice.backend == "triton" and reason in choice.reason
     with pytest.raises(ValueError, match=f"hopper.*{reason}.*backend='triton'"):
         dispatch.choose_backend(GPU, dtype, "hopper", dims, plain)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value_dim", "dropout", "backend"),
+    [(1, 80, None, "hopper"), (0, 80, None, "triton"), (1, 12, None, "triton"), (1, 80, "dropout", "triton")],
+    ids=["one-key", "no-keys", "odd-value-dim", "dropout"],
+)
+def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropout, backend, monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
+    q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
+    v = SimpleNamespace(shape=(1, keys, 2, value_dim))
+    assert dispatch._choose_forward(q, v, "auto", dropout, None) == backend
 
 
 def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):
@@ -150,9 +163,10 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
     monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_module", lambda backend, name: Kernels)
     q = torch.zeros(1, 2, 1, 8)
+    dispatch.forward(q, q, q, full(2, 2), 1.0)
     for shares_sms in (False, True):
         dispatch.forward(q, q, q, full(2, 2), 1.0, shares_sms=shares_sms)
-    assert received == [False, True]
+    assert received == [False, False, True]  # the default is False
 
 
 @pytest.mark.parametrize("backend", PORTABLE)

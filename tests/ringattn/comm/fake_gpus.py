@@ -6,13 +6,13 @@ order that they should not allow shows as wrong numbers, or as a test that never
 """
 
 import ctypes
+import itertools
 import queue
 import random
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ class Stream:
 
     def wait_event(self, event: "Event") -> None:
         """Wait until the event has occurred."""
-        self.do("wait for event", event.state.wait)
+        self.do(f"wait for event {event.number}", event.state.wait)
 
     def wait_stream(self, other: "Stream") -> None:
         """Wait for everything that was issued on another stream."""
@@ -60,12 +60,14 @@ class Stream:
 
 
 class Event:
-    """An event that occurs when a stream reaches it."""
+    """An event that occurs when a stream reaches it. Every time that it is recorded it gets a new number."""
+
+    numbers = itertools.count()
 
     def record(self, stream: Stream) -> None:
         """Record the event on a stream."""
-        self.state = state = threading.Event()
-        stream.do("record event", state.set)
+        self.state, self.number = threading.Event(), next(self.numbers)
+        stream.do("record event", self.state.set)
 
 
 class Driver:
@@ -149,17 +151,18 @@ class FakeNvlinkTransport(NvlinkTransport):
 
 
 def every_message_waits_for_an_event(log: list[str]) -> bool:
-    """Whether in the log of a side stream the copies of each message, which ends with its flags, follow a wait for an event.
+    """Whether in the log of a side stream the copies of each message, which ends with its flags, follow a wait for a new event.
 
     Kernels of the fake host have finished when they return. On a GPU they may still be running, and the event tells when their
     results may be copied.
     """
-    waited = False
-    for before, name in pairwise(["", *log]):
+    waited, latest = False, -1
+    for before, name in itertools.pairwise(["", *log]):
         if name == "copy" and not waited:
             return False
-        if name == "wait for event":
-            waited = True
+        if name.startswith("wait for event"):
+            number = int(name.split()[-1])
+            waited, latest = waited or number > latest, max(number, latest)
         elif (before, name) == ("copy", "set flag"):
             waited = False
     return True

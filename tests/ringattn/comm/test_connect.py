@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate, ulysses_attention
-from ringattn.comm import connect
+from ringattn.comm import connect, nvlink
 from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
@@ -60,6 +60,19 @@ def check_handshake() -> None:
     os.environ[TRANSPORT_VARIABLE] = "nvlink"
     with pytest.raises(ValueError, match="'nvlink' is unavailable: the tensors are on cpu"):
         connect.connect(dist.new_group().group_name, CPU)
+
+
+def check_nvlink_is_chosen() -> None:
+    """Where nothing speaks against NVLink, "auto" chooses it, and "p2p" does not."""
+    connect._why_not_nvlink = lambda *_: ""
+    nvlink.NvlinkTransport = lambda group, device, interconnect, watchdog: interconnect.name
+    assert connect.connect(dist.group.WORLD.group_name, CPU) == "nvlink"
+    assert isinstance(connect.connect(dist.group.WORLD.group_name, CPU, "p2p"), P2PTransport)
+
+
+def test_nvlink_is_chosen_where_it_is_available(tmp_path: Path) -> None:
+    """Two processes that pretend to have GPUs."""
+    run_ranks(check_nvlink_is_chosen, 2, tmp_path)
 
 
 def test_all_ranks_choose_the_same_transport(tmp_path: Path) -> None:
