@@ -71,14 +71,15 @@ def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
 def held_out_batches(run: Run) -> list[Batch]:
     """Return this rank's batches of held-out sequences.
 
-    All ranks have the same number of batches, because they compute together. The labels of sequences beyond the last one to
-    evaluate are IGNORE.
+    The evaluated sequences are spread evenly over the held-out text, so that they represent all of it. All ranks have the same
+    number of batches, because they compute together. The labels of sequences beyond the last one to evaluate are IGNORE.
     """
     dp, size = run.mesh.dp, run.config.trainer.batch_size
     count = min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
     offset, batches = dp.get_local_rank() * size, []
     for start in range(offset, offset + count, dp.size() * size):
-        batch = run.held_out.batch(range(start, start + size))
+        numbers = range(start, start + size)
+        batch = run.held_out.batch(number * run.held_out.sequences_per_epoch // count for number in numbers)
         batch.labels[max(count - start, 0) :] = IGNORE
         batches.append(batch)
     return batches

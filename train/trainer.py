@@ -136,9 +136,10 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """
     with sync_errors():
         meta = storage.read_meta(checkpoint)
-        saved = meta.get("corpus") or {}
+        # Checkpoints without this entry were trained on sequences in the order of the stream.
+        saved = {"sequences": "in order"} | (meta.get("corpus") or {})
         current = {name: value for name, value in corpus_fingerprint(run).items() if name in saved}
-        if not saved or saved != current:
+        if len(saved) == 1 or saved != current:
             raise ConfigError(
                 f"{checkpoint} was trained on another corpus ({saved}; this run: {current}), so its position in the data "
                 "is not valid here: resume with the same data, tokenizer, data.seq_len and data.seed, or start a new run from "
@@ -153,13 +154,13 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     return meta["step"], meta["consumed"]
 
 
-def corpus_fingerprint(run: Run) -> dict[str, int]:
+def corpus_fingerprint(run: Run) -> dict[str, int | str]:
     """Return numbers that identify the corpus and its order. A position in the data is valid only if all of them are equal."""
     data = run.data
     # The checksum of the lengths identifies the order of the documents, and `sampled` is a checksum of samples of the text.
     order = zlib.crc32(data.lengths.tobytes())
     known = {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "text": data.sampled}
-    return known | {"seq_len": data.seq_len, "seed": data.seed}
+    return known | {"seq_len": data.seq_len, "seed": data.seed, "sequences": "shuffled" if data.shuffle else "in order"}
 
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:

@@ -20,7 +20,7 @@ WINDOW = 40
 @pytest.fixture
 def config(tmp_path, monkeypatch) -> Config:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(evaluate, "FEWEST", 8)
+    monkeypatch.setattr(evaluate, "SHORTEST_CONTEXT", 8)
     config = job(write_corpus(tmp_path / "corpus"), 1)
     config.trainer.batch_size = 2  # of five sequences, the last batch has one
     return config
@@ -50,7 +50,9 @@ def test_the_loss_is_that_of_plain_pytorch(wanted, config):
         count = min(wanted, run.held_out.sequences_per_epoch)
         assert count % 2 == 1
         result = evaluate.evaluate(run)
-        losses, before = (torch.cat(parts) for parts in zip(*(plain_losses(run, i) for i in range(count)), strict=True))
+        # The evaluated sequences are spread evenly over the held-out text.
+        numbers = [i * run.held_out.sequences_per_epoch // count for i in range(count)]
+        losses, before = (torch.cat(parts) for parts in zip(*(plain_losses(run, i) for i in numbers), strict=True))
     expected = {"eval_loss": losses.mean().item()}
     for start, end in ((0, 8), (8, 16), (16, 32), (32, 64)):
         expected[f"eval_loss/{start}"] = losses[(before >= start) & (before < end)].mean().item()
@@ -63,10 +65,10 @@ def test_tokens_are_grouped_by_what_they_see():
     batch = Batch(torch.zeros(2, 512), torch.zeros(2, 512), documents)
     starts = evaluate.context_groups(512)
     assert starts == [0, 128, 256]
-    first, second = evaluate.group_of(batch, Mask.causal(documents=documents), starts)
+    first, second = evaluate.group_by_context(batch, Mask.causal(documents=documents), starts)
     assert first.bincount().tolist() == [128 + 128, 72 + 128, 56] and first[199] == 1 and first[200] == 0
     assert second.tolist() == [0] * 128 + [1] * 128 + [2] * 256
-    assert evaluate.group_of(batch, Mask.causal(window=100), starts).max() == 0
+    assert evaluate.group_by_context(batch, Mask.causal(window=100), starts).max() == 0
     assert evaluate.context_groups(128) == evaluate.context_groups(1) == [0]
 
 
@@ -80,7 +82,10 @@ def test_held_out_text_that_fills_no_sequence(config, tmp_path):
     (tmp_path / "short.txt").write_text("short")
     config.data.eval_path, config.data.eval_split = str(tmp_path / "short.txt"), None
     config.data.split = "train"
-    with one_rank(), pytest.raises(ConfigError, match="held-out text .*: the corpus has 6 tokens, data.seq_len=61 needs 62"):
+    with (
+        one_rank(),
+        pytest.raises(ConfigError, match="held-out text .*: the corpus has 6 tokens, but data.seq_len=61 requires 62"),
+    ):
         run_setup.build(config)
 
 
@@ -102,7 +107,7 @@ def test_text_that_is_trained_on_is_not_held_out(training, held_out, overlap, co
     data.eval_split, data.eval_path = held_out[0], held_out[1] and f"{tmp_path}/corpus/{held_out[1]}"
     tokenizer = run_setup.load_tokenizer("bytes")
     if overlap:
-        with pytest.raises(ConfigError, match="training reads some of the held-out text, data.eval_"):
+        with pytest.raises(ConfigError, match="contains some of the held-out text, data.eval_"):
             load_held_out(data, tokenizer, load(data, tokenizer))
     else:
         assert load_held_out(data, tokenizer, load(data, tokenizer)).sequences_per_epoch > 0

@@ -2,11 +2,13 @@
 
     documents  --tokenise-->  EOS + tokens of each document, cached on disk
     epoch e    =  all documents, in an order drawn from (seed, e), joined into one stream of T tokens
-    sequence   =  S tokens of the stream, and the token after them as the last label: floor((T - 1) / S) per epoch
+    sequence   =  S tokens of the stream, and the token after them as the last label: floor((T - 1) / S) per epoch,
+                  which are read in a second order drawn from (seed, e)
 
 EOS is the first token of every document, so that the last token of a document is followed by EOS. There is no padding. The end
 of an epoch that does not fill a sequence is dropped. A document that does not fit into a sequence continues in the next one.
-The number of sequences consumed so far is the only state, so one integer is enough to resume.
+Without the second order, consecutive steps and all entries of a batch would often come from the same long document. The number
+of sequences consumed so far is the only state, so one integer is enough to resume.
 """
 
 import functools
@@ -52,25 +54,27 @@ class Batch:
 class PackedDataset:
     """Sequences 0, 1, 2, ... without end. Each one depends only on the documents, seq_len, seed and its number."""
 
-    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int):
+    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True):
         """Create the sequences of tokenised documents.
 
         Args:
             documents: one row per document, with its `tokens` (int32, EOS first) and their number `length`.
             seq_len: S, the number of tokens per sequence.
-            seed: of the order of documents.
+            seed: of the order of documents and of sequences.
+            shuffle: whether the sequences of an epoch are read in random order, and not in the order of the stream.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
         """
         self.seq_len = seq_len
         self.seed = seed
+        self.shuffle = shuffle
         self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}  # documents in each
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
         self._documents = documents.with_format("arrow")  # rows are views of the cached file, not copies
-        self._epoch_order = (-1, self.lengths, self.lengths)
+        self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
             raise ConfigError(
                 f"the corpus has {self.tokens_per_epoch:,} tokens, but data.seq_len={seq_len} requires {seq_len + 1:,}: "
@@ -92,7 +96,8 @@ class PackedDataset:
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return one sequence: tokens (S,) int64, labels (S,) int64, and the lengths of its parts of documents."""
         epoch, position = divmod(index, self.sequences_per_epoch)
-        order, ends = self._order_of(epoch)
+        order, ends, sequences = self._order_of(epoch)
+        position = int(sequences[position])
         start, stop = position * self.seq_len, (position + 1) * self.seq_len
         # The documents that contain token `start` and token `stop`; the latter is the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
@@ -105,18 +110,26 @@ class PackedDataset:
         edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
-    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the order of the documents in this epoch, and where each of them ends in the stream."""
+    def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the order of the documents in this epoch, where each of them ends in the stream, and the order of sequences."""
         if self._epoch_order[0] != epoch:
             # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
-            words = np.random.Philox(key=[self.seed % 2**64, epoch]).random_raw(len(self.lengths))
-            order = np.argsort(words, kind="stable")
-            self._epoch_order = (epoch, order, np.cumsum(self.lengths[order]))
+            random = np.random.Philox(key=[self.seed % 2**64, epoch])
+            order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
+            sequences = np.arange(self.sequences_per_epoch)
+            if self.shuffle:
+                sequences = np.argsort(random.random_raw(self.sequences_per_epoch), kind="stable")
+            self._epoch_order = (epoch, order, np.cumsum(self.lengths[order]), sequences)
         return self._epoch_order[1:]
 
 
-def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
+def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> PackedDataset:
     """Return the corpus of `config`. It is tokenised once and kept in the cache of `datasets`. All ranks must call it.
+
+    Args:
+        config: where the documents come from, seq_len and seed.
+        tokenizer: encodes the documents.
+        shuffle: whether the sequences of an epoch are read in random order.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -141,7 +154,7 @@ def load(config: DataConfig, tokenizer: Tokenizer) -> PackedDataset:
             raise sources.cannot_read(config, error) from error
     if len(tokens) == 0:
         raise ConfigError(f"{config.description} contains no text: provide files or rows that are not empty")
-    return PackedDataset(tokens, config.seq_len, config.seed)
+    return PackedDataset(tokens, config.seq_len, config.seed, shuffle)
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedDataset) -> PackedDataset | None:
@@ -153,7 +166,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     if config.held_out is None:
         return None
     try:
-        held_out = load(config.held_out, tokenizer)
+        held_out = load(config.held_out, tokenizer, shuffle=False)
     except ConfigError as error:
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))

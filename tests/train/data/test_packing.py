@@ -30,11 +30,11 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def pack(documents: list[list[int]], seq_len: int, seed: int = 0) -> PackedDataset:
-    """`documents` without their EOS, packed."""
+def pack(documents: list[list[int]], seq_len: int, seed: int = 0, shuffle: bool = False) -> PackedDataset:
+    """Pack `documents`, which are given without their EOS."""
     rows = [[EOS, *document] for document in documents]
     columns = {"tokens": rows, "length": [len(row) for row in rows]}
-    return PackedDataset(datasets.Dataset.from_dict(columns, features=packing.TOKENS), seq_len, seed)
+    return PackedDataset(datasets.Dataset.from_dict(columns, features=packing.TOKENS), seq_len, seed, shuffle)
 
 
 def packable(corpus: list[list[int]], seq_len: int) -> bool:
@@ -55,15 +55,26 @@ def config(source: str, **changes) -> DataConfig:
 def test_an_epoch_is_its_documents_in_some_order(corpus, seq_len, seed, epoch):
     if not packable(corpus, seq_len):
         return
-    dataset = pack(corpus, seq_len, seed)
-    order, _ = dataset._order_of(epoch)
+    dataset = pack(corpus, seq_len, seed, shuffle=True)
+    order, _, sequences = dataset._order_of(epoch)
     assert sorted(order) == list(range(len(corpus)))
+    assert sorted(sequences) == list(range(dataset.sequences_per_epoch))
     stream = [token for index in order for token in [EOS, *corpus[index]]]
     count = (len(stream) - 1) // seq_len
     assert dataset.sequences_per_epoch == count
-    assert epoch_tokens(dataset, epoch) == stream[: count * seq_len]
-    labels = dataset.batch(range(epoch * count, (epoch + 1) * count)).labels.flatten().tolist()
-    assert labels == stream[1 : count * seq_len + 1]
+    batch = dataset.batch(range(epoch * count, (epoch + 1) * count))
+    for i, start in enumerate(sequences * seq_len):
+        assert batch.tokens[i].tolist() == stream[start : start + seq_len]
+        assert batch.labels[i].tolist() == stream[start + 1 : start + seq_len + 1]
+
+
+def test_sequences_of_one_document_are_spread_over_an_epoch():
+    """Without the random order, the entries of a batch would be neighbours in the stream."""
+    documents = [list(range(100 * i, 100 * i + 99)) for i in range(1, 6)]
+    orders = [pack(documents, 10, seed, shuffle=True)._order_of(epoch)[2] for seed in (0, 1) for epoch in (0, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+    assert all((np.diff(order) == 1).sum() < 5 for order in orders)
+    assert (np.diff(pack(documents, 10)._order_of(0)[2]) == 1).all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -107,8 +118,9 @@ def test_epochs_and_seeds_order_documents_differently():
 
 
 def test_the_order_is_the_same_on_every_machine():
-    order, _ = pack([[value] for value in range(8)], 1, seed=3)._order_of(1)
+    order, _, sequences = pack([[value] for value in range(8)], 1, seed=3, shuffle=True)._order_of(1)
     assert order.tolist() == [7, 3, 5, 6, 4, 0, 2, 1]
+    assert sequences.tolist() == [1, 0, 11, 13, 4, 6, 7, 14, 10, 9, 5, 2, 8, 3, 12]
 
 
 def test_corpus_shorter_than_a_sequence():
@@ -182,8 +194,8 @@ def test_text_files_are_documents(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "one.txt").write_text("first\n\nstill first")
     (tmp_path / "a" / "two [2].txt").write_text("zweites é")
-    (tmp_path / "empty.txt").write_text("\ufeff")  # a mark of UTF-8 is no text
-    dataset = load(config("text", path=f"{tmp_path}/**/*.txt"), BytesTokenizer())
+    (tmp_path / "empty.txt").write_text("\ufeff")  # a byte-order mark is not text
+    dataset = load(config("text", path=f"{tmp_path}/**/*.txt"), BytesTokenizer(), shuffle=False)
     assert sorted(dataset.lengths) == [11, 19]
     assert BytesTokenizer().decode(epoch_tokens(dataset, 0)).startswith(("first\n\nstill firstzwe", "zweites éfirst"))
 
