@@ -32,31 +32,35 @@ def ring_attention(
     precision: str = "ieee",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute softmax(scale * q k^T + mask) v over the whole sequence. Every rank of `group` calls it with its own tokens.
+    """Compute softmax(scale * q k^T + mask) v over the whole sequence.
 
-    The call is one operator with autograd: gradients of q, k and v follow from those of out and of lse. The result is exact.
-    Partial results stay in fp32 between tiles and hops (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135; Liu
-    et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889).
+    Every rank of `group` calls this function with its own tokens.
+
+    The call is one operator with autograd: the gradients of q, k and v are computed from the gradients of out and lse. The
+    result is exact. Partial results stay in fp32 between tiles and hops (Dao et al. 2022, FlashAttention,
+    https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889).
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
         k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have one dtype (fp16, bf16, fp32 or fp64) and device.
-            Under `torch.autocast` they are cast to its dtype.
+            Under `torch.autocast`, q, k and v are cast to the autocast dtype.
         layout: which positions each rank holds; the same on all ranks.
         mask: which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. Which entries are dropped depends only on `seed`
-            and on the entry's position (query, key, head, batch entry) in the whole problem. It is therefore the same for any
-            number of ranks and any layout.
-        seed: of the dropout; the same on all ranks. Use a different seed for every layer and step.
-        first_head: for the dropout, the index of q's first head among all heads, if heads are divided among several rings.
-        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto": for each direction the
-            schedule with the lower predicted time, then fewer bytes. `ringattn.explain` shows the reason.
+        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. Whether an entry is dropped depends only on
+            `seed` and on the position of the entry (query, key, head, batch entry) in the whole problem. The same entries are
+            therefore dropped for any number of ranks and any layout.
+        seed: seed of the dropout; the same on all ranks. Use a different seed for every layer and step.
+        first_head: the index of q's first head among all heads, if the heads are divided among several rings. Only the dropout
+            uses this index.
+        schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", the forward
+            pass and the backward pass each use the schedule with the lower predicted time. If the times are equal, the schedule
+            that sends fewer bytes wins. `ringattn.explain` shows the reason for the choice.
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -64,8 +68,8 @@ def ring_attention(
         query that may attend to no key yields out = 0 and lse = -inf.
 
     Raises:
-        ValueError: shapes, dtypes, layout, mask, group, schedule or transport contradict each other. The check happens before
-            any work starts.
+        ValueError: the shapes, dtypes, layout, mask, group, schedule or transport contradict each other. All arguments are
+            checked before any work starts.
         RingFault: a rank of the ring does not respond. If no exception can be raised, because the host waits for a GPU that
             waits for another rank, the process prints the reason and exits. RINGATTN_TIMEOUT sets the timeout in seconds.
     """
@@ -74,16 +78,21 @@ def ring_attention(
     check_choices(schedule, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
+    # A q with a wrong number of dimensions is rejected by check_attention below, with a better message.
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(
             f"rank {rank} passes {q.shape[1]} tokens but its shard has {layout.rows(rank)}: use layout.shard(x, rank)"
         )
+    # first_head may be a SymInt while torch.compile traces the call, so an isinstance check for int would be too
+    # strict.
     if isinstance(first_head, float) or first_head < 0:
         raise ValueError(f"first_head={first_head}: it must be the number of query heads before this ring's heads, at least 0")
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank must hold the same positions of both")
+    # The schema of the operator declares dropout_p as a float, so an integer 0 must be converted before it becomes a
+    # part of the spec.
     options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse = _attention(q, k, v, spec)
@@ -91,18 +100,19 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Prepare the plan of future calls under another mask while the GPU is busy. It changes no result.
+    """Prepare the plan of future calls under a new mask while the GPU is busy. Results do not change.
 
     The first call under a new mask computes a plan on the host. This takes milliseconds, or up to a second for many ranks,
     during which the GPU has nothing to do. Call this function while the GPU still works on the previous step to hide that time.
 
     Args:
-        mask, layout: of the future calls. For a layout that is split for Ulysses, pass `layout.whole`.
+        mask, layout: the mask and the layout of the future calls. For a layout that is split for Ulysses, pass `layout.whole`.
         like: the (mask, layout) of earlier calls. The future calls have the same shapes and options.
-        group, device: of the earlier and the future calls.
+        group, device: the group and the device, which are the same in the earlier and in the future calls.
 
     Raises:
-        ValueError: a layout is split or is for another number of ranks than the group has, or a mask has another length.
+        ValueError: a layout is split, a layout has a different number of ranks than the group, or a mask has a different length
+            than its layout.
     """
     rank, size = rank_and_size(group)
     for each_mask, each_layout in ((mask, layout), like):
@@ -115,19 +125,28 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    # Only the forward pass passes its settings to the handshake. A backward pass never comes before the forward pass
+    # of the same call, so its ring is connected already.
     ring = Ring.of(spec, q.device, partial(spec.as_call, q, k, v))
     return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule=spec.schedule)
 
 
 def _backward(q, k, v, out, lse, dout, dlse, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     ring = Ring.of(spec, q.device)
+    # autograd may pass expanded gradients, such as the gradient of a sum. Copy engines and kernels need contiguous
+    # memory.
     q, k, v, out, lse, dout = (x.contiguous() for x in (q, k, v, out, lse, dout))
     return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule=spec.schedule)
 
 
 def pairs_per_rank(batch: int, num_queries: int, num_keys: int, spec: AttentionSpec) -> float:
-    """Return the mean number of (query, key) pairs per rank, so that the counts of all ranks sum to what they compute."""
+    """Return the mean number of (query, key) pairs per rank.
+
+    The sum over all ranks is the number of pairs of the whole call.
+    """
     return count_pairs(batch, spec.seq_len, spec.documents, spec.is_causal, spec.window) / spec.ranks
 
 
+# The operator is registered when the module is imported, because a compiler must know the operator before the first
+# call.
 _attention = custom_op.register("ring_attention", AttentionSpec, _forward, _backward, pairs_per_rank)

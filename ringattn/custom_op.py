@@ -6,7 +6,7 @@ Each public call registers its forward and its backward function here, together 
     public call -> `register`'s call -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
 This file uses the low-level functions of `torch.library`. `torch.library.custom_op` would cost about 0.1 ms per call on the
-host, which is as long as the kernels of a short sequence take.
+host, which is as much time as the kernels need for a short sequence.
 """
 
 from collections.abc import Callable
@@ -58,44 +58,56 @@ def register(
     in fp32, or fp64 for fp64 inputs.
 
     Args:
-        name: of the operator.
+        name: the name of the operator.
         spec_type: a NamedTuple with the settings. Its fields, flattened, become arguments of the operator.
         forward: forward(q, k, v, spec) -> (out, lse).
         backward: backward(q, k, v, out, lse, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse
             has no gradient.
         pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes, for
             `torch.utils.flop_counter`.
-        saved: if given, forward returns (out, lse, saved tensors), and the backward is backward(saved tensors, dout, dlse,
-            spec).
+        saved: if given, `forward` returns (out, lse, saved tensors), and `backward` is called as backward(saved tensors, dout,
+            dlse, spec).
     """
     _define(name, spec_type, own_tensors=saved is not None)
     operator = getattr(torch.ops.ringattn, name).default
     backward_operator = getattr(torch.ops.ringattn, f"{name}_backward").default
-    # The operators take flat arguments, the functions take a spec.
+    # Operators take flat arguments, because a schema can contain only tensors, numbers, strings and lists. The functions take a
+    # spec.
     flat_forward = partial(_with_spec, forward, spec_type, 3)
     flat_backward = partial(_with_spec, backward, spec_type, 3 if saved else 7)
 
     def gradients(ctx, dout, dlse, *_):
         tensors = ctx.saved_tensors[: ctx.count]
+        # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The
+        # kernels need a dout.
         dout = tensors[0].new_zeros(ctx.shape) if dout is None else dout
         arguments = (*([list(tensors)] if saved else tensors), dout, dlse)
+        # Without a compiler or a dispatch mode, the function is called directly. This saves the time of the
+        # dispatcher on the host.
         if _is_plain(*tensors, dout):
             return *backward(*arguments, ctx.spec), None
         return *backward_operator(*arguments, *flatten(ctx.spec)), None
 
     def results(q, k, v, spec):
+        # autograd has already recorded this call. Without the guard, the operator would enter its Autograd kernel
+        # again and recurse without end.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *flatten(spec))
 
     class Attention(torch.autograd.Function):
         @staticmethod
         def forward(ctx, q, k, v, spec):
+            # During the recomputation of a checkpoint, `reuse_or_compute` returns the saved results instead of
+            # computing attention a second time.
             out, lse, *own = reuse_or_compute(partial(results, q, k, v, spec), q)
             own = own[0] if saved else []
             inputs = [q, k, v] if not saved or saved.save_inputs(spec) else []
             tensors = [*inputs, *(own if saved else (out, lse))]
-            # lse rarely has a gradient. A gradient of zeros would cost an allocation, a kernel and a read.
+            # lse rarely has a gradient. If autograd materialised a gradient of zeros for lse, each backward pass would pay for
+            # an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
+            # The tensors that the operator saves are outputs only because a compiler must see them. These outputs never have
+            # gradients.
             ctx.mark_non_differentiable(*own)
             # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward.
             ctx.save_for_backward(*tensors, *[x for x in flatten(spec) if isinstance(x, Tensor)])
@@ -106,26 +118,29 @@ def register(
         def backward(ctx, dout, dlse, *_):
             if not torch.is_grad_enabled():
                 return gradients(ctx, dout, dlse)
-            # With create_graph=True somebody may ask for second derivatives, which must raise an error. Where q, k and v are
-            # not saved, the leaf below connects the gradients to the graph.
+            # With create_graph=True, a caller may request second derivatives, which must raise an error instead of being
+            # silently zero. If q, k and v are not saved, only the leaf below connects the gradients to the graph.
             with torch.no_grad():
                 *grads, none = gradients(ctx, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
             return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), none
 
     def differentiable(q, k, v, spec):
-        out, lse, *own = Attention.apply(q, k, v, spec)  # autograd ignores the spec, because it is one argument and no tensor
+        out, lse, *own = Attention.apply(q, k, v, spec)  # autograd ignores the spec, which is not a tensor
         return (out, lse, own) if saved else (out, lse)
 
     def call(q, k, v, spec):
-        # A compiler needs the operator. Otherwise the dispatcher would only lead to autograd, and is left out.
+        # A compiler needs to see the operator. In eager mode, the dispatcher would only lead to autograd, so it is skipped.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *flatten(spec))
+        # A dispatch mode, such as FakeTensorMode or FlopCounterMode, is active. The spec of the call may still
+        # contain real tensors.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *flatten(spec)))
             spec = unflatten(spec_type, settings)
         return differentiable(q, k, v, spec)
 
+    # Composite kernels run on every device. The functions choose the kernel of the device themselves.
     _library.impl(name, flat_forward, "CompositeExplicitAutograd")
     _library.impl(name, partial(_with_spec, differentiable, spec_type, 3), "Autograd")
     _library.impl(f"{name}_backward", flat_backward, "CompositeExplicitAutograd")
@@ -145,7 +160,7 @@ def schema(spec_type: type) -> str:
 
 
 def flatten(spec: tuple) -> tuple:
-    """Return the fields of a spec as a flat tuple; a field that is a spec itself is flattened, too."""
+    """Return the fields of a spec as a flat tuple. A field that is itself a spec is flattened as well."""
     flat: list = []
     for value in spec:
         flat.extend(flatten(value) if _is_spec(type(value)) else (value,))
@@ -154,6 +169,8 @@ def flatten(spec: tuple) -> tuple:
 
 def unflatten(spec_type: type, values: list | tuple) -> Any:
     """Return the spec whose flattened fields are `values`."""
+    # The fields are consumed in the order in which `flatten` produced them, so one iterator serves the nested specs
+    # as well.
     remaining = iter(values)
 
     def build(kind: type) -> Any:
@@ -172,7 +189,7 @@ def _is_spec(kind: Any) -> bool:
 
 
 def _with_spec(function: Callable[..., Results], spec_type: type, count: int, *arguments: Any) -> Results:
-    """Call function(*tensors, spec) with the flat arguments of an operator, the first `count` of which are tensors."""
+    """Call function(*tensors, spec), given the flat arguments of an operator. The first `count` arguments are tensors."""
     return function(*arguments[:count], unflatten(spec_type, arguments[count:]))
 
 
@@ -193,7 +210,10 @@ def _register_fake(name: str, function: Callable[..., Results]) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float], own_tensors: bool) -> None:
-    """Count FLOPs like torch's own attention: two products per pair in the forward, five in the backward with recomputation."""
+    """Count FLOPs in the same way as torch's own attention.
+
+    The forward pass has two matrix products per pair, and the backward pass with its recomputation has five.
+    """
 
     # Masks are real tensors even if q, k and v are fake ones, so the pairs can always be counted.
     pairs = unset_fake_temporarily()(pairs)
@@ -236,11 +256,14 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _to_fake_mode(arguments: tuple) -> tuple:
-    """Convert real tensors, such as the documents of a mask, if a fake-tensor mode is active: it rejects real tensors."""
+    """Convert real tensors, such as the documents of a mask, to fake tensors if a fake-tensor mode is active.
+
+    A fake-tensor mode rejects real tensors.
+    """
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # As constants they keep their values, which the FLOP formulas read.
+    # Fake tensors that are made as constants keep their values, which the FLOP formulas read.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
 
@@ -259,7 +282,8 @@ _kept_for_graphs: dict[int, object] = {}  # by id
 def keep_for_graph(thing: object, device: torch.device) -> None:
     """Never release `thing`, which holds tensors on `device`, if a CUDA graph is being captured.
 
-    A graph is replayed with the addresses that a call had when it was captured, so what these addresses hold must stay alive.
+    A graph is replayed with the addresses that a call used when it was captured, so the memory at these addresses must stay
+    allocated.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _kept_for_graphs[id(thing)] = thing

@@ -1,8 +1,8 @@
-"""Run a schedule over a transport: forward and backward of the state ring and of the KV ring.
+"""Run a schedule over a transport: the forward pass and the backward pass of the state ring and of the KV ring.
 
-In the state ring, keys and values stay where they are. The queries circulate, and the partial softmax state (m, l, o) that they
-accumulate follows one hop behind them. Four ranks, full attention, relayed by neighbours; "Q3 K0" stands for rank 3's queries
-against rank 0's keys:
+In the state ring, keys and values stay on their rank. The queries circulate, and the partial softmax state (m, l, o) that the
+queries accumulate follows one hop behind them. Four ranks, full attention, relayed by neighbours; "Q3 K0" stands for rank 3's
+queries against rank 0's keys:
 
     step        0          1          2          3          4
     rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
@@ -14,15 +14,17 @@ against rank 0's keys:
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
 While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. Communication is therefore hidden
-as long as a step of attention takes longer than a hop. A part of each rank's own block is computed in the last step, where it
-hides the return of the last states to their owners.
+as long as a step of attention takes longer than a hop. Each rank computes a part of its own block in the last step. This
+computation hides the return of the last states to their owners.
 
 In the KV ring the roles are reversed: keys and values circulate, and the queries and their state stay. If the transport
-connects every pair of ranks directly, blocks are not relayed. They come from their owner, and results go straight back to it.
-The schedule (`ringattn.planning.schedule`) says which; the code below is the same.
+connects every pair of ranks directly, blocks are not relayed. Each block comes from its owner, and its result goes straight
+back to the owner. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed, and the code below is the same
+for both cases.
 
-`run_schedule` is all of the communication. The four passes below it only say what circulates, what one local step computes, and
-how two partial results are merged. Partial results stay in fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
+`run_schedule` contains all of the communication. The four passes below this function (`_forward_state`, `_forward_kv`,
+`_backward_state` and `_backward_kv`) only say what circulates, what one local step computes, and how two partial results are
+merged. Partial results stay in fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
 """
 
 from collections.abc import Callable
@@ -67,41 +69,53 @@ def run_schedule(
     Args:
         schedule: what each rank sends, receives and computes at each step.
         transport: this rank's connection to the others.
-        circulating: this rank's block, contiguous: (q,) in the forward of the state ring, (k, v) in the KV ring.
+        circulating: this rank's block, a tuple of contiguous tensors: (q,) in the forward pass of the state ring, (k, v) in the
+            KV ring.
         compute: compute(local_step, block, into) runs attention between this rank's resident tensors and the rows of `block`
-            that the local step names. With `into`, rows of `own_result`, it accumulates in place. Without it, it returns a new
-            partial result, or None if nothing is to be sent to the owner.
-        own_result: the result of this rank's own block, updated in place. Initially the identity of `merge`.
+            that the local step names. If `into` is given, it contains rows of `own_result`, and `compute` accumulates into them
+            in place. If `into` is None, `compute` returns a new partial result, or None if nothing must be sent to the owner.
+        own_result: the result of this rank's own block, which is updated in place. The caller initialises it to the identity of
+            `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) is called at the end with the results that have returned to this rank and were
-            not merged yet. These are all of them if the transport can keep as many, and none otherwise. Without this function,
-            every result is merged when it arrives.
-        label: the name of the pass in messages of the watchdog.
+            not merged yet. If the transport can keep all results until the end of the pass, the list contains all results.
+            Otherwise each result is merged when it arrives, and the list is empty. If `merge_arrivals` is None, every result is
+            merged when it arrives.
+        label: the name of the pass in the messages of the watchdog.
 
     Raises:
         RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
+    # The transport needs an example of both kinds of messages, because the shapes and dtypes of the receive buffers
+    # follow from these tensors.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
     blocks: dict[int, Tensors] = {rank: circulating}  # by owner: the blocks at this rank in the current step
     results: dict[int, Tensors] = {}  # by owner: partial results that leave with one of the next steps
     arrivals: Arrivals = []
     for t, step in enumerate(steps):
-        # Start to send first and compute second: the messages of this step are in flight while its kernels run.
+        # Start the sends first and compute second, so that the messages of this step are in flight while its kernels run.
         outgoing = [results.pop(m.owner) if m.kind == "result" else blocks[m.owner] for m in step.outgoing]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
+                # A rank accumulates its own block in place. A partial result for another rank must be a new tensor,
+                # because it is sent in a later step.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
                 elif (partial_result := compute(local_step, blocks[owner], None)) is not None:
+                    # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
+        # If the hop stayed registered, the watchdog would end the process after the timeout, although the exception
+        # has already ended the pass. BaseException includes KeyboardInterrupt and SystemExit.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
+        # The schedule never needs a block for longer than one step, so the blocks of the previous step are released
+        # here. This must happen after the local steps and before the incoming blocks are stored.
         blocks = {rank: circulating}
         for message, block in zip(step.incoming, complete_hop(wait, transport, hop), strict=True):
             owner = message.owner
@@ -120,12 +134,12 @@ def run_schedule(
 
 
 def _add(a: Tensors, b: Tensors) -> Tensors:
-    """Merge two partial gradients."""
+    """Add the partial gradients `b` to the partial gradients `a`, in place, and return `a`."""
     return tuple(x.add_(y) for x, y in zip(a, b, strict=True))
 
 
 def _merge_states(a: Tensors, b: Tensors) -> Tensors:
-    """Merge two partial softmax states, into `a`."""
+    """Merge the partial softmax state `b` into the state `a`, in place, and return `a`."""
     for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
         x.copy_(y)
     return a
@@ -134,7 +148,7 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 class _GradientSum:
     """This rank's own gradients.
 
-    `merge_arrivals` adds what other ranks computed, and rounds the sums to the dtypes of `like`.
+    `merge_arrivals` adds the partial gradients that other ranks computed, and rounds the sums to the dtypes of `like`.
     """
 
     def __init__(self, own: Tensors, like: Tensors) -> None:
@@ -142,6 +156,8 @@ class _GradientSum:
         self.rounded: Tensors = ()
 
     def merge_arrivals(self, arrivals: Arrivals) -> None:
+        # One kernel reads all arrivals of a tensor and writes the rounded sum. Adding one arrival after the other
+        # would read and write the fp32 sum once per arrival.
         parts = [[(rows.start, block[i]) for rows, block in arrivals] for i in range(len(self.own))]
         self.rounded = tuple(
             dispatch.sum_partials(own, parts, like.dtype) for own, parts, like in zip(self.own, parts, self.like, strict=True)
@@ -150,6 +166,7 @@ class _GradientSum:
 
 def _zeros(*like: Tensor) -> Tensors:
     """Return zeros with the shapes of the tensors, in the dtype of states, from one allocation."""
+    # One allocation needs one kernel that clears the memory, instead of one kernel per tensor.
     sizes = [x.numel() for x in like]
     flat = torch.zeros(sum(sizes), dtype=state_dtype(like[0].dtype), device=like[0].device)
     return tuple(part.view(x.shape) for part, x in zip(flat.split(sizes), like, strict=True))
@@ -169,13 +186,17 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
             return run(ring, *inputs, schedule=schedule)
         results: Tensors = ()
         for i in range(count):
+            # The dropout depends on the index of a head among all heads, so every chunk must know the index of its
+            # first head.
             chunk_ring = replace(ring, first_head=ring.first_head + i * (q.shape[2] // count))
             chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
             chunk = run(chunk_ring, *chunk_inputs, schedule=schedule)
+            # The results are allocated after the first chunk, because only the chunk knows their dtypes and their
+            # last dimensions.
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)
-            del chunk, x, y  # before the next chunk allocates memory
+            del chunk, x, y  # the next chunk can then reuse their memory
         return results
 
     return run_chunks
@@ -201,9 +222,11 @@ class Ring:
 
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
-        """Return the ring that a spec describes. The first call for a group is a handshake, see `connect.connect`."""
+        """Return the ring that `spec` describes. The first call for a group performs a handshake, see `connect.connect`."""
         transport = connect.connect(spec.group, device, spec.transport, call)
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
+        # The documents become a tuple of integers, which can be hashed. Reading them does not wait for the GPU,
+        # because operators carry them on the CPU.
         plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
         keep_for_graph(plan, device)
         options = spec.scale, spec.dropout_p, spec.seed, spec.first_head, spec.backend, spec.precision
@@ -234,6 +257,8 @@ class Ring:
         schedule: str = "auto",
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the dtypes of q, k, v."""
+        # A single rank receives no partial gradients, so the kernel can write the gradients in the dtypes of the
+        # inputs.
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, dout, lse, (out, dlse))
         chosen = self.plan.choose_schedule(schedule, backward_work(q, k, v), self.transport.interconnect)
@@ -245,6 +270,7 @@ class Ring:
 
         Everything is computed before the pass begins, so that the host does not delay a pass in progress.
         """
+        # The same plan serves all layers of a model, so only the first layer computes the schedule and the intervals.
         schedule = self.plan.schedule(name, results, self.transport.interconnect.all_pairs)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
@@ -254,8 +280,10 @@ class Ring:
         return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries circulate, and each rank adds what its keys contribute to their states."""
+        """Queries circulate, and each rank adds the contribution of its keys to the states of the queries."""
         schedule, prepared = self._prepare("state", results=True)
+        # The empty state is the identity of the merge. The own rows that no local step covers keep this state, which
+        # finalises to out = 0 and lse = -inf.
         own_state = PartialState.empty(q, v.shape[-1])
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
@@ -269,6 +297,8 @@ class Ring:
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values circulate, and the kernels update the state of the resident queries in place."""
         schedule, prepared = self._prepare("kv", results=False)
+        # The state stays in the accumulators of this rank, and the kernel of the last local step can divide by l
+        # itself. This saves a kernel that reads and writes the whole state.
         last = schedule.last_owner(self.transport.rank)
         state = None
 
@@ -294,7 +324,10 @@ class Ring:
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries circulate with dout, lse and delta. dq returns to its owner, and dk and dv accumulate here."""
+        """Queries circulate with dout, lse and delta.
+
+        dq returns to the owner of the queries, and dk and dv accumulate on this rank.
+        """
         schedule, prepared = self._prepare("state", results=True)
         (own_dq,) = _zeros(q)
         dk = dv = None
@@ -304,7 +337,8 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # Rows of one batch entry are contiguous, so the kernel can add to them itself.
+            # The kernel can accumulate into a slice of rows only if the slice is contiguous. This is the case for one batch
+            # entry. With several batch entries, the kernel writes a new dq, which is added afterwards.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.scale, dq, dk, dv, grad_dtype=dtype, **options
@@ -312,6 +346,8 @@ class Ring:
             return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
+        # delta = sum(out * dout) is computed once by the owner. It circulates instead of out, because it is smaller
+        # by a factor of the head dim.
         block = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
         grads = _GradientSum((own_dq,), (q,))
         run_schedule(schedule, self.transport, block, compute, (own_dq,), _add, grads.merge_arrivals, label)
@@ -320,14 +356,18 @@ class Ring:
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values circulate. dk and dv return to their owner, and dq accumulates here."""
+        """Keys and values circulate. dk and dv return to the owner of the keys, and dq accumulates on this rank."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
+        # dq accumulates over all local steps inside `IncrementalBackward`, so the work that does not depend on the
+        # keys is done only once.
         options = {"backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
         kernel = dispatch.IncrementalBackward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
+            # As in `_backward_state`, the kernel can accumulate in place only if the rows are contiguous, which they
+            # are for one batch entry.
             accumulators = (into or (None, None)) if q.shape[0] == 1 else (None, None)
             partial_grads = kernel.add(*block, intervals, *accumulators, options["dropout"])
             return partial_grads if into is None or accumulators[0] is not None else _add(into, partial_grads)
@@ -338,8 +378,9 @@ class Ring:
         return kernel.finish(), *grads.rounded
 
 
-# The layers of a model ask for the same plan one after the other. At 4,096 tokens per rank, even 10 us on the host matter, so
-# the key consists of the values that operators carry, from which no mask or layout needs to be built.
+# All layers of a model use the same plan, one layer after the other. At 4,096 tokens per rank, even 10 us on the host matter.
+# Therefore the key of this cache consists of the values that operators carry, and a cached plan is found without building a
+# mask or a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
     is_causal: bool,

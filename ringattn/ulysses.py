@@ -1,14 +1,14 @@
 """Ulysses x ring: an all-to-all inside groups of U ranks, and a ring across R groups (Jacobs et al. 2023, DeepSpeed-Ulysses).
 
-A rank holds N tokens of all heads. An all-to-all among the U ranks of its group gives each of them the tokens of all U ranks
-for Hq / U heads. These tokens are one shard of the ring's layout. Attention runs on a ring of R ranks, and a second all-to-all
+A rank holds N tokens of all heads. An all-to-all among the U ranks of its group gives each rank the tokens of all U ranks for
+Hq / U heads. These tokens are one shard of the ring's layout. Attention runs on a ring of R ranks, and a second all-to-all
 returns the outputs:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-The all-to-all moves fewer bytes than a ring as long as there are many heads, and the ring scales further when heads run out.
-Heads
-are processed in chunks: attention works on one chunk while the next one arrives and the previous one returns.
+The all-to-all moves fewer bytes than a ring as long as there are many heads. The ring scales to more ranks than there are
+heads. The heads are processed in chunks: attention works on one chunk while the next chunk arrives and the previous chunk
+returns.
 """
 
 import warnings
@@ -54,34 +54,36 @@ def ulysses_attention(
     recompute_all_to_all: bool = False,
     exchange_again: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks. Has autograd.
+    """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
+
+    The call is differentiable.
 
     Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
 
     If there are fewer key heads than U, or if query heads of several ranks use the same key head, the key head is sent to each
-    of these ranks. Their gradients return in the dtype of the inputs and are then summed.
+    of these ranks. The gradients of these copies return in the dtype of the inputs and are then summed.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
         k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. Dtypes and devices as for `ring_attention`.
-        layout: of the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
+        layout: the layout over the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
         mask: which keys each position may attend to; the same on all ranks.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone, U = 1.
         ring_group: the R ranks of the ring; None for this rank alone, R = 1.
         scale, dropout_p, seed, schedule, backend, precision: as for `ring_attention`.
         transport: as for `ring_attention`; it is used for the ring and for the all-to-all.
         return_lse: also return the log-sum-exp of the scores.
-        recompute_all_to_all: save q, k and v as they were passed, and repeat the all-to-all in the backward. By default the
-            results of the all-to-all are saved. Repeating it takes more time. It saves memory if q, k and v are saved or
-            recomputed anyway.
+        recompute_all_to_all: save q, k and v as they were passed, and repeat the all-to-all in the backward pass. By default,
+            the results of the all-to-all are saved instead. Repeating the all-to-all takes more time, but saves memory if q, k
+            and v are saved or recomputed anyway.
         exchange_again: deprecated name of `recompute_all_to_all`.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, N, Hq) is fp32 (fp64 for fp64 inputs).
 
     Raises:
-        ValueError: U does not divide the query heads, the layout is split for another U, or an argument is one that
-            `ring_attention` rejects.
+        ValueError: U does not divide the number of query heads, the layout is split for a number of ranks other than U, or
+            `ring_attention` would reject an argument.
     """
     if exchange_again is not None:
         warnings.warn("exchange_again is deprecated: use recompute_all_to_all", DeprecationWarning, stacklevel=2)
@@ -95,14 +97,18 @@ def ulysses_attention(
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
     options |= dict(schedule=schedule, transport=transport)
+    # With one rank per Ulysses group there is no all-to-all, so this call is a plain ring call, without chunks and copies of
+    # key heads.
     if size == 1:
         return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options)
+    # Copying key heads before the operator lets autograd sum the gradients of the copies.
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
     attention = AttentionSpec.create(
         mask,
         layout.whole,
         group="" if ring_group is None else ring_group.group_name,
+        # Rank u of the Ulysses group attends with the heads from u * Hq / U on, whichever ranks hold the tokens.
         first_head=rank * (q.shape[2] // size),
         **options | dict(dropout_p=float(dropout_p)),
     )
@@ -120,18 +126,18 @@ def ulysses_attention(
 
 
 class UlyssesSpec(NamedTuple):
-    """The settings of a call: those of the all-to-all, and those of attention on the ring."""
+    """The settings of a call: the settings of the all-to-all and the settings of attention on the ring."""
 
-    tokens: list[int]  # of each rank of the Ulysses group
+    tokens: list[int]  # number of tokens of each rank of the Ulysses group
     ulysses_group: str
     with_lse: bool  # whether the caller receives lse
     recompute_all_to_all: bool
-    chunks: int  # of the heads of a rank
+    chunks: int  # number of chunks into which the heads of a rank are divided
     attention: AttentionSpec
 
 
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
-    """Check that heads, layout and tokens suit the groups, given as (this rank, number of ranks)."""
+    """Check that the heads, the layout and the tokens suit the groups. Each group is given as (this rank, number of ranks)."""
     if q.shape[2] % ulysses[1]:
         raise ValueError(
             f"{q.shape[2]} query heads cannot be divided among the {ulysses[1]} ranks of the Ulysses group: use a smaller "
@@ -160,11 +166,18 @@ class _HeadChunks:
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
         """Create for each chunk the exchange that collects all tokens of its heads, for tensors like these."""
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
+        # All exchanges are created before the first send, because `AllToAll.start` requires this. A receive buffer
+        # can then be allocated once for all of them.
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
 
     def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
-        """Send the chunks of the tensors and yield each one when it is complete. The next chunk is sent before that."""
+        """Send the chunks of the tensors, and yield each chunk when it has arrived.
+
+        The next chunk is sent before a chunk is yielded.
+        """
+        # Chunk i + 1 is sent before chunk i is waited for, so its messages are in flight while attention works on
+        # chunk i.
         for chunk in range(self.chunks + 1):
             if chunk < self.chunks:
                 exchanges[chunk].send(tensors, HeadSlice(self.ranks, self.chunks, chunk), self.tokens)
@@ -194,6 +207,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor
     ring = Ring.of(spec.attention, q.device, call)
     transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
+    # Both directions are created before the first send. The results of a chunk return while later chunks are
+    # computed, so both directions are in flight at the same time.
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved, lses = [], []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
@@ -201,6 +216,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor
         heads.send_back(outputs, chunk, out)
         saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
+    # After `finish`, the other ranks may write into the receive buffer of this rank again, so everything must have been
+    # received before.
     (out,) = outputs.wait()
     heads.all_to_all.finish()
     lse = _lse_to_tokens(torch.cat(lses, 2), spec) if spec.with_lse else lses[0].new_empty(0)
@@ -211,6 +228,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
     inputs: Tensors = ()
     if spec.recompute_all_to_all:
         inputs, saved = tuple(saved[:3]), saved[3:]
+    # Saved per chunk: (out, lse) if the all-to-all is recomputed, and otherwise (q, k, v, out, lse).
     per_chunk = 2 if spec.recompute_all_to_all else 5
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     ring = Ring.of(spec.attention, dout.device)
@@ -225,6 +243,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
     for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
         *saved_block, out, lse = chunks[chunk]
+        # The gathered q, k and v of this chunk were either received just now or saved in the forward pass.
         block = block or saved_block
         chunk_ring = _ring_of_chunk(ring, chunk, block[0], transport)
         results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk], schedule=spec.attention.schedule)
@@ -241,18 +260,22 @@ def _ring_of_chunk(ring: Ring, chunk: int, q: Tensor, transport: Transport) -> R
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
-    """Return a tensor with the shape of the output that occupies no memory."""
+    """Return a tensor that has the shape of the output but occupies almost no memory."""
+    # Only the shape is read. Expanding a scalar creates a tensor of any shape with a single element of memory.
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 
 def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
-    """Return tensors with the shapes of q, k and v that occupy no memory."""
+    """Return tensors that have the shapes of q, k and v but occupy almost no memory."""
     shares = dout.shape[2] // saved[0].shape[2]
     return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in saved[:3])
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
-    """All-to-all from (B, sum of tokens, Hq / U) to (B, N, Hq). Its pieces of a few bytes are packed and go point to point."""
+    """All-to-all from (B, sum of tokens, Hq / U) to (B, N, Hq).
+
+    Its pieces have only a few bytes, so they are packed into point-to-point messages.
+    """
     heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)
@@ -273,6 +296,7 @@ def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[T
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
     chunk = results if spec.recompute_all_to_all else [*block, *results]
     lse = q.new_empty(q.shape[:3] if spec.with_lse else 0, dtype=lse_dtype)
+    # Outputs of an operator must not share memory with each other, so every chunk gets its own copies.
     return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(spec.chunks) for x in chunk]
 
 
