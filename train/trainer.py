@@ -49,7 +49,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         raise TrainingStopped
     with preemption.acquire_run_directory(directory):
         checkpoint, parent = find_checkpoint(config, directory)
-        run = build(config, initial_weights.choose(config) if checkpoint is None else None)
+        run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
         run.parent = parent
         describe(run, directory)
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
@@ -121,7 +121,7 @@ def find_checkpoint(config: Config, directory: Path) -> tuple[Path | None, str |
     found = None, None
     with sync_errors():
         if dist.get_rank() == 0:
-            found = resume_rules.choose(directory / "checkpoints", config.trainer)
+            found = resume_rules.choose_checkpoint(directory / "checkpoints", config.trainer)
     return broadcast_object(found)
 
 

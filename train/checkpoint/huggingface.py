@@ -1,8 +1,8 @@
-"""Models in the format of Hugging Face's transformers: a folder of config.json and safetensors.
+"""Read and describe models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
 
-Llama's architecture is that of `ringattn.train.model.gpt` under other names; so are Mistral's, which has a window, and those of
-Qwen 2 (`model.qkv_bias`) and 3 (`model.qk_norm`). A run may begin with such a model (`trainer.init_from`), and what was trained
-can be written as one (`scripts/tools/export_huggingface.py`).
+`ringattn.train.model.gpt` has the architecture of Llama, with different names for its weights. With a window it is that of
+Mistral, with `model.qkv_bias` that of Qwen 2, and with `model.qk_norm` that of Qwen 3. A run can start from such a model
+(`trainer.init_from`), and `scripts/tools/export_huggingface.py` writes a trained model in this format.
 """
 
 import json
@@ -20,7 +20,11 @@ from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 
-NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}  # ours: theirs
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}  # our name: name in Hugging Face's format
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm.weight",
     "query.weight": "self_attn.q_proj.weight",
@@ -37,9 +41,9 @@ BLOCK_NAMES = {
     "up.weight": "mlp.up_proj.weight",
     "down.weight": "mlp.down_proj.weight",
 }
-# what else a config.json may ask for, and the only value that the model has
+# Further settings that a config.json may contain, with the only value that our model supports.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-TURNS = {  # the same of scaled rotary angles
+ROPE_FIXED = {  # the same for scaled rotary positions, by rope_type
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
@@ -50,8 +54,8 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# what transformers takes where config.json says nothing, and other types do otherwise
-LEFT_OUT = {
+# Defaults of transformers for settings that are missing in config.json, if they depend on the type of model.
+DEFAULTS = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
@@ -59,32 +63,32 @@ LEFT_OUT = {
 
 
 def is_model(path: Path) -> bool:
-    """Whether `path` is a folder of this format, rather than a checkpoint of ours."""
+    """Return whether `path` is a folder in Hugging Face's format, and not a checkpoint of this package."""
     return (path / "config.json").is_file()
 
 
 def their_name(name: str) -> str:
-    """Of a parameter of `ringattn.train.model.gpt.GPT`."""
+    """Return the name in Hugging Face's format of a parameter of `ringattn.train.model.gpt.GPT`."""
     if match := re.fullmatch(r"blocks\.(\d+)\.(.*)", name):
         return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}"
     return NAMES[name]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The model of the folder `path` in the terms of ModelConfig.
+    """Return the settings of the model in the folder `path`, with the names of ModelConfig.
 
     Raises:
-        ConfigError: config.json cannot be read, or asks for what the model here has not.
+        ConfigError: config.json cannot be read, or requires a feature that our model does not support.
     """
     try:
         config = json.loads((path / "config.json").read_text())
-        config = LEFT_OUT.get(config["model_type"], {}) | config
-        unknown = _unknown(config)
-        settings = {} if unknown else _settings(config)
+        config = DEFAULTS.get(config["model_type"], {}) | config
+        unsupported = _unsupported(config)
+        settings = {} if unsupported else _settings(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path}/config.json is of no model that is known here: {type(error).__name__}: {error}") from error
-    if unknown:
-        raise ConfigError(f"{path}/config.json: {unknown}: choose another model")
+        raise ConfigError(f"{path}/config.json does not describe a supported model: {type(error).__name__}: {error}") from error
+    if unsupported:
+        raise ConfigError(f"{path}/config.json: {unsupported}: choose another model")
     return settings
 
 
@@ -114,12 +118,12 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _unknown(config: dict[str, Any]) -> str:
-    """What `config` asks for and the model here has not; "" if there is nothing."""
+def _unsupported(config: dict[str, Any]) -> str:
+    """Describe the first feature in `config` that our model does not support; "" if there is none."""
     rope, kind = _rope(config)
-    asked = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *TURNS))}
+    asked = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *ROPE_FIXED))}
     asked |= {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
-    asked |= {name: (rope.get(name, value), (value,)) for name, value in TURNS.get(kind, {}).items()}
+    asked |= {name: (rope.get(name, value), (value,)) for name, value in ROPE_FIXED.get(kind, {}).items()}
     asked["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
     if kind == "yarn":
         asked["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
@@ -128,24 +132,24 @@ def _unknown(config: dict[str, Any]) -> str:
         asked["layer_types"] = " and ".join(sorted(types)), ("one of them",)
     for name, (value, known) in asked.items():
         if value not in known:
-            return f"{name} is {value}, and the model here has only {' or '.join(map(str, known))}"
+            return f"{name} is {value}, but only {' or '.join(map(str, known))} is supported"
     return ""
 
 
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """What is said of rotary angles, and how they are scaled."""
+    """Return the settings of rotary positions, and how they are scaled."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope, rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """As transformers looks for it."""
+    """Return the length that the model was trained on, which transformers accepts in several places."""
     name = "original_max_position_embeddings"
     return config.get(name) or rope.get(name) or config["max_position_embeddings"]
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
-    """Of layers with a window, "sliding_attention", and without one, "full_attention": which there are."""
+    """Return the types of layers: "sliding_attention" for layers with a window, "full_attention" for the others."""
     if config["model_type"] not in ("qwen2", "qwen3"):
         return {"sliding_attention" if config["model_type"] == "mistral" else "full_attention"}
     if not config.get("use_sliding_window"):
@@ -155,47 +159,51 @@ def _layer_types(config: dict[str, Any]) -> set[str]:
 
 
 def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Of the folder's model, what may be otherwise in the settings and is, as rope_theta; "" if all is the same.
+    """Describe the settings that differ from those of the folder's model, among those that may differ; "" if none differs.
 
     Args:
+        path: of the folder.
+        model: the settings of the run.
         vocab_size: of the run's tokenizer.
 
     Raises:
-        ConfigError: what may not, since it gives parameters their shapes; or fewer tokens than the tokenizer has.
+        ConfigError: a setting differs that determines the shapes of weights, or the model has fewer tokens than the tokenizer.
     """
     theirs = read_settings(path)
     rows = theirs.pop("vocab_size")
     if rows < vocab_size:
-        raise ConfigError(f"{path} has {rows} tokens, fewer than the tokenizer's {vocab_size}: set data.tokenizer to its own")
+        raise ConfigError(
+            f"{path} has {rows} tokens, fewer than the {vocab_size} of the tokenizer: set data.tokenizer to the model's own"
+        )
     if rows > padded_vocabulary(model, vocab_size):
-        raise ConfigError(f"{path} has {rows} tokens, more than the model here: set model.vocab_size={rows}")
-    if theirs["rope_factor"] is None:  # nothing to compare these with
+        raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
+    if theirs["rope_factor"] is None:  # without scaling these have no meaning
         del theirs["rope_trained_len"], theirs["rope_scaling"]
     changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
     named = {"resolved_head_dim": "head_dim", "resolved_ffn_dim": "ffn_dim"}
     listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
     if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
-        raise ConfigError(f"{path} is a model of {listed}: set the same")
+        raise ConfigError(f"{path} is a model of {listed}: use the same settings")
     return listed
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Fill the parameters of `model`, of which each rank reads the rows that it holds. Further rows of a vocabulary stay.
+    """Load the weights of a folder into `model`. Each rank reads only the rows of its shards.
+
+    If the vocabulary of the model is larger, its additional rows keep their values.
 
     Raises:
-        ConfigError: a tensor is missing or of another shape, or a file cannot be read.
+        ConfigError: a tensor is missing or has a different shape, or a file cannot be read.
     """
     find = _finder(path)
     for name, parameter in model.state_dict().items():
         stored = find(their_name(name))
         if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-            raise ConfigError(
-                f"{path}: {their_name(name)} is {dtype}, a model that was quantized: choose the one it was made of"
-            )
+            raise ConfigError(f"{path}: {their_name(name)} is {dtype}, so the model is quantized: use the original model")
         shape = tuple(stored.get_shape())
         num_rows = min(shape[0], len(parameter)) if name in ("embedding", "head") else len(parameter)
         if shape != (num_rows, *parameter.shape[1:]):
-            raise ConfigError(f"{path}: {their_name(name)} has shape {shape}, in this run {tuple(parameter.shape)}")
+            raise ConfigError(f"{path}: {their_name(name)} has shape {shape}, but {tuple(parameter.shape)} in this run")
         own, first = _own_rows(parameter)
         last = min(first + len(own), num_rows)
         if first < last:
@@ -203,20 +211,20 @@ def load(path: Path, model: nn.Module) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """What this rank holds of a parameter that is cut as `torch.chunk` does, and which row of it comes first."""
+    """Return this rank's rows of a parameter, and the index of the first one. DTensors are split as by `torch.chunk`."""
     if not isinstance(parameter, DTensor):
         return parameter, 0
     return parameter.to_local(), parameter.device_mesh.get_local_rank() * -(-len(parameter) // parameter.device_mesh.size())
 
 
 def _finder(path: Path) -> Callable[[str], Any]:
-    """A function that finds a tensor of the folder by name, as something to cut rows from."""
+    """Return a function that finds a tensor of the folder by its name. Its result can be sliced without reading all of it."""
     from safetensors import SafetensorError, safe_open
 
     try:
         index = path / "model.safetensors.index.json"
         whole = path / "model.safetensors"
-        if whole.is_file():  # an index beside it may be of files before
+        if whole.is_file():  # an index next to it may belong to older files
             known = [whole]
         elif index.is_file():
             known = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
@@ -229,28 +237,31 @@ def _finder(path: Path) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         if name not in where:
-            raise ConfigError(f"{path} has no {name} in its *.safetensors: give the whole folder of a model")
+            raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
         return where[name].get_slice(name)
 
     return find
 
 
 def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json of a model.
+    """Return the content of config.json for a model.
 
     Args:
-        vocab_size: rows of its embedding.
-        seq_len: tokens of the sequences it was trained on.
+        model: its settings.
+        vocab_size: the number of rows of its embedding.
+        seq_len: the number of tokens of the sequences it was trained on.
+        eos: the end-of-text token.
+        dtype: of the weights.
 
     Raises:
-        ConfigError: transformers has no such model.
+        ConfigError: transformers has no such architecture.
     """
     model_type, more = _model_type(model), {}
     if model.window:
         more = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
     if model.rope_factor is not None:
         stretch = {"factor": model.rope_factor, "original_max_position_embeddings": model.rope_trained_len}
-        more["rope_scaling"] = {"rope_type": model.rope_scaling, **stretch, **TURNS[model.rope_scaling]}
+        more["rope_scaling"] = {"rope_type": model.rope_scaling, **stretch, **ROPE_FIXED[model.rope_scaling]}
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -275,7 +286,9 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
 
 def _model_type(model: ModelConfig) -> str:
     if model.qkv_bias and model.qk_norm:
-        raise ConfigError("transformers has no model with both model.qkv_bias and model.qk_norm: export one with either")
+        raise ConfigError(
+            "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"
+        )
     if model.qkv_bias or model.qk_norm:
         return "qwen2" if model.qkv_bias else "qwen3"
     return "mistral" if model.window else "llama"

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and what that was trained with beside the settings of the run."""
+"""Choose the checkpoint that a run resumes from, and compare the settings it was trained with to the settings of the run."""
 
 import json
 from collections.abc import Iterable
@@ -9,44 +9,46 @@ from typing import Any
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, TrainerConfig
 
-COMPARED = ("model", "data", "parallel", "optim", "trainer")  # groups of settings
-FIXED = ("model.", "data.mask_documents")  # of these, what parameters mean
+COMPARED = ("model", "data", "parallel", "optim", "trainer")  # the groups of settings that are compared
+FIXED = ("model.", "data.mask_documents")  # settings that must not change, because the weights depend on their meaning
+# Settings that may change without notice. Instead of data.path, the corpus itself is compared.
 FREE = (
-    *("data.path", "parallel.timeout_s"),  # the first is compared as the corpus
+    *("data.path", "parallel.timeout_s"),
     *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
     *("trainer.time_limit_s", "trainer.eval_every"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
     *("trainer.sample_tokens", "trainer.sample_prompt"),
 )
 
-SCALING = ("model.rope_trained_len", "model.rope_scaling")  # without a rope_factor they mean nothing
+SCALING = ("model.rope_trained_len", "model.rope_scaling")  # unused without a rope_factor
 
-Changes = dict[str, tuple[Any, Any]]  # settings that are not as they were, by name: (then, now)
+Changes = dict[str, tuple[Any, Any]]  # settings that differ, by name: (value of the checkpoint, value of this run)
 
 
-def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
-    """The checkpoint to go on from, if any, and its run's origin: the checkpoint of another run that it began from, if any.
+def choose_checkpoint(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
+    """Return the checkpoint to resume from, and the checkpoint of a different run that this run branched from; None if none.
 
-    A path in `own` goes back to that checkpoint, at every launch. Another path is where a run begins: as soon as it has a
-    checkpoint of its own it goes on from there, so that the same command resumes it.
+    With the path of a checkpoint of this run, every launch goes back to that checkpoint. With the path of a checkpoint of a
+    different run, this run branches from it. When the run has a checkpoint of its own, it resumes from that one, so the same
+    command can be repeated.
 
     Args:
-        own: the run's directory of checkpoints.
-        trainer: `resume` and `init_from`.
+        own: the directory of the run's checkpoints.
+        trainer: its settings `resume` and `init_from` are used.
 
     Raises:
-        ConfigError: the run has checkpoints already, and was not begun as these say; or one cannot be read.
+        ConfigError: the run already has checkpoints but did not start as these settings say, or a checkpoint cannot be read.
     """
     newest, choice = storage.latest(own), trainer.resume
     if newest is not None and trainer.init_from is not None:
         begun = _init_from(storage.read_meta(newest))
         if begun is None or Path(begun).expanduser().resolve() != Path(trainer.init_from).expanduser().resolve():
             raise ConfigError(
-                f"trainer.init_from={trainer.init_from}, but {newest} is of a run that began with "
-                f"{begun or 'parameters of its own'}: give the run another name, or leave trainer.init_from out"
+                f"trainer.init_from={trainer.init_from}, but {newest} belongs to a run that started from "
+                f"{begun or 'random weights'}: choose another name for this run, or remove trainer.init_from"
             )
     if choice == "never" and newest is not None:
-        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: give the run another name")
+        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: choose another name for this run")
     if choice in ("auto", "never"):
         return newest, _origin(newest) if newest else None
     path = Path(choice).expanduser().resolve()
@@ -56,26 +58,27 @@ def choose(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
         return path, str(path)
     if _origin(newest) != str(path):
         raise ConfigError(
-            f"trainer.resume={choice}, but {newest} is of a run that did not begin from it and would be lost: give the run "
-            "another name, or leave trainer.resume out"
+            f"trainer.resume={choice}, but {newest} belongs to a run that did not branch from it and would be lost: choose "
+            "another name for this run, or remove trainer.resume"
         )
     return newest, str(path)
 
 
 def inherit(path: Path, own: Path, meta: dict[str, Any], config: Config) -> None:
-    """Set what a launch that goes on from the checkpoint at `path`, with this `meta`, need not say again.
+    """Take settings that the user does not have to repeat from the checkpoint at `path` with this `meta`, into `config`.
 
-    That is the warmup, or a raised `trainer.steps` would begin another one, and, of a checkpoint in `own`, how the run began.
+    The warmup is taken over, because a larger `trainer.steps` would otherwise imply a longer warmup. If the checkpoint is in
+    `own`, `trainer.init_from` is taken over as well.
 
     Raises:
-        ConfigError: steps that end within that warmup.
+        ConfigError: the run would end within the warmup.
     """
     if config.optim.warmup_steps is None:
         config.optim.warmup_steps = kept = meta["config"]["optim"]["warmup_steps"]
         if kept > config.trainer.steps:
             raise ConfigError(
-                f"trainer.steps={config.trainer.steps} would end in the warmup of {kept} steps that {path} began: train "
-                "longer, or set optim.warmup_steps"
+                f"trainer.steps={config.trainer.steps} would end within the warmup of {kept} steps of {path}: use more steps, "
+                "or set optim.warmup_steps"
             )
     if path.parent.resolve() == own.resolve():
         config.trainer.init_from = _init_from(meta)
@@ -90,46 +93,52 @@ def _origin(path: Path) -> str | None:
 
 
 def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """What the checkpoint at `path`, with this `meta`, was trained with and is not to be trained with; "" if all is the same.
+    """Describe the settings that differ from those the checkpoint at `path` was trained with; "" if none differs.
+
+    Args:
+        path: of the checkpoint.
+        meta: of the checkpoint.
+        config: the settings of this run.
+        tokens_per_step: of this run.
 
     Raises:
-        ConfigError: another model; or steps that are all done already, with other settings.
+        ConfigError: the model differs, or all steps are completed already and a setting differs.
     """
     changed = _changes(meta, config, COMPARED)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
         changed = {"tokens_per_step": (before, tokens_per_step)} | changed
     if fixed := [name for name in changed if name.startswith(FIXED)]:
         raise ConfigError(
-            f"{path} was trained with {_listed(changed, fixed)}: resume with the same, or give the run another name"
+            f"{path} was trained with {_listed(changed, fixed)}: resume with the same settings, or choose another name"
         )
-    # who shares the work means nothing where none is left: a run that has ended samples again on any ranks
+    # A completed run may be sampled again on any number of ranks, so these settings do not matter.
     asked = [name for name in changed if not name.startswith(("parallel.", "tokens_per_step"))]
     if asked and meta["step"] >= config.trainer.steps:
         raise ConfigError(
-            f"{path} has done all {meta['step']} steps, with {_listed(changed, asked)}: give the run another name, or raise "
-            "trainer.steps"
+            f"{path} has completed all {meta['step']} steps, with {_listed(changed, asked)}: choose another name for this run, "
+            "or raise trainer.steps"
         )
     return _listed(changed, changed)
 
 
 def model_differences(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Of the model that the checkpoint at `path`, with this `meta`, holds, what may be otherwise in the settings and is.
-
-    "" if all is the same.
+    """Describe the model settings that differ from those of the checkpoint at `path`, among those that may differ; "" if none.
 
     Raises:
-        ConfigError: another number of heads, of which shapes need not tell; other shapes are refused where they are read.
+        ConfigError: the number of heads differs, which shapes may not reveal. Different shapes raise an error when they are
+            read.
     """
     changed = _changes(meta, config, ("model",))
     if fixed := [name for name in changed if name in ("model.heads", "model.kv_heads")]:
-        raise ConfigError(f"{path} is a model of {_listed(changed, fixed)}: set the same")
+        raise ConfigError(f"{path} contains a model with {_listed(changed, fixed)}: use the same settings")
     return _listed(changed, changed)
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
     now, unset = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
     unscaled = now["model"]["rope_factor"] is None and meta["config"]["model"].get("rope_factor") is None
-    pairs = {  # a setting that the checkpoint does not know was as it is where nothing is set
+    # A setting that the checkpoint does not contain did not exist yet, so it had its default value.
+    pairs = {
         f"{group}.{name}": (meta["config"][group].get(name, unset[group][name]), value)
         for group in groups
         for name, value in now[group].items()

@@ -111,7 +111,7 @@ class PackedDataset:
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of the documents in this epoch, where each of them ends in the stream, and the order of sequences."""
+        """Return the order of documents in this epoch, the position where each document ends, and the order of sequences."""
         if self._epoch_order[0] != epoch:
             # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])

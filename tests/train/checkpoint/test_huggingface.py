@@ -48,39 +48,42 @@ def test_a_folder_is_the_same_model_here(changes, tmp_path):
 
 WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
 REFUSED = {
-    "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, and the model here has only llama or mistral"),
-    "no kind": ({"model_type": None}, "known here: KeyError: 'model_type'"),
+    "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, but only llama or mistral"),
+    "no kind": ({"model_type": None}, "supported model: KeyError: 'model_type'"),
     "a window in some layers": (WINDOW | {"max_window_layers": 1}, "layer_types is full_attention and sliding_attention"),
     "a window in some layers, listed": (
         WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
-        "layer_types is full_attention and sliding_attention, and the model here has only one of them",
+        "layer_types is full_attention and sliding_attention, but only one of them",
     ),
-    "biases of Qwen 2": ({"model_type": "qwen2"}, r"is a model of .*model.qkv_bias=True \(now False\).*: set the same"),
-    "norms of Qwen 3": ({"model_type": "qwen3"}, r"is a model of .*model.qk_norm=True \(now False\).*: set the same"),
-    "biases": ({"attention_bias": True}, "attention_bias is True, and the model here has only False"),
-    "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, and the model here has only False"),
-    "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, and the model here has only silu"),
+    "biases of Qwen 2": (
+        {"model_type": "qwen2"},
+        r"is a model of .*model.qkv_bias=True \(now False\).*: use the same settings",
+    ),
+    "norms of Qwen 3": ({"model_type": "qwen3"}, r"is a model of .*model.qk_norm=True \(now False\).*: use the same settings"),
+    "biases": ({"attention_bias": True}, "attention_bias is True, but only False"),
+    "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, but only False"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, but only silu"),
     "slow angles otherwise": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
     "angles scaled by nothing": (
         {"rope_parameters": LLAMA3 | {"factor": None}},
-        "known here: TypeError",
+        "supported model: TypeError",
     ),
-    "sizes that are none": ({"vocab_size": "259"}, "known here: TypeError"),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "known here: ZeroDivisionError"),
+    "sizes that are none": ({"vocab_size": "259"}, "supported model: TypeError"),
+    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "supported model: ZeroDivisionError"),
     "scaled angles": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
-    "yarn otherwise": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, and the model here has only 32.0"),
+    "yarn otherwise": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
     "yarn not rounded": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
     "yarn, sharper": ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5, .*None or 1.1386"),
-    "yarn, scaled twice": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, and the model here has only None"),
+    "yarn, scaled twice": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, but only None"),
     "some features turned": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, .*only None or 1.0"),
     "yarn, truncated by nothing": ({"rope_parameters": YARN | {"truncate": None}}, "truncate is None, .*only True"),
     "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
     "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
     "scaled angles, older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
-    "no sizes": ({"hidden_size": None}, "known here: KeyError: 'hidden_size'"),
-    "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the tokenizer's 257: set data.tokenizer"),
-    "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model here: set model.vocab_size=1000"),
-    "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\), .*: set the same"),
+    "no sizes": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
+    "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the 257 of the tokenizer: set data.tokenizer"),
+    "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model of this run: set model.vocab_size=1000"),
+    "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\), .*: use the same settings"),
     "other heads": ({"num_key_value_heads": None}, r"is a model of model.kv_heads=4 \(now 2\)"),
 }
 
@@ -175,7 +178,7 @@ def test_quantized_parameters_are_refused(tmp_path):
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         save_file({name: x.to(torch.float8_e4m3fn) if "proj" in name else x for name, x in tensors.items()}, file)
-    with pytest.raises(ConfigError, match="q_proj.weight is F8_E4M3, a model that was quantized"):
+    with pytest.raises(ConfigError, match="q_proj.weight is F8_E4M3, so the model is quantized"):
         huggingface.load(folder, GPT(settings_of(folder), 257))
 
 
@@ -206,7 +209,7 @@ def test_what_may_change_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ({"model.norm.weight": torch.ones(31)}, r"model.norm.weight has shape \(31,\), in this run \(32,\)"),
+        ({"model.norm.weight": torch.ones(31)}, r"model.norm.weight has shape \(31,\), but \(32,\)"),
         ({}, "has no model.norm.weight in its"),
         (b"junk", "cannot be read: "),
     ],
@@ -245,5 +248,5 @@ def test_settings_survive_a_folder(settings, tmp_path):
 
 
 def test_a_model_that_transformers_has_not_is_not_exported():
-    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm: export one with either"):
+    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
         huggingface.config_of(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
