@@ -163,11 +163,13 @@ def plot_loss(path: Path, output: Path) -> None:
     figure = Figure(figsize=(11 if evaluated else 7, 4), layout="constrained")
     panels = figure.subplots(1, 2 if evaluated else 1, squeeze=False)[0]
     x = "total_tokens" if records and all("total_tokens" in record for record in records) else "step"
-    panels[0].plot([record[x] for record in records], [record["loss"] for record in records], linewidth=1.2, label="training")
+    positions, losses = [record[x] for record in records], [record["loss"] for record in records]
+    panels[0].plot(positions, losses, linewidth=0.6, alpha=0.3, color="C0")
+    panels[0].plot(positions, _smooth(losses), linewidth=1.5, color="C0", label="training, smoothed")
     panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
     if evaluated:
         losses = [record["eval_loss"] for record in evaluated]
-        panels[0].plot([record[x] for record in evaluated], losses, "o-", label="held-out text")
+        panels[0].plot([record[x] for record in evaluated], losses, "o-", color="C1", label="held-out text")
         panels[0].legend(frameon=False)
         _plot_by_context(panels[1], evaluated[-1])
     for axes in panels:
@@ -175,6 +177,12 @@ def plot_loss(path: Path, output: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=150)
+
+
+def _smooth(losses: list[float]) -> list[float]:
+    """Return the mean of the losses up to each step, over the last fiftieth of all steps."""
+    width = max(len(losses) // 50, 1)
+    return [statistics.fmean(losses[max(i - width + 1, 0) : i + 1]) for i in range(len(losses))]
 
 
 def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
