@@ -1,10 +1,11 @@
-"""Activation checkpointing that never computes attention twice: its results are saved, and everything else is recomputed.
+"""Activation checkpointing that never computes attention twice: attention results are saved, everything else is recomputed.
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-with `torch.utils.checkpoint.checkpoint`. The selective policies of torch can do the same, but they ask Python about every
-operation of the block. That takes longer on the host than the short kernels of a block take on the GPU. A `torch.compile` of
-the whole checkpoint supports only such policies, and gets one.
+Here `checkpoint` is `torch.utils.checkpoint.checkpoint`. The selective checkpointing policies of torch have the same effect,
+but they call a Python function for every operation of the block. These calls take longer on the host than the short kernels of
+a block take on the GPU. `torch.compile` of a whole checkpoint supports only such a policy, so `save_attention` returns a policy
+while a compiler is tracing.
 """
 
 import threading
@@ -27,10 +28,10 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
     """Return the contexts of a forward pass and of its recomputation, in which attention returns the saved results.
 
-    Pass it as `context_fn` to `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. It covers `ring_attention`,
-    `ulysses_attention` and `flash_attention`. Calls during the recomputation return what the calls of the forward pass
-    returned, in the same order. The backward of a call uses the recomputed q, k and v. `ulysses_attention` is an exception: its
-    backward uses the saved results of the all-to-all, unless it is called with `recompute_all_to_all`.
+    Pass it as `context_fn` to `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. The contexts apply to
+    `ring_attention`, `ulysses_attention` and `flash_attention`. Calls during the recomputation return what the calls of the
+    forward pass returned, in the same order. The backward pass of a call uses the recomputed q, k and v. `ulysses_attention` is
+    an exception: its backward pass uses the saved results of the all-to-all, unless it is called with `recompute_all_to_all`.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
@@ -57,13 +58,14 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
 
 
 class _Context:
-    """A context that can be entered several times, because a graph can be run several times."""
+    """A context that can be entered several times, because backward can be called several times on the same graph."""
 
     def __init__(self, results: list[tuple]) -> None:
         self.results = results
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
+        # Checkpoints may be nested, so every context remembers the context that surrounds it.
         self.outer, _thread.innermost = _thread.innermost, self
 
     def __exit__(self, *_: object) -> None:
@@ -74,23 +76,25 @@ class _Context:
 
 
 class _Save(_Context):
-    """The forward pass: computes attention and saves the results."""
+    """The context of the forward pass, which computes attention and saves the results."""
 
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The returned tensors become part of a graph. Saving them undetached would make the graph keep itself alive.
+        # The returned tensors become part of the autograd graph, and the graph holds this context. Saving the tensors without
+        # detaching them would create a reference cycle, and the memory of the graph would not be released.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results
 
 
 class _Reuse(_Context):
-    """The recomputation: returns the saved results in order."""
+    """The context of the recomputation, which returns the saved results in the order of the calls."""
 
     remaining: Iterator[tuple]
 
     def __enter__(self) -> None:
         super().__enter__()
+        # Every recomputation starts again with the result of the first call.
         self.remaining = iter(self.results)
 
     def run(self, attend: Attend) -> tuple:
@@ -100,6 +104,8 @@ class _Reuse(_Context):
                 f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
                 "checkpointed function must do the same every time it is called"
             )
+        # A detached tensor shares its memory with the result of the forward pass. If
+        # the forward pass modified the result in place, the saved result is wrong now.
         if _versions(results) != versions:
             raise RuntimeError(
                 "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
@@ -113,6 +119,8 @@ def _versions(results: tuple) -> list[int]:
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 
+# autograd may run the recomputation in a different thread than the forward pass, and several threads
+# may run checkpoints at the same time. Therefore every thread has its own innermost context.
 class _Thread(threading.local):
     innermost: _Context | None = None
 

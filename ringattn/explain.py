@@ -1,4 +1,4 @@
-"""Explain in words what a call of `ring_attention` would do hop by hop, and why."""
+"""Explain in words what a call of `ring_attention` would do on each hop, and why its schedule was chosen."""
 
 from collections.abc import Sequence
 
@@ -35,9 +35,12 @@ def explain(
     schedule: str = "auto",
     transport: str = "auto",
 ) -> str:
-    """Return a text: the schedule of forward and backward, the reason, and what every hop moves and whether it is hidden.
+    """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
 
-    Nothing is computed. Times are estimates from a table of link and kernel speeds, see `ringattn.planning.cost_model`.
+    The text also lists what every hop moves, and whether the communication of the hop is hidden by computation.
+
+    Attention itself is not computed. Times are estimates from a table of link and kernel speeds, see
+    `ringattn.planning.cost_model`.
 
     Args:
         q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so the
@@ -46,8 +49,8 @@ def explain(
         rank: the rank whose hops are described; None for this rank, or for rank 0 without a group.
 
     Raises:
-        ValueError: the layout is for another number of ranks than the group has, the rank is outside of it, the tensors or the
-            documents do not fit, or a name is unknown.
+        ValueError: the layout has a different number of ranks than the group, `rank` is not a rank of the layout, the tensors
+            or the documents do not fit the layout, or `schedule` or `transport` has an unknown name.
     """
     check_choices(schedule, transport)
     check_layout(layout)
@@ -64,9 +67,11 @@ def explain(
     check_mask(mask)
     check_tensors(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
+    # The plan is only described. On the CPU, its intervals occupy no GPU memory, and a GPU is not required.
     plan = get_plan(mask, layout, rank, torch.device("cpu"))
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
+        # All chunks have equal shapes, so describing the first chunk describes all of them.
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
         lines.append(
             f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass per chunk; this is one of them"
@@ -142,6 +147,7 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
+    # Communication and computation of a hop start at the same time, so only the difference of their times is visible.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

@@ -1,4 +1,4 @@
-"""Attention on one device without a process group. It takes the place of `scaled_dot_product_attention` in a model."""
+"""Attention on one device without a process group. A model can call it instead of `scaled_dot_product_attention`."""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
 from ringattn.spec import autocast, check_attention, count_pairs, resolve_scale
 
-# Created once, because every mask holds a tensor.
+# These masks are created once, because every mask holds a tensor, whose creation takes time on the host.
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
 
 
@@ -35,27 +35,29 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v tile by tile. The memory is linear in the number of tokens.
 
-    The call is differentiable in q, k and v, from gradients of out and lse (Dao et al. 2022, FlashAttention,
-    https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run, unless
-    `torch.use_deterministic_algorithms(True)` selects the slower kernels. Everything else is reproducible.
+    The call is differentiable: it computes the gradients of q, k and v from the gradients of out and lse (Dao et al. 2022,
+    FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run, unless
+    `torch.use_deterministic_algorithms(True)` selects the slower kernels. All other results have the same bits in every run.
 
     Args:
-        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. They have one dtype (fp16, bf16, fp32 or
-            fp64) and device. Under `torch.autocast` they are cast to its dtype. `scaled_dot_product_attention` expects tokens
-            and heads in the other order, (B, H, N, D). All values must be finite: a NaN in v may reach queries of the same tile
-            that do not attend to it.
-        mask: over the Nk positions of the keys. The last query is at the last position, as in FlashAttention:
+        q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. All three tensors have the same dtype (fp16,
+            bf16, fp32 or fp64) and the same device. Under `torch.autocast`, they are cast to the autocast dtype.
+            `scaled_dot_product_attention` expects the opposite order of tokens and heads, (B, H, N, D). All values must be
+            finite: a NaN in v may reach queries of the same tile that do not attend to it.
+        mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position, as
+            in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: short for mask=Mask.causal(). Without both, every query attends to every key.
+        is_causal: a short form of mask=Mask.causal(). If neither `mask` nor `is_causal` is given, every query attends to every
+            key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: of the dropout. Use a different seed for every layer and step.
-        blocks: which pairs of (query block, key block) are computed at all, in addition to `mask`; None for all.
+        seed: the seed of the dropout. Use a different seed for every layer and step.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -63,7 +65,7 @@ def flash_attention(
         query that may attend to no key yields out = 0 and lse = -inf.
 
     Raises:
-        ValueError: arguments contradict each other. The check happens before any work starts.
+        ValueError: arguments contradict each other. All arguments are checked before any work starts.
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
@@ -72,9 +74,12 @@ def flash_attention(
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = autocast(q, k, v)
+    # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for it.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
+    # The operator receives the mask and the block mask as tensors
+    # and numbers, because a compiler cannot trace other objects.
     spec = FlashSpec(
         keep=None if blocks is None else blocks.keep,
         block_size=0 if blocks is None else blocks.size,
@@ -88,10 +93,10 @@ def flash_attention(
 
 
 class FlashSpec(NamedTuple):
-    """The settings of a call, see `ringattn.spec.AttentionSpec`. Only the ones that matter on a single device are needed."""
+    """The settings of a call on a single device, which needs only some of the fields of `ringattn.spec.AttentionSpec`."""
 
-    keep: Tensor | None  # of the block mask
-    block_size: int  # of the block mask; 0 without one
+    keep: Tensor | None  # `BlockMask.keep`; None without a block mask
+    block_size: int  # `BlockMask.size`; 0 without a block mask
     documents: Tensor
     is_causal: bool
     window: int
@@ -102,6 +107,9 @@ class FlashSpec(NamedTuple):
     precision: str
 
 
+# All layers of a model use the same few masks, so a small cache suffices. A larger
+# cache would keep the intervals of earlier masks in GPU memory. The key contains
+# the lengths of the documents as integers, because tensors are hashed by identity.
 @lru_cache(maxsize=8)
 def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
@@ -116,19 +124,21 @@ def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The most recent block masks. Each one holds its tensor, so that no other tensor can have the same id.
+# The most recent block masks, by id and version of their tensor. A block mask keeps its tensor alive. Therefore no other tensor
+# can have the same id as long as the block mask is in this cache.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 
 
 def _block_mask(keep: Tensor, size: int) -> BlockMask:
-    """Return the block mask of `keep`, with lists that are built only once per tensor and version."""
+    """Return the block mask of `keep`. Its lists of blocks are built only once for each version of the tensor."""
     if keep.is_inference():  # inference tensors have no version counter
         return BlockMask(keep, size)
     key = id(keep), keep._version, size
     mask = _block_masks.get(key)
     if mask is None:
         mask = _block_masks[key] = BlockMask(keep, size)
+        # A dict keeps the order of insertion, so the first key is the oldest entry.
         if len(_block_masks) > _MAX_BLOCK_MASKS:
             _block_masks.pop(next(iter(_block_masks)), None)
     return mask
@@ -137,13 +147,17 @@ def _block_mask(keep: Tensor, size: int) -> BlockMask:
 def _kernel_arguments(q: Tensor, k: Tensor, spec: FlashSpec) -> tuple[tuple, dict]:
     """Return (intervals, scale) and the options of the kernels."""
     num_queries, num_keys = q.shape[1], k.shape[1]
+    # Reading the lengths does not wait for the GPU, because they are on the CPU.
     documents = tuple(spec.documents.tolist())
     intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
     dropout = None
     if spec.dropout_p:
+        # The dropout depends on the global positions of queries and keys,
+        # so that attention on one device drops the same entries as a ring.
         positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, *positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
+    # A CUDA graph contains the addresses of these tensors, but the caches above may evict them before a replay.
     custom_op.keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options
@@ -160,6 +174,8 @@ def _backward(q, k, v, out, lse, dout, dlse, spec: FlashSpec) -> tuple[Tensor, T
 
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:
+    # The share of blocks that are kept approximates the share
+    # of pairs. The approximation is exact if the mask is full.
     kept = 1 if spec.keep is None else spec.keep.float().mean().item()
     return kept * count_pairs(batch, num_keys, spec.documents, spec.is_causal, spec.window, num_queries)
 

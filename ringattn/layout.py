@@ -1,15 +1,15 @@
 """Which positions of the sequence a rank holds. In every layout a shard is a sorted list of global positions.
 
-The picture shows which rank holds each of twelve positions, for P = 3 ranks:
+The following table shows which rank holds each of twelve positions, for P = 3 ranks:
 
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds chunk r of P; under a causal mask the last rank has the most work
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask
     striped      0 1 2 0 1 2 0 1 2 0 1 2      rank r holds every P-th position: equal work, even with short documents
     assigned     1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length, each assigned to a rank; see `ringattn.load_balance`
 
-If the number of chunks does not divide S, chunks differ by at most one position. In an assigned layout, the last chunk may be
-shorter instead. A rank may hold no position at all. A layout over R ranks can be `split` for groups of U ranks: each rank of a
-group then holds a slice of the shard of one rank.
+If the number of chunks does not divide the sequence length S, the lengths of the chunks differ by at most one position. In an
+assigned layout, the last chunk may be shorter instead. A rank may hold no position at all. A layout over R ranks can be `split`
+for groups of U ranks: each rank of a group then holds a slice of the shard of one rank.
 """
 
 import warnings
@@ -32,9 +32,9 @@ KINDS = ("contiguous", "zigzag", "striped")
 class Layout:
     """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind` determines everything else, so that an operator can carry a layout as a string and two integers. It is one of KINDS,
-    or "assigned-<rows>:<rank>,<rank>,..." with the rank that holds each chunk of so many rows. "/<U>" follows if the layout is
-    split.
+    `kind`, `seq_len` and `ranks` determine the layout completely, so that an operator can carry a layout as a string and two
+    integers. `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank that holds each chunk of
+    <rows> rows. If the layout is split for groups of U ranks, `kind` ends with "/<U>".
     """
 
     kind: str
@@ -44,6 +44,7 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
             try:
+                # index() accepts integers of numpy and torch as well. A frozen dataclass forbids normal assignment.
                 object.__setattr__(self, name, index(getattr(self, name)))
             except TypeError:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be an integer") from None
@@ -80,7 +81,8 @@ class Layout:
         """Return the layout in which rank `owners[i]` holds chunk i of `rows` positions. The last chunk may be shorter.
 
         Raises:
-            ValueError: the sequence has another number of chunks, there are none, or an owner is not a rank.
+            ValueError: the number of owners differs from the number of chunks of the sequence, `owners` is empty, or an owner
+                is not a rank.
         """
         if not len(owners):
             raise ValueError("owners is empty: it must contain the rank of every chunk")
@@ -93,7 +95,7 @@ class Layout:
         return cls.assigned(owners, rows, seq_len, ranks)
 
     def split(self, parts: int) -> "Layout":
-        """Return the layout over `parts` times as many ranks: rank r * parts + i holds slice i of rank r's shard.
+        """Return the layout over `parts` times as many ranks, in which rank r * parts + i holds slice i of rank r's shard.
 
         Raises:
             ValueError: the layout is split already, or `parts` is less than 1.
@@ -112,7 +114,7 @@ class Layout:
 
     @property
     def whole(self) -> "Layout":
-        """The layout that this one was split from; the layout itself if it is not split."""
+        """The layout that this layout was split from, or the layout itself if it is not split."""
         return Layout(self.kind.partition("/")[0], self.seq_len, self.ranks // self.parts)
 
     @property
@@ -143,10 +145,10 @@ class Layout:
             raise ValueError(f"rank={rank}: the layout has {self.ranks} ranks, so it must be 0 to {self.ranks - 1}")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return a rank's rows of a whole sequence: `x` has `seq_len` rows along `dim`.
+        """Return a rank's rows of a whole sequence `x`, which has `seq_len` rows along dimension `dim`.
 
         Raises:
-            ValueError: `x` has another number of rows, or the layout has no such rank.
+            ValueError: `x` does not have `seq_len` rows, or the layout has no rank `rank`.
         """
         if x.shape[dim] != self.seq_len:
             raise ValueError(
@@ -159,14 +161,15 @@ class Layout:
         """Return the whole sequence, in order, on every rank: the inverse of `shard`. It is not differentiable.
 
         Args:
-            x: this rank's rows, which are gathered over `group`; or a list with the rows of every rank, for which no group is
-                needed.
-            group: None for the default group. (In attention calls, None stands for this process alone.)
+            x: either this rank's rows, which are gathered over `group`, or a list with the rows of every rank. A list needs no
+                group.
+            group: the group of all ranks of the layout; None for the default group. In attention calls, None stands for this
+                process alone instead.
             dim: the dimension of the rows.
 
         Raises:
-            ValueError: the shards do not have the layout's numbers of rows, the group has another number of ranks, or `x`
-                requires a gradient.
+            ValueError: a shard does not have the number of rows that the layout prescribes, the group has a different number of
+                ranks than the layout, or `x` requires a gradient.
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
@@ -174,6 +177,7 @@ class Layout:
         if (given := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
+        # The concatenated positions are a permutation of the sequence. argsort returns the inverse permutation.
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
@@ -189,6 +193,8 @@ class Layout:
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)
+        # all_gather requires tensors of equal shape, but shards may differ
+        # in length. Therefore every shard is padded to the longest one.
         padded = x.new_zeros(max(rows), *x.shape[1:])
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in rows]
@@ -202,7 +208,7 @@ def _short(kind: str) -> str:
     return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
 
-@lru_cache(maxsize=16)  # the ring creates a layout from its string in every layer
+@lru_cache(maxsize=16)  # every call of a layer parses the same few strings
 def _chunks(kind: str) -> tuple[int, Tensor]:
     """Return the rows of a chunk and the owners of all chunks, from "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
@@ -223,21 +229,26 @@ def _check_assigned(kind: str, seq_len: int, ranks: int) -> None:
 
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
-    """Return len(_positions(layout, rank)), computed with integers alone, which a compiler can trace."""
+    """Return len(_positions(layout, rank)). The computation uses only integers, so that a compiler can trace it."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
+        # The difference of two rounded bounds divides the rows into
+        # parts whose lengths differ by at most one and sum to `whole`.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, _, owners = layout.kind.removeprefix("assigned-").partition(":")
         size, owners = int(size), [int(owner) for owner in owners.split(",")]
+        # Only the last chunk of the sequence may be shorter, so only the owner of this chunk has fewer rows.
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
+        # -((r - S) // P) is (S - r) / P rounded up, the number of positions r, r + P, r + 2P, ... below S.
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in _bounds(layout, rank))
 
 
-# The cached tensors must be ordinary, real tensors: a later call may compute gradients with them or need their values.
+# The cached tensors must be ordinary tensors with values, even if the first call comes from inference mode or from a compiler.
+# A later call may save them for a backward pass or read their values.
 @lru_cache(maxsize=256)
 @torch.inference_mode(False)
 @unset_fake_temporarily()

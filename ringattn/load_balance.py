@@ -2,9 +2,9 @@
 
 The mask is known, so the work can be counted before anything is computed.
 
-Work is counted in the units of the kernels, tiles of 128 queries x 128 keys in which at least one pair is not masked. Where
-keys circulate, a rank does the work of its queries, and where queries circulate, it does the work of its keys. Both must be
-equal on all ranks.
+Work is counted in the units of the kernels, tiles of 128 queries x 128 keys in which at least one pair is not masked. In the KV
+ring, a rank does the work of its queries. In the state ring, a rank does the work of its keys. Both kinds of work must be equal
+on all ranks.
 
 Packed documents of many lengths are not balanced by any fixed layout, unless it divides the sequence so finely that most tiles
 of short documents are nearly empty (striped). Therefore chunks of the sequence are assigned one by one, from the most expensive
@@ -20,23 +20,27 @@ from ringattn.layout import KINDS, Layout
 from ringattn.mask import Mask, check_mask, shared_intervals
 
 TILE = 128
-MAX_CHUNKS = 64  # per rank; enough for a good balance, and few enough to assign them in milliseconds
+MAX_CHUNKS = 64  # per rank; this many chunks suffice for a good balance and can be assigned within milliseconds
 MIN_CHUNKS = 8  # per rank; with fewer chunks, the memory of the ranks could differ too much
 # A layout with fewer messages is preferred if its busiest rank has at most this many times an equal share of the work.
 SLACK = 1.04
 
 
 def work(mask: Mask, layout: Layout) -> Tensor:
-    """Return the number of tiles for each pair of shards, summed over batch entries: int64 (query ranks, key ranks)."""
+    """Return the number of tiles of each pair of shards: int64 (query ranks, key ranks), summed over batch entries."""
     ranks, (lo, hi) = range(layout.ranks), shared_intervals(mask, layout.seq_len, layout.seq_len)
     ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
     query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
     first, last = (torch.cat(x) for x in zip(*ends, strict=True))
+    # Intervals never move backwards. Therefore the keys of a tile of queries
+    # range from the lo of the first query to the hi of the last query.
     lo, hi = lo[:, first].contiguous(), hi[:, last].contiguous()
     tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64, device="cpu")
     for key_rank in ranks:
         keys = layout.positions(key_rank)
         begin, end = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
+        # -(-n // m) is integer division that rounds up. The tiles range from the tile
+        # of the first key, rounded down, to the tile of the last key, rounded up.
         counts = torch.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
         tiles[:, key_rank].index_add_(0, query_rank, counts)
     return tiles
@@ -52,12 +56,12 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     positions on 8 ranks.
 
     Args:
-        mask: of the step. If batch entries have different documents, their work is added up.
+        mask: the mask of the training step. If batch entries have different documents, their work is added up.
         seq_len: S, the number of positions.
         ranks: P.
 
     Raises:
-        ValueError: `mask` is not a mask or has another length, or there is less than one position or rank.
+        ValueError: `mask` is not a `Mask`, its documents do not sum to `seq_len`, or `seq_len` or `ranks` is less than 1.
     """
     check_mask(mask)
     return _balanced_layout(mask, seq_len, ranks)
@@ -73,6 +77,7 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     share = min(int(x.sum()) for x in tiles) / ranks
     busiest = [int(max(x.sum(1).max(), x.sum(0).max())) for x in tiles]
     good_enough = max(min(busiest), SLACK * share)
+    # The candidates are ordered by the number of pieces, so the first good candidate needs the fewest messages.
     return next(layout for layout, tiles in zip(candidates, busiest, strict=True) if tiles <= good_enough)
 
 
@@ -85,6 +90,8 @@ def _tile_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = max(1, -(-seq_len // (TILE * MAX_CHUNKS * ranks)))
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
+    # Expensive chunks are assigned first, because the cheap chunks of later rounds can still
+    # even out the loads. The sort is stable, so that all ranks compute the same order.
     order = costs.sum(1).argsort(descending=True, stable=True)
     load = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")
     owners = torch.empty(len(costs), dtype=torch.int64, device="cpu")
@@ -114,5 +121,6 @@ def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> Tensor:
     for x, sign in ((begin, 1), (end, -1)):
         change += sign * torch.bincount(x.flatten(), minlength=len(change))
     tiles = torch.stack(((end - begin).sum(0), change.cumsum(0)[:-1]), 1).double()
+    # -n % m is the number of tiles that are missing in the last chunk.
     padding = -len(tiles) % tiles_per_chunk
     return torch.nn.functional.pad(tiles, (0, 0, 0, padding)).unflatten(0, (-1, tiles_per_chunk)).sum(1)

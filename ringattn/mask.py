@@ -1,7 +1,7 @@
 """Masks as intervals: every query may attend to one contiguous range of key positions, and the ranges never move backwards.
 
-Causal masks, sliding windows, packed documents, full attention and all their intersections have this form. Two integers per
-query are therefore all that the ring and the kernels ever see of a mask.
+Causal masks, sliding windows, packed documents, full attention and all their intersections have this form. The ring and the
+kernels therefore represent a mask by only two integers per query.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry; a flat list becomes one tuple that applies to all entries."""
+    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all entries."""
     if documents is None:
         return None
     entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
@@ -38,8 +38,9 @@ class Mask:
 
     Two attributes are derived from the fields. `lengths` holds the document lengths of all batch entries in one flat int64
     tensor, which is empty without documents; operators carry a mask in this form. `totals` holds the number of tokens of each
-    entry's documents. A compiler only needs to guard on these totals, which `check` reads, and not on every length. Neither is
-    a dataclass field, so code that copies a mask field by field, as FSDP does, creates a complete mask.
+    entry's documents. A compiler only needs to guard on these totals, which `check` reads, and not on every length. `lengths`
+    and `totals` are not dataclass fields. Code that copies a mask field by field, such as FSDP, therefore creates a complete
+    mask.
     """
 
     is_causal: bool
@@ -58,20 +59,25 @@ class Mask:
                     f"documents contain the length {min(entry)}: every length must be at least 1; for cumulative lengths pass "
                     "cu_seqlens.diff()"
                 )
+        # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
         lengths = [length for entry in self.documents or () for length in entry]
+        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values, and a mask outlives the
+        # mode. A compiler must trace the creation of the tensor instead, because it cannot trace the context manager.
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
         with torch.inference_mode(False), real:  # so that a mask created during evaluation can be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     @classmethod
     def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to the keys at and before its own position.
+        """Return a mask in which a query attends to the key at its own position and to all keys before its own position.
 
         Args:
-            window: how many of these keys it attends to, counted back from its own position, which is included; None for all.
+            window: the number of keys that a query attends to, counted back from its own position, which is included; None for
+                all keys.
             documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
-                Either one list or tensor for all batch entries, or one per batch entry. None if the sequence is one document.
+                Pass either one list or tensor for all batch entries, or one list or tensor per batch entry. Pass None if the
+                sequence is one document.
 
         Raises:
             ValueError: the window or a length is not an integer, or is below 1.
@@ -80,18 +86,22 @@ class Mask:
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to keys on both sides; with `window`, to those less than `window` positions
-        away.
+        """Return a mask in which a query attends to keys on both sides of its position.
 
-        Arguments and errors as for `causal`.
+        With `window`, a query attends only to keys that are less than `window` positions away.
+
+        The arguments and the errors are the same as for `causal`.
         """
         return cls(False, window, _per_entry(documents))
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
-        """Check that the documents describe `batch` sequences of `seq_len` tokens; with batch=None, any number of sequences.
+        """Check that the documents describe `batch` sequences of `seq_len` tokens.
+
+        With batch=None, any number of sequences is valid.
 
         Raises:
-            ValueError: lengths do not sum to `seq_len`, or there are documents for neither one nor `batch` entries.
+            ValueError: the lengths of a batch entry do not sum to `seq_len`, or the number of lists of documents is neither 1
+                nor `batch`.
         """
         if self.documents is None:
             return
@@ -105,7 +115,9 @@ class Mask:
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return (lo, hi), int64 (1 or B, num_queries), on the CPU: query i attends to the positions [lo, hi).
+        """Return (lo, hi), int64 (1 or B, num_queries), on the CPU.
+
+        Query i attends to the positions from lo[:, i] to hi[:, i] - 1.
 
         Neither lo nor hi ever decreases along the sequence.
 
@@ -115,22 +127,27 @@ class Mask:
                 at negative positions. None for one query per position.
 
         Raises:
-            ValueError: the documents have another total length, or a query would be at a position before the first document.
+            ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
-        """Return the number of (query, key) pairs of each batch entry; one number if all entries have the same mask.
+        """Return the number of (query, key) pairs of each batch entry.
 
-        Arguments and errors as for `intervals`.
+        The list has one number if all entries have the same mask.
+
+        The arguments and the errors are the same as for `intervals`.
         """
         lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
         return (hi - lo).sum(-1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask with these `lengths`, as integers. The lengths of a batch entry end where they sum to `seq_len`."""
+        """Return the mask with these `lengths`, which are given as integers, for all batch entries in one flat list.
+
+        The lengths of a batch entry end where they sum to `seq_len`.
+        """
         entries, entry, total = [], [], 0
         for length in lengths:
             entry.append(length)
@@ -155,6 +172,7 @@ def check_mask(mask: Mask) -> None:
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """Return `mask.intervals` without a copy. The result is cached and must not be modified."""
     mask.check(seq_len)
+    # All tensors name the CPU explicitly, because torch.set_default_device may have set a GPU.
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
@@ -169,15 +187,19 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
-        # A wider window would give the same intervals, but its sums could exceed int64.
+        # A wider window would give the same intervals, but adding it to a position could overflow int64.
         window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)
+    # A query at a negative position attends to no key under a
+    # causal mask. Its interval must still have a non-negative end.
     return lo, hi.clamp(min=0)
 
 
 def _document_bounds(entry: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return for each position the first position of its document, and the position after the last one."""
+    """Return for each position the first position of its document, and the position after the end of its document."""
     lengths = torch.tensor(entry, dtype=torch.int64, device="cpu")
+    # The cumulative sum of the lengths gives the end of every document. Repeating
+    # each end for every token of its document gives one bound per position.
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
     return end - torch.repeat_interleave(lengths, lengths), end

@@ -156,7 +156,7 @@ class _GradientSum:
         self.rounded: Tensors = ()
 
     def merge_arrivals(self, arrivals: Arrivals) -> None:
-        # One kernel reads all arrivals of a tensor and writes the rounded sum. Adding one arrival after the other
+        # On a GPU, one kernel reads all arrivals of a tensor and writes the rounded sum. Adding one arrival after the other
         # would read and write the fp32 sum once per arrival.
         parts = [[(rows.start, block[i]) for rows, block in arrivals] for i in range(len(self.own))]
         self.rounded = tuple(

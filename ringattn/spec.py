@@ -1,7 +1,7 @@
 """AttentionSpec: the settings of one attention call as one record, and the validation of the public calls.
 
 A public call validates its arguments once, turns them into an `AttentionSpec`, and passes the spec on to the operator
-(`ringattn.custom_op`). Everything below the public call reads the settings by name and trusts them.
+(`ringattn.custom_op`). All functions below the public call read the settings by name and do not validate them again.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from ringattn.planning.rank_plan import SCHEDULES
 
 
 class AttentionSpec(NamedTuple):
-    """The settings of one attention call, all of them values.
+    """The settings of one attention call, as tensors, numbers and strings.
 
-    Operators receive masks, layouts and groups as tensors, numbers and strings, because a compiler can trace these. Field order
-    and types define the schema of the operators, see `ringattn.custom_op.schema`.
+    Operators receive masks, layouts and groups in this form, because a compiler can trace tensors, numbers and strings. Field
+    order and types define the schema of the operators, see `ringattn.custom_op.schema`.
     """
 
     documents: Tensor  # lengths of the packed documents of all batch entries, int64 on the CPU; empty without documents
@@ -30,20 +30,20 @@ class AttentionSpec(NamedTuple):
     window: int  # keys that a query may attend to; 0: no window
     layout: str  # `Layout.kind`
     seq_len: int  # positions of the whole sequence
-    ranks: int  # of the ring
+    ranks: int  # number of ranks of the ring
     group: str  # name of the process group of the ring; "" for a ring of one
     schedule: str  # "state", "kv" or "auto"
     transport: str  # "nvlink", "p2p" or "auto"
     scale: float  # multiplies the scores before the softmax
     dropout_p: float
-    seed: int  # of the dropout
+    seed: int  # seed of the dropout
     first_head: int  # index of the first query head among all heads, for the dropout
     backend: str  # kernels, see `ringattn.kernels.dispatch`
-    precision: str  # of matrix products of fp32 inputs, "ieee" or "tf32"
+    precision: str  # precision of matrix products of fp32 inputs, "ieee" or "tf32"
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: object) -> "AttentionSpec":
-        """Return the spec of a mask over a layout; `options` are the remaining fields."""
+        """Return the spec of a mask over a layout. `options` contains the remaining fields of the spec."""
         return cls(
             documents=mask.lengths,
             is_causal=mask.is_causal,
@@ -55,7 +55,7 @@ class AttentionSpec(NamedTuple):
         )
 
     def as_call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        """Return everything that must be the same on all ranks, by the names that callers know."""
+        """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
         return {
             "batch size": q.shape[0],
             "heads": q.shape[2],
@@ -71,6 +71,7 @@ class AttentionSpec(NamedTuple):
             "schedule": self.schedule,
             "scale": self.scale,
             "dropout_p": self.dropout_p,
+            # Without dropout the seed has no effect, so ranks may pass different seeds.
             "seed": self.seed if self.dropout_p else None,
         }
 
@@ -78,16 +79,17 @@ class AttentionSpec(NamedTuple):
 def count_pairs(
     batch: int, seq_len: int, documents: Tensor, is_causal: bool, window: int, num_queries: int | None = None
 ) -> float:
-    """Return how many (query, key) pairs of one head all batch entries compute together, for a mask as operators carry it.
+    """Return the number of (query, key) pairs per head, summed over all batch entries. The mask is given as operators carry it.
 
     Args:
-        batch: the number of batch entries. Entries that have the same documents count the same.
+        batch: the number of batch entries. If there is one list of documents, it applies to all batch entries.
         seq_len: the number of keys.
         documents, is_causal, window: see `AttentionSpec`.
         num_queries: the number of queries, which are the last ones of the sequence; None for one query per position.
     """
     lengths = documents.tolist() if documents.numel() else ()
     counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len, num_queries)
+    # There is either one count for all batch entries or one count per batch entry. The mean is correct in both cases.
     return batch * sum(counts) / len(counts)
 
 
@@ -99,12 +101,13 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
     """
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by it and pass scale=1.0")
-    # A q without dimensions or with an empty head dim gets some number here and is rejected by the validation that follows.
+    # If q has no dimensions or an empty head dim, this line must not fail. The validation that follows rejects such a q with a
+    # better message.
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Return the tensors in the dtype of `torch.autocast` if it is enabled, as torch's own attention does. fp64 stays fp64."""
+    """Cast the tensors to the dtype of `torch.autocast` if autocast is enabled, like torch's own attention. fp64 stays fp64."""
     device = tensors[0].device
     if not under_autocast(device):
         return tensors
@@ -113,7 +116,7 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 
 
 def check_layout(layout: Layout, size: int | None = None) -> None:
-    """Raise ValueError unless `layout` is a `Layout`, over `size` ranks if that is given."""
+    """Raise ValueError unless `layout` is a `Layout` and, if `size` is given, has `size` ranks."""
     if not isinstance(layout, Layout):
         raise ValueError(
             f"layout is a {type(layout).__name__}: it must be a ringattn.Layout, e.g. Layout.zigzag(seq_len, ranks)"
@@ -147,7 +150,7 @@ def check_attention(
     """Validate what all attention calls have in common, before any work starts.
 
     Raises:
-        ValueError: an argument cannot be honoured. The message states the value, the requirement and a remedy.
+        ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.
     """
     check_mask(mask)
     validation.check_tensors(q, k, v)

@@ -1,7 +1,7 @@
-"""PartialState: what is known about queries after they have attended to some of their keys.
+"""PartialState: the intermediate result of attention for queries that have attended to only some of their keys.
 
-Every distributed computation of attention is a fold with `merge`: over tiles in a kernel, over hops in a ring, and over splits
-of a KV cache.
+Every distributed computation of attention combines partial states with `merge`. A kernel merges over tiles, a ring merges over
+hops, and decoding merges over splits of a KV cache.
 """
 
 from typing import NamedTuple
@@ -16,8 +16,8 @@ class PartialState(NamedTuple):
     """The running softmax of queries: the maximum m of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v, in fp32.
 
     m and l have shape (B, N, H), and o has shape (B, N, H, D). A query that has not attended to any key has the state
-    (-inf, 0, 0), which is the identity of `merge`. States of the Hopper kernels may contain an m below the maximum. Then l and
-    o are larger by the same factor, and every result is the same.
+    (-inf, 0, 0), which is the identity of `merge`. States of the Hopper kernels may contain an m below the maximum. In this
+    case l and o are larger by the same factor, so merging and finalising give the same result.
     """
 
     m: Tensor
@@ -35,9 +35,11 @@ class PartialState(NamedTuple):
         return cls(*reference.empty_state(q, q.shape[-1] if value_dim is None else value_dim))
 
     def merge(self, other: "PartialState") -> "PartialState":
-        """Return the state after both sets of keys: alpha = exp(m_old - m_new) rescales each side.
+        """Return the state of the queries after they have attended to the keys of both states.
 
-        Merging is associative and commutative, and never produces a NaN, not even for two empty states.
+        The factor alpha = exp(m_old - m_new) rescales the sums of each state to the common maximum m_new.
+
+        Merging is associative and commutative up to rounding. The result never contains a NaN, even if both states are empty.
         """
         return PartialState(*reference.merge(self, other))
 
