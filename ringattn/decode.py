@@ -1,9 +1,9 @@
-"""Decoding: a few new queries against a cache of keys and values that is sharded over the ranks.
+"""Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
 
 The queries are the same on all ranks. Every rank computes their partial state (m, l, o) against its shard of the cache. The
-shard is divided into several splits, so that few queries can fill a GPU. Then all partial states are merged: first the splits
-of a rank, as a tree, and then the ranks, as a tree of log2(P) messages of one state (Flash-Decoding, Dao et al. 2023, extended
-to several GPUs). Keys and values never move.
+shard is divided into several splits, so that few queries can fill a GPU. Then all partial states are merged. Each rank first
+merges the states of its splits as a tree. Then the ranks merge their states in log2(P) steps, in which each message contains
+one state (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values never move.
 """
 
 from functools import lru_cache, partial
@@ -21,26 +21,26 @@ from ringattn.layout import Layout
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
-MAX_SPLITS = 64  # per shard; the length of a shard is a multiple of it, so that any smaller power of two divides it evenly
+MAX_SPLITS = 64  # per shard; the length of a shard is a multiple of MAX_SPLITS, so that every number of splits divides it
 MIN_SPLIT_ROWS = 256  # keys per split; with fewer keys, merging the splits takes longer than it saves
 UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in use
-PROGRAMS = 256  # tiles of queries, heads and splits that fill a GPU
+PROGRAMS = 256  # number of tiles, over queries, heads and splits, that fill a GPU
 
 
 class KVCache:
     """One rank's shard of the keys and values of a growing sequence.
 
-    `prefill` keeps the keys that a ring pass has computed on this rank, in any layout. `append` adds new tokens to the rank
-    that holds the fewest tokens, one block after the other. If the shards had equal lengths before, they differ by at most a
-    block afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. Memory is allocated once,
-    for the first keys. The memory of tokens that `truncate` removes is reused.
+    `prefill` keeps the keys that a ring pass has computed on this rank, in any layout. `append` adds each new block of tokens
+    to the rank that holds the fewest tokens. If the shards had equal lengths before, their lengths differ by at most one block
+    afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. Memory is allocated once, when
+    the first keys arrive. The memory of tokens that `truncate` removes is reused.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
         """Create an empty cache.
 
         Args:
-            capacity: the largest number of tokens of the whole sequence, over all ranks.
+            capacity: the maximum number of tokens in the caches of all ranks together.
             rank, ranks: this rank, and the number of ranks that the sequence is sharded over.
             block: the number of consecutive new tokens that one rank holds. Shards differ by at most this many tokens.
 
@@ -64,15 +64,17 @@ class KVCache:
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
-        """Keep this rank's keys and values of a whole sequence, the first tokens of this cache. No gradient passes.
+        """Store this rank's keys and values of a whole sequence as the first tokens of this cache.
+
+        The cache passes no gradients.
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as `ring_attention` receives them.
-            layout: of the sequence.
+            layout: the layout of the sequence.
 
         Raises:
-            ValueError: the cache is not empty, the layout has other ranks or exceeds the capacity, or the number of tokens is
-                not that of this rank's shard.
+            ValueError: the cache is not empty, the layout has a different number of ranks than the cache, the sequence exceeds
+                the capacity, or k and v do not have as many tokens as this rank's shard.
         """
         _check_pair(k, v)
         if self.length:
@@ -94,16 +96,20 @@ class KVCache:
         self._layout = layout
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add the next tokens: k (B, N, Hkv, D) and v (B, N, Hkv, Dv). They are the same on all ranks, and each keeps its part.
+        """Add the next tokens: k (B, N, Hkv, D) and v (B, N, Hkv, Dv).
+
+        The tokens are the same on all ranks, and each rank stores its own part.
 
         Raises:
-            ValueError: the tokens exceed the capacity, or have another shape or dtype than the tokens before, or one that
-                attention does not support.
+            ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens, or
+                attention does not support their shape or dtype.
         """
         _check_pair(k, v)
         self._reserve(k, v, k.shape[1], 0)
         k, v = k.detach(), v.detach()
         for i in range(k.shape[1]):
+            # Every rank runs this loop over all tokens, also over the
+            # tokens of other ranks, so that all ranks count the same rows.
             if (owner := self._next_owner()) == self.rank:
                 row = self.rows[owner]
                 self._k[:, row], self._v[:, row], self._positions[row] = k[:, i], v[:, i], self.length
@@ -114,7 +120,8 @@ class KVCache:
     def truncate(self, length: int) -> None:
         """Remove the newest tokens, so that the first `length` remain. All ranks must make the same call; no messages are sent.
 
-        This serves tokens that were only proposed (speculative decoding), or an answer that is to be generated again.
+        Use this method to remove tokens that speculative decoding has proposed and then rejected, or to generate an answer a
+        second time.
 
         Raises:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
@@ -125,13 +132,17 @@ class KVCache:
             )
         before, self.length = self.rows[self.rank], length
         self._prompt_length = min(self._prompt_length, length)
+        # The tokens of the prompt are distributed according to the
+        # layout. `_owners` describes only the tokens after the prompt.
         self._owners = self._owners[: length - self._prompt_length]
         self.rows = [self._owners.count(rank) for rank in range(self.ranks)]
         if self._prompt_length:
             remaining = [int((self._layout.positions(rank) < self._prompt_length).sum()) for rank in range(self.ranks)]
             self.rows = [prompt + new for prompt, new in zip(remaining, self.rows, strict=True)]
+        # The next token starts a new block, because the block of the removed tokens may have been incomplete.
         self._received = self.block
         if self._k is not None:
+            # A kernel may load unused rows before it masks them, so removed rows must be zeros again.
             removed = slice(self.rows[self.rank], before)
             self._k[:, removed] = self._v[:, removed] = 0
             self._positions[removed] = UNUSED
@@ -151,6 +162,8 @@ class KVCache:
 
     def _next_owner(self) -> int:
         """Return the rank that holds the next token."""
+        # The current block is complete. On a tie, index() picks
+        # the lowest rank, so that all ranks choose the same one.
         if self._received == self.block:
             self._receiver, self._received = self.rows.index(min(self.rows)), 0
         self._received += 1
@@ -163,10 +176,12 @@ class KVCache:
                 f"{self.length} + {num_tokens} tokens exceed the capacity of {self.capacity}: create a larger cache"
             )
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
+            # -(-n // m) rounds up. One block is added, because shards may differ in length
+            # by one block. Then the length is rounded up to a multiple of MAX_SPLITS.
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
             # A kernel may load unused rows before it masks them. They must be zeros, because 0 * NaN is not 0.
-            with torch.inference_mode(False):  # so that tokens can be appended outside of inference mode, too
+            with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
         for new, stored in ((k, self._k), (v, self._v)):
@@ -199,16 +214,17 @@ def decode_attention(
 ) -> Tensor:
     """Compute causal attention of the newest tokens to a cache that already contains them. Every rank of `group` calls it.
 
-    The result is exact and has the same bits on all ranks: states are fp32 and are merged in the order of the ranks. No
-    gradients pass. The settings of a group's first calls are compared between the ranks. The queries themselves are never
-    compared, so ranks that sample tokens must do so from the same seed.
+    The result is exact and has the same bits on all ranks, because states are fp32 and are merged in the order of the ranks.
+    This function computes no gradients. The settings of a group's first calls are compared between the ranks. The queries
+    themselves are never compared. If the ranks sample tokens, all ranks must use the same seed.
 
     Args:
-        q: (B, N, Hq, D), queries of the last N tokens of the cache, the same on all ranks; Hkv divides Hq. fp16, bf16, fp32 or
-            fp64, like the cache.
+        q: (B, N, Hq, D), the queries of the last N tokens of the cache, which are the same on all ranks; Hkv divides Hq. The
+            dtype is fp16, bf16, fp32 or fp64, and is the dtype of the cache.
         cache: this rank's shard of the cache.
         group: the ranks that the cache is sharded over; None for this process alone.
-        window: how many keys a query attends to, counted back from its own position, which is included; None for all.
+        window: the number of keys that a query attends to, counted back from its own position, which is included; None for all
+            keys.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -216,21 +232,25 @@ def decode_attention(
         out (B, N, Hq, Dv) in q's dtype, on every rank.
 
     Raises:
-        ValueError: the group has another size than the cache, the queries do not fit the cache, a setting is invalid, or the
-            first calls differ between ranks.
+        ValueError: the group has a different number of ranks than the cache, the queries do not fit the cache, a setting is
+            invalid, or the first calls differ between ranks.
     """
     scale = resolve_scale(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
     if group is not None:
         connect.compare_first_calls(group.group_name, "decode", partial(_as_call, q, cache, window, scale))
+    # An empty batch needs no kernels and no messages. All ranks see the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
     at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
+    # Positions are sorted, and unused rows have the largest possible position. Two binary
+    # searches therefore find the rows whose positions lie in the window of each query.
     first = at - min(window or cache.length, cache.length) + 1  # a window may be larger than int64
     bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
     if len(q) == 1:
-        # Leave out rows that are not in use. With several batch entries, the remaining rows would not be contiguous.
+        # Leave out rows that are not in use. This is possible only for one batch entry, because the remaining rows of several
+        # batch entries would not be contiguous.
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
@@ -238,7 +258,7 @@ def decode_attention(
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Call:
-    """Return everything that must be the same on all ranks, by the names that callers know."""
+    """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
     k, v, _ = cache.shard
     shape = {"queries": list(q.shape), "key heads": k.shape[2], "value head dim": v.shape[3], "dtype": str(q.dtype)}
     settings = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
@@ -276,14 +296,19 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
-    """Return the state of q (B, N, Hq, D) against rows of k and v. Query i attends to [bounds[0][i], bounds[1][i])."""
+    """Return the state of q (B, N, Hq, D) after attending to rows of k and v.
+
+    Query i attends to the rows from bounds[0][i] to bounds[1][i] - 1.
+    """
     batch, num_rows, key_heads = k.shape[:3]
-    # Treat the query heads of a key head as rows: the keys are then read only once, and the rows fill a tile better.
+    # Treat the query heads of a key head as rows of queries. The kernel then reads each key only once for all of these heads,
+    # and a tile of queries contains more rows that are in use.
     grouped = q.unflatten(2, (key_heads, -1)).transpose(2, 3)
     num_splits = _num_splits(batch * key_heads, num_rows)
     length = num_rows // num_splits
     lo, hi = (tuple(x.tolist()) for x in bounds)
     intervals = _intervals(lo, hi, grouped.shape[2], batch, num_splits, length, q.device)
+    # Splits become batch entries, so that one launch of the ordinary kernel computes all splits.
     rows = grouped.flatten(1, 2).repeat_interleave(num_splits, 0)
     k, v = (x.unflatten(1, (num_splits, length)).flatten(0, 1) for x in (k, v))
     state = dispatch.forward(rows, k, v, intervals, scale, backend=backend)
@@ -291,27 +316,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scal
     return PartialState(*(x.unflatten(1, grouped.shape[1:3]).transpose(2, 3).flatten(2, 3).contiguous() for x in merged))
 
 
-@lru_cache(maxsize=8)  # the layers of a model ask for the same intervals one after the other
+@lru_cache(maxsize=8)  # all layers of a model use the same intervals
 def _intervals(
     lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
 ) -> Intervals:
     """Return the intervals of each split, for `batch` entries and `group` rows per query; a split has `length` keys."""
+    # Every split counts its keys from 0, so the start of the split is subtracted from the
+    # bounds. Clamping leaves an empty interval if a query attends to no key of the split.
     begin = torch.arange(num_splits, device="cpu")[:, None] * length
     bounds = (torch.tensor(x, device="cpu").repeat_interleave(group) - begin for x in (lo, hi))
     return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
 
 
 def _num_splits(programs: int, rows: int) -> int:
-    """Return the power of two of splits that fills a GPU, if one split has `programs` tiles.
+    """Return the number of splits, a power of two, with which `programs` tiles per split fill a GPU.
 
-    A split has MIN_SPLIT_ROWS or more.
+    A split has at least MIN_SPLIT_ROWS rows if there is more than one split.
     """
+    # bit_length() - 1 is the exponent of the largest power of two
+    # that is not above `wanted`. If `wanted` is 0, one split remains.
     wanted = min(PROGRAMS // programs, rows // MIN_SPLIT_ROWS, MAX_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)
 
 
 def _merge_splits(state: PartialState) -> PartialState:
-    """Merge states along dimension 1, whose size is a power of two, as a tree of neighbours."""
+    """Merge the states along dimension 1, whose size is a power of two, by merging pairs of neighbours until one is left."""
     while state.m.shape[1] > 1:
         state = PartialState(*(x[:, 0::2] for x in state)).merge(PartialState(*(x[:, 1::2] for x in state)))
     return PartialState(*(x[:, 0] for x in state))
@@ -321,12 +350,14 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
     """Return the merged state of all ranks, on every rank, by recursive doubling in log2(P) steps.
 
     If P is not a power of two, the ranks beyond the largest power of two first send their state to a partner and receive the
-    result at the end. In every step both ranks merge the state of the lower rank first, so that all ranks compute the same
-    bits.
+    result at the end. In every step, both ranks of a pair merge the state of the lower rank first, so that all ranks compute
+    the same bits.
     """
     rank, size = rank_and_size(group)
+    # One tensor per state means one message per step. With few queries, the latency of messages dominates.
     packed = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
     other = torch.empty_like(packed)
+    # The largest power of two that is not above the number of ranks.
     power = 1 << (size.bit_length() - 1)
     partner = rank - power if rank >= power else rank + power
     if rank >= power:
@@ -345,7 +376,7 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
 
 
 def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
-    """Send and receive, and wait until the received tensors hold their data (on a GPU, for later work of the stream)."""
+    """Send and receive tensors, and wait for the received data. On a GPU, only later work of the stream waits."""
     connect.connect(group.group_name).exchange(sends, receives).wait()
 
 

@@ -175,7 +175,7 @@ def _backward(q, k, v, out, lse, dout, dlse, spec: FlashSpec) -> tuple[Tensor, T
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:
     # The share of blocks that are kept approximates the share
-    # of pairs. The approximation is exact if the mask is full.
+    # of pairs. The approximation is exact if the mask is full and all blocks have the same size.
     kept = 1 if spec.keep is None else spec.keep.float().mean().item()
     return kept * count_pairs(batch, num_keys, spec.documents, spec.is_causal, spec.window, num_queries)
 

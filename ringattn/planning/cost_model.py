@@ -1,4 +1,4 @@
-"""The predicted cost of a ring pass: in every step, the computation of the busiest rank and the messages of the busiest rank.
+"""Predict the cost of a ring pass from the computation and the messages of the busiest rank in every step.
 
 Speeds come from a table and are never measured at run time, so that every rank, and every run, makes the same choice.
 """
@@ -17,8 +17,8 @@ FLOPS_PER_HBM_BYTE = 150
 # Fixed time to start and drain one step of a pass on a GPU, in seconds. Fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# FLOPs that take as long as merging one byte of a partial result. In the forward, kernels read and write states at the speed of
-# memory. The value for the backward was fitted to rings of two and four H200s.
+# FLOPs that take as long as merging one byte of a partial result. In the forward pass, kernels read and write states at the
+# speed of memory. The value for the backward pass was fitted to rings of two and four H200s.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
 # Time of an all-to-all inside a host, relative to the time of its bytes on the link. The difference is due to the copies out of
@@ -31,7 +31,7 @@ class Interconnect(NamedTuple):
 
     name: str
     all_pairs: bool  # whether every pair of ranks is connected directly, so that nothing must be relayed
-    bytes_per_second: float  # that a rank can send while it receives as many
+    bytes_per_second: float  # that a rank can send while it receives as many bytes
     latency: float  # seconds per message in addition to the time of its bytes
     flops: float = 5e14  # speed of attention on one rank, FLOP/s
     uses_sms: bool = False  # whether messages are moved by kernels, on SMs that attention could use
@@ -59,6 +59,7 @@ def attention_flops(device: torch.device) -> float:
     """Return the approximate speed of 16-bit attention on `device`, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
+    # The keys are major compute capabilities: 8 is Ampere, 9 is Hopper and 10 is Blackwell.
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
 
 
@@ -92,6 +93,7 @@ def hop_costs(
         interconnect: what connects the ranks.
         rank: the rank whose cost is returned; None for the busiest rank, separately for computation and communication.
     """
+    # The bytes of a message depend only on its kind and its number of rows.
     size = dict(zip(("block", "result"), row_bytes, strict=True))
     ranks = range(schedule.ranks) if rank is None else (rank,)
     costs = []

@@ -1,4 +1,4 @@
-"""What a mask and a layout mean for one rank: the intervals of every pair of shards, and the resulting schedules."""
+"""Compute from a mask and a layout what one rank must do: the intervals of every pair of shards, and the schedules."""
 
 import logging
 import threading
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class BlockPair:
     """Rows of one rank's queries and rows of another rank's keys, as the kernels see them."""
 
-    intervals: Intervals  # of the query rows, counted in the key rows
+    intervals: Intervals  # one interval per query row, counted in key rows
     layout: Layout
     sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries and of the keys
 
@@ -40,7 +40,7 @@ class BlockPair:
 
 
 class Plan:
-    """The ring of one mask over one layout, as one rank sees it. `get_plan` returns the plan that all layers use."""
+    """The ring passes of one rank for one mask and one layout. `get_plan` returns the plan, which all layers use."""
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
@@ -73,7 +73,9 @@ class Plan:
         return self._block_pairs[name, schedule]
 
     def prepare_as(self, other: "Plan") -> None:
-        """Compute everything that `other` was asked for, so that no pass waits for it: choices, schedules and kernel tables."""
+        """Compute the choices, schedules and kernel tables that `other` has computed already, so that no future pass waits for
+        them.
+        """
         if other is self:
             return
         for work, interconnect in other._choices:
@@ -81,6 +83,8 @@ class Plan:
         for (name, *options), schedule in other._schedules.items():
             if (name, schedule) in other._block_pairs:
                 ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
+                # Under different masks the two plans may have different numbers of local steps.
+                # Steps without a counterpart prepare their tables when they are first used.
                 for pair, model in zip(ours.values(), theirs.values(), strict=False):
                     pair.intervals.prepare_like(model.intervals)
 
@@ -90,24 +94,28 @@ class Plan:
         (query_rank, query_rows), (key_rank, key_rows) = (circulating, resident) if name == "state" else (resident, circulating)
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
         bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
+        # The kernel sees only a slice of the keys, so the intervals are
+        # counted from the start of the slice and clamped to its length.
         lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
+        # wait=False copies the intervals to the GPU without blocking the host.
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """Return `workload.head_chunks_for_memory` of this rank's tensors. It is the same on all ranks."""
+        """Return `workload.head_chunks_for_memory` of this rank's tensors. The number is the same on all ranks."""
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     @cached_property
     def pairs(self) -> float:
-        """(query, key) pairs of the whole sequence, the mean over batch entries."""
+        """The number of (query, key) pairs of the whole sequence, as the mean over batch entries."""
         return sum(overlap.pairs for row in self.overlaps for overlap in row)
 
     def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
         """Return the cost of a local step of any rank in FLOPs, with memory traffic converted to FLOPs.
 
-        The two parts of a rank's own block count as their planned share of it.
+        If a rank's own block is computed in two parts, each part counts as its planned share of the block.
         """
+        # In the state ring the queries belong to the owner of the circulating block. In the KV ring the keys do.
         query_rank, key_rank = (local_step.owner, local_step.rank) if name == "state" else (local_step.rank, local_step.owner)
         overlap = self.overlaps[query_rank][key_rank]
         whole = overlap.queries if name == "state" else overlap.keys
@@ -118,8 +126,9 @@ class Plan:
         return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * work.query_bytes * queries)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return the bytes of partial results (of one rank's queries and another's keys) that the busiest rank merges in a
-        pass.
+        """Return the bytes of partial results that the busiest rank merges in a pass.
+
+        A partial result belongs to the queries of one rank and the keys of a different rank.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         by_rank = [
@@ -141,7 +150,7 @@ class Plan:
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
         """Decide whether queries or keys circulate: return `name`, or for "auto" the schedule with the lower predicted time.
 
-        If the times are equal, the schedule with fewer bytes wins, and then the KV ring.
+        If the times are equal, the schedule with fewer bytes wins. If the bytes are equal as well, the KV ring wins.
         """
         if name != "auto":
             return name
@@ -153,6 +162,8 @@ class Plan:
                 for candidate, hops in costs.items()
             }
             best = min(seconds for seconds, _ in totals.values())
+            # dicts keep their order and min() returns the first
+            # minimum, so "kv" wins if both time and bytes are equal.
             fastest = [candidate for candidate, (seconds, _) in totals.items() if seconds <= EQUAL_TIMES * best]
             self._choices[key] = min(fastest, key=lambda candidate: totals[candidate][1])
             _log_choice(work.direction, self._choices[key], totals)
@@ -163,7 +174,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]]) -> None:
-    """Log each outcome once. Packed documents change the numbers at every step of training."""
+    """Log each outcome only once, because packed documents change the predicted times at every training step."""
     if (direction, chosen) not in _logged:
         _logged.add((direction, chosen))
         texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in totals.items()]
@@ -171,23 +182,27 @@ def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals of `query_rank`'s queries, counted in rows of `key_rank`: int32 (B or 1, query rows), on the CPU."""
+    """Return the intervals (lo, hi) of the queries of `query_rank`, counted in key rows of `key_rank`.
+
+    lo and hi are int32 (B or 1, query rows) on the CPU.
+    """
     rows_before = _rows_before(layout, key_rank)
     return tuple(rows_before.take(x) for x in _global_intervals(mask, layout, query_rank))
 
 
 @lru_cache(maxsize=16)
 def _global_intervals(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """Return the intervals of a rank's positions, counted in positions: int64 (B or 1, rows)."""
+    """Return the intervals (lo, hi) of a rank's query positions, counted in key positions: int64 (B or 1, rows)."""
     return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
 
 
 @lru_cache(maxsize=16)
 def _rows_before(layout: Layout, rank: int) -> Tensor:
-    """Return how many of a rank's rows come before each position, and before the end, of the sequence: int32 (seq_len + 1,).
+    """Return for each position of the sequence, and for its end, how many of a rank's rows come before: int32 (seq_len + 1,).
 
     These prefix counts turn an interval of positions into an interval of rows with one lookup per bound.
     """
+    # The table has one more entry than there are positions, because an interval may end at the end of the sequence.
     is_own = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
     is_own[layout.positions(rank) + 1] = 1
     return is_own.cumsum(0, dtype=torch.int32)
@@ -200,20 +215,21 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlap(NamedTuple):
-    """Which of one rank's queries attend to which of another rank's keys."""
+    """The rows of one rank's queries and the rows of another rank's keys between which the mask leaves pairs."""
 
     queries: range  # from the first to the last query row that attends to a key
     keys: range  # from the first to the last key row that a query attends to
-    pairs: float  # (query, key) pairs, the mean over batch entries
+    pairs: float  # number of (query, key) pairs, as the mean over batch entries
 
 
 def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
-    """Return the overlap of queries with the intervals lo, hi (B or 1, query rows) and a rank's `num_keys` rows."""
+    """Return the overlap of a rank's `num_keys` key rows and the queries with the intervals lo, hi (B or 1, query rows)."""
     counts = (hi - lo).clamp(min=0)
     rows = counts.sum(0).nonzero()
     if not len(rows):
         return Overlap(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
+    # An empty interval may have any bounds. It must not influence the range of keys.
     empty = counts == 0
     keys = range(int(lo.masked_fill(empty, num_keys).min()), int(hi.masked_fill(empty, 0).max()))
     return Overlap(queries, keys, float(counts.sum()) / len(counts))
@@ -221,7 +237,7 @@ def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
-    """Return overlaps[query rank][key rank]."""
+    """Return the overlap of every pair of ranks, as overlaps[query rank][key rank]."""
     ranks = range(layout.ranks)
     bounds = [_global_intervals(mask, layout, rank) for rank in ranks]
     columns = []
@@ -233,7 +249,7 @@ def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return needs[owner][rank]: which rows of the owner's "queries" or "keys" have any work at a rank."""
+    """Return needs[owner][rank], the rows of the owner's "queries" or "keys" for which `rank` has any work."""
     table = overlaps(mask, layout)
     if circulating == "queries":
         return tuple(tuple(overlap.queries for overlap in row) for row in table)
@@ -242,14 +258,16 @@ def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return for each rank the row at which its own block is split, so that the first part has FIRST_SHARE of the work."""
+    """Return the row at which each rank's own block is split, so that the first part has FIRST_SHARE of the work."""
     return tuple(_split_point(mask, layout, rank, circulating) for rank in range(layout.ranks))
 
 
 def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int:
     lo, hi = _local_intervals(mask, layout, rank, rank)
     if circulating == "keys":
+        # If keys circulate, the rows of the own block are keys, so the work must be counted per key.
         lo, hi = transpose(lo, hi, layout.rows(rank))
+    # The cumulative work of the rows. A binary search then finds the row at which the first part has its share.
     work = (hi - lo).clamp(min=0).sum(0).cumsum(0)
     if not len(work):
         return 0
@@ -258,12 +276,13 @@ def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int
     return row // 128 * 128 if len(work) >= 1024 else row
 
 
-# Autograd and simulated ranks call from several threads. Without the lock, each of them would compute the same plan.
+# Autograd and simulated ranks call these functions from several threads. Without the lock, each thread would compute the same
+# plan.
 _planning_lock = threading.Lock()
 
 
 def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """Return the plan of `mask` over `layout` for `rank`. It is computed once."""
+    """Return the plan of `mask` over `layout` for `rank`. Each plan is computed only once while it is cached."""
     with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:

@@ -1,7 +1,7 @@
-"""What moves on each hop and which rank computes what, as plain data without tensors or communication.
+"""Schedules: what moves on each hop and which rank computes what, as plain data without tensors or communication.
 
-In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block where the mask leaves work
-to do. What is computed for a block is its *result*, which returns to the owner of the block:
+In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block only if the mask leaves
+work to do. The *result* of a block is what the other ranks compute for the block. The result returns to the owner of the block:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -16,11 +16,13 @@ There are two kinds of schedules, and one executor (`ringattn.ring.run_schedule`
     direct    Every pair of ranks is connected. A block comes from its owner, and its result goes straight back. In each round
               every rank receives the block of one rank and computes a result for it, so no link carries two blocks at a time.
 
-In step t a rank sends what the next step needs, and the results of the previous step. All these messages are in flight while
-step t computes. A rank's own block needs no hop. Without results, it is computed first and hides the first hop. With results, a
-first part of it hides the first hop, and the rest hides the return of the last results.
+In step t, a rank sends the blocks that the next step needs, and the results of the previous step. All these messages are in
+flight while step t computes. A rank's own block needs no hop. If the pass has no results, the own block is computed in the
+first step and hides the first hop. If the pass has results, a first part of the own block hides the first hop, and the rest
+hides the return of the last results.
 
-Only work that the mask leaves is scheduled: a block goes to ranks that need it, with the rows that are needed.
+Only the work that the mask leaves is scheduled. A block is sent only to ranks that need it, and only with the rows that they
+need.
 """
 
 from collections.abc import Sequence
@@ -28,22 +30,22 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: which rows of the owner's block have any work at a rank
+Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: the rows of the owner's block for which the rank has work
 
 
 @dataclass(frozen=True)
 class Message:
-    """A block, or some of its rows, on one hop."""
+    """One message of one hop: a block or a result, or some of its rows."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
     src: int
     dst: int
-    rows: range  # of the owner's block
+    rows: range  # the rows of the owner's block that are sent
 
 
 class LocalStep(NamedTuple):
-    """A rank computes with rows of an owner's block."""
+    """One computation of a rank with some rows of an owner's block."""
 
     rank: int
     owner: int
@@ -52,7 +54,7 @@ class LocalStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """What happens at the same time on all ranks: messages are in flight while the local steps are computed."""
+    """One step of all ranks. Its messages are in flight while its local steps are computed."""
 
     local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
@@ -69,7 +71,7 @@ class RankStep:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """One ring pass of all ranks, step by step."""
+    """One ring pass, as the list of the steps of all ranks."""
 
     ranks: int
     steps: tuple[Step, ...]
@@ -115,14 +117,17 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     """Return a ring pass in which every block comes from its owner and every result goes straight back.
 
     Args:
-        need: which ranks need which rows.
+        need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether blocks have results that return to their owners.
-        split_points: for each rank, the row of its own block from which on it is computed in the last step, if there are
-            results. None to compute all of it in the last step.
+        split_points: for each rank, a row of its own block. If there are results, the rows before the split point are computed
+            in the first step, and the other rows in the last step. None to compute the whole own block in the last step.
     """
+    # On a tie, min() picks the first pairing, which is XOR if the number of ranks is a power of two.
     rounds = min(_pairings(need), key=len)
     first, rest = _own_local_steps(need, bool(rounds), results, split_points)
     steps = []
+    # A block is sent in step t, is used in step t + 1, and its result is sent in step t
+    # + 2. Therefore a pass with results has one more step than a pass without results.
     for t in range(len(rounds) + 1 + (results and bool(rounds))):
         local_steps, messages = list(first) if t == 0 else [], []
         if t < len(rounds):
@@ -140,11 +145,13 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 def _pairings(need: Need) -> list[list[list[LocalStep]]]:
     """Return two ways to pair all ranks in rounds: by rotation and, if P is a power of two, by rank XOR s.
 
-    Rounds without any work are left out, so one of the two may need fewer rounds under a mask.
+    Rounds without any work are left out, so one of the two pairings may need fewer rounds than the other under a mask.
     """
     ranks = range(len(need))
     owner_of = [lambda rank, s: (rank - s) % len(need)]
     if len(need) & (len(need) - 1) == 0:
+        # XOR pairs the ranks mutually: two ranks exchange their blocks
+        # in the same round, so every link is used in both directions.
         owner_of.insert(0, lambda rank, s: rank ^ s)
     pairings = []
     for owner in owner_of:
@@ -157,7 +164,7 @@ def _pairings(need: Need) -> list[list[list[LocalStep]]]:
 def _own_local_steps(
     need: Need, circulates: bool, results: bool, split_points: tuple[int, ...] | None
 ) -> tuple[list[LocalStep], list[LocalStep]]:
-    """Return the local steps of every rank with its own block: those of the first step, and those of the last step."""
+    """Return two lists of local steps of all ranks with their own blocks: one list for the first step and one for the last."""
     first, rest = [], []
     for rank in range(len(need)):
         rows = need[rank][rank]
@@ -175,8 +182,9 @@ def _own_local_steps(
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
     """Return the shortest ring pass in which neighbours hand blocks on.
 
-    A block travels to the last rank that needs it, with the rows that any of these ranks need. Blocks travel in the direction
-    that takes fewer hops. Arguments as for `direct`.
+    Each block is relayed up to the last rank that needs it. It contains all rows that any of the receiving ranks needs. All
+    blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments are the
+    same as for `direct`.
     """
     forward, backward = (_one_way(need, results, split_points, direction) for direction in (1, -1))
     hops = [sum(len(step.messages) for step in schedule.steps) for schedule in (forward, backward)]
@@ -185,9 +193,11 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # By owner: the hops after which its block reaches the first and the last rank with work; 0 if no other rank has any.
+    # For each owner: the numbers of hops after which its block reaches the first rank and the last rank with work for the
+    # block; 0 if no other rank has such work.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
+    # A relayed block is not shortened on the way, so it contains the rows of all ranks that need any of it.
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
     own_first, own_rest = _own_local_steps(need, final > 0, results, split_points)
@@ -212,5 +222,5 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
 
 
 def build_schedule(need: Need, results: bool, all_pairs: bool = False, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the direct schedule if all pairs of ranks are connected, and otherwise the relay."""
+    """Return the direct schedule if all pairs of ranks are connected, and the relay schedule otherwise."""
     return (direct if all_pairs else relay)(need, results, split_points)

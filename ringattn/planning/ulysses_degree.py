@@ -1,4 +1,4 @@
-"""How many ranks should take part in an all-to-all: the predicted time of attention on U x R ranks.
+"""Choose how many ranks take part in an all-to-all, from the predicted time of attention on U x R ranks.
 
 Like the choice of a schedule in `ringattn.planning.rank_plan`, the prediction uses the table of speeds in
 `ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice.
@@ -18,17 +18,20 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import EQUAL_TIMES, Plan
 from ringattn.planning.workload import backward_bytes, backward_work, forward_bytes, forward_work
 
-# Tokens x heads of a chunk, at least. The kernels of smaller chunks would leave SMs idle.
+# The minimum of tokens x heads per chunk. The kernels of smaller chunks would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
-MAX_HEAD_CHUNKS = 32  # of one call
+MAX_HEAD_CHUNKS = 32  # chunks of heads per call
 # `best_ulysses_degree` plans up to this many ranks and positions in full. Beyond that it falls back to an approximation.
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return how many copies of each key head are sent, so that every rank has the key heads of its heads / ulysses query
-    heads.
+    """Return how many copies of each key head are sent, so that every rank has all key heads of its query heads.
+
+    A rank has heads / ulysses query heads.
     """
+    # per_rank query heads of a rank must be served by whole key heads.
+    # The copies make the query heads per key head a divisor of per_rank.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
@@ -36,11 +39,11 @@ def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
     """Return the number of chunks in which a rank's heads are sent and computed, to overlap the all-to-all with attention.
 
-    Only the arrival of the first chunk and the return of the last one are then not hidden.
+    With several chunks, only the arrival of the first chunk and the return of the last chunk are not hidden by attention.
 
     Args:
-        rows: tokens that a rank attends with, of all batch entries together.
-        heads, key_heads: that a rank attends with.
+        rows: the number of tokens of all batch entries for which a rank computes attention.
+        heads, key_heads: the number of query heads and key heads for which a rank computes attention.
     """
     limit = min(key_heads, MAX_HEAD_CHUNKS)
     counts = [n for n in range(1, limit + 1) if key_heads % n == 0 and rows * heads >= n * MIN_CHUNK_ROWS]
@@ -48,7 +51,7 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(ulysses: int, ring: int, heads: int, key_heads: int, dim: int, value_dim: int, size: int = 2) -> int:
-    """Return the bytes that a rank sends per token and batch entry, forward and backward, if every rank needs all keys.
+    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if it needs all keys.
 
     Args:
         ulysses, ring: U and R.
@@ -56,7 +59,9 @@ def bytes_per_row(ulysses: int, ring: int, heads: int, key_heads: int, dim: int,
         size: bytes per element of q, k and v.
     """
     key_heads *= key_copies(heads, key_heads, ulysses)
-    elements = heads * (dim + value_dim) + key_heads * (dim + value_dim)  # q and out, k and v; the same again for gradients
+    elements = heads * (dim + value_dim) + key_heads * (
+        dim + value_dim
+    )  # q and out, k and v; their gradients have the same size
     all_to_all_bytes = 2 * elements * size * (ulysses - 1) // ulysses
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
     shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim)
@@ -79,28 +84,30 @@ def best_ulysses_degree(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> int:
-    """Return the U, a divisor of `ranks` and of Hq, with the lowest predicted time of a forward and a backward.
+    """Return the U, a divisor of `ranks` and of Hq, with the lowest predicted time of a forward pass and a backward pass.
 
     The predicted time is the sum of two parts. The first part is the time of the ring of R = `ranks` / U ranks, hop by hop
     (`Plan.costs`), with the overhead of its steps and the merging of partial results. The second part is the time of the
-    all-to-all that attention does not hide (`exposed_seconds`). Times within 1% count as equal, and then the smaller U wins. The
-    same arguments give the same U on every rank.
+    all-to-all that attention does not hide (`exposed_seconds`). Times within 1% count as equal, and then the smaller U wins.
+    The same arguments give the same U on every rank.
 
     The computation takes about a second for 64 ranks. For more ranks the result is the U inside a host that sends the fewest
     bytes according to `bytes_per_row`, which takes neither masks nor speeds into account.
 
     Args:
-        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv), of all ranks together. Only shapes and dtypes matter, so the
-            tensors may be on the "meta" device.
-        mask: a long sequence without documents is planned at a fraction of its length.
-        ranks: U x R.
-        host: ranks per host. Ranks of a host are consecutive, and so are the ranks of an all-to-all.
+        q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence. Only shapes and dtypes matter,
+            so the tensors may be on the "meta" device.
+        mask: which keys each query may attend to. A long sequence without documents is planned at a fraction of its length.
+        ranks: the number of ranks, U x R.
+        host: the number of ranks per host. The ranks of a host are consecutive, and the ranks of an all-to-all are consecutive
+            as well.
         near, far: what connects the ranks of one host, and the ranks of several hosts.
-        layout: of the ring: one of `layout.KINDS`, or "auto" for `balanced_layout`.
+        layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """
     joined, host = (near, ranks) if ranks <= host else (far, host)
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
+    # The time for planning grows with the square of the number of ranks.
     if ranks > MAX_PLANNED_RANKS:
         shape = q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
         inside = [u for u in candidates if host % u == 0]
@@ -111,11 +118,14 @@ def best_ulysses_degree(
         rows = q.shape[0] * q.shape[1] * u // ranks
         chunks = head_chunks_for_overlap(rows, q.shape[2] // u, key_heads // u) if u > 1 else 1
         shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
+        # Tensors on the meta device have shapes and dtypes but no memory,
+        # and a length of 1 suffices because costs are counted per row.
         *chunk, out = [q.new_empty(q.shape[0], 1, n // (u * chunks), d, device="meta") for n, d in shapes]
         attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // u), joined, schedule)
         bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
         all_to_all = all_to_all_seconds(bytes_to_each, u, host, near, far)
         seconds[u] = sum(chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
+    # The smallest U among the best candidates wins, because a smaller U leaves more heads per rank.
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 
@@ -123,12 +133,12 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
     """Return the time of both all-to-alls of one chunk of heads; 0 for one rank.
 
     Args:
-        bytes_to_each: what a rank sends to each other rank, in both all-to-alls together.
+        bytes_to_each: the bytes that a rank sends to each other rank in both all-to-alls together.
         ulysses: U.
         host: ranks per host.
         near, far: what connects the ranks of one host, and the ranks of several hosts.
     """
-    inside = math.gcd(ulysses, host)  # at least this many ranks of a group are in one host
+    inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
     return max(n * (factor * bytes_to_each / link.bytes_per_second + 2 * link.latency) for n, factor, link in links)
 
@@ -137,7 +147,8 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
     """Return the time that the all-to-alls add to attention, if each chunk takes `attention` and `all_to_all` seconds.
 
     The arrival of the first chunk and the return of the last chunk take as long as one chunk's all-to-alls and are never
-    hidden. Those of the other chunks run at the same time as attention and are visible only if they take longer.
+    hidden. The all-to-alls of the other chunks run at the same time as attention, and are visible only if they take longer than
+    attention.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -145,13 +156,13 @@ def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
 def _ring_seconds(
     chunk: Sequence[Tensor], mask: Mask, ring: tuple[str, int, int], joined: Interconnect, schedule: str
 ) -> tuple[float, ...]:
-    """Return the times of the forward and of the backward of a chunk of heads, q, k and v.
+    """Return the times of the forward pass and of the backward pass of a chunk of heads.
 
     A long sequence without documents is planned as a shorter one, in which each position stands for `scale` positions.
 
     Args:
         chunk: q, k and v; only the numbers of heads, the head dims and the dtype matter.
-        mask: of the whole sequence.
+        mask: the mask of the whole sequence.
         ring: (kind of layout, number of positions, number of ranks).
         joined: what connects the ranks.
         schedule: as for `ring_attention`.
@@ -159,6 +170,7 @@ def _ring_seconds(
     kind, seq_len, ranks = ring
     length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
+    # The window shrinks with the sequence, so that the share of pairs within the window stays the same.
     mask = replace(mask, window=mask.window and max(1, round(mask.window / scale)))
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
     plan = Plan(mask, layout, 0, torch.device("cpu"))

@@ -1,12 +1,13 @@
-"""The bytes and FLOPs of one attention call, independent of who computes what."""
+"""The bytes and FLOPs of one attention call, independent of how they are distributed over the ranks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
 
-# Split a call into chunks of heads once its forward costs more FLOPs than this (about 0.1 s on an H200). Peak memory falls with
-# the number of chunks, and at this size the cost of starting and draining another ring pass is no longer visible.
+# A call is split into chunks of heads if its forward pass costs more FLOPs than this number (about 0.1 s on an H200). Peak
+# memory falls with the number of chunks, and at this size the cost of starting and draining another ring pass is no longer
+# visible.
 HEAD_CHUNK_FLOPS = 5e13
 
 
@@ -19,15 +20,19 @@ class RowBytes:
 
 
 def forward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Return the bytes per row and batch entry: q and (m, l, o) circulate in the state ring, k and v in the KV ring."""
+    """Return the bytes per row and batch entry in the forward pass.
+
+    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring.
+    """
     (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
+    # Partial results are fp32, or fp64 for fp64 inputs.
     state_size = max(size, 4)
     keys = key_heads * (dim + value_dim)
     return RowBytes(state=(heads * dim * size, heads * (value_dim + 2) * state_size), kv=(keys * size, 0))
 
 
 def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Return the bytes per row and batch entry.
+    """Return the bytes per row and batch entry in the backward pass.
 
     q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv in the KV ring.
     """
@@ -39,7 +44,10 @@ def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
 
 
 class Work(NamedTuple):
-    """The work of one direction of one call, whichever operand circulates."""
+    """The work of the forward pass or of the backward pass of one call.
+
+    The numbers do not depend on which operand circulates.
+    """
 
     direction: str  # "forward" or "backward"
     batch: int
@@ -50,7 +58,8 @@ class Work(NamedTuple):
     def query_bytes(self) -> float:
         """Bytes of HBM traffic per row of circulating queries, in addition to the traffic per (query, key) pair.
 
-        A new state is written, then read and merged with another one. Sums of dq are cleared, read, and written or accumulated.
+        In the forward pass, a new state is written, then read and merged with an existing state. In the backward pass, sums of
+        dq are cleared, read, and written or accumulated.
         """
         return 4 * self.row_bytes.state[1]
 
@@ -61,18 +70,20 @@ class Work(NamedTuple):
 
 
 def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
-    """Two matrix products per (query, key) pair and head."""
+    """Return the FLOPs per pair: two matrix products per (query, key) pair and head."""
     return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the forward: two matrix products per (query, key) pair and head."""
+    """Return the work of the forward pass: two matrix products per (query, key) pair and head."""
     return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_pair_flops(q, v))
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward: five matrix products per (query, key) pair and head."""
+    """Return the work of the backward pass: five matrix products per (query, key) pair and head."""
     heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    # Three of the five products (scores, dq and dk) have the head dim of q, and two (dp
+    # and dv) have the head dim of v. A product costs 2 FLOPs per pair and dimension.
     return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim))
 
 
@@ -80,9 +91,11 @@ def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int
     """Return the number of chunks of heads that a call is processed in, one ring pass each, to bound its memory.
 
     Args:
-        q, k, v: of the call; only shapes matter.
-        pairs: (query, key) pairs per batch entry and head, the mean over all ranks.
+        q, k, v: the tensors of the call; only their shapes matter.
+        pairs: the number of (query, key) pairs per batch entry and head, as the mean over all ranks.
     """
+    # Chunks consist of whole key heads with all their query heads,
+    # so the number of chunks must divide the number of key heads.
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 
