@@ -1,14 +1,14 @@
-"""The all-to-all of Ulysses (heads <-> sequence): between a rank's tokens of all heads and all tokens of a rank's heads.
+"""The all-to-all of Ulysses (heads <-> sequence). It converts between some tokens of all heads and all tokens of some heads.
 
 Every rank of a group sends a slice of its tensors to each other rank, and writes what it receives into a slice of its own
-tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` says which part of a tensor is meant:
+tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a tensor that belongs to a rank:
 
                       rank a takes for rank b           rank b writes what comes from rank a
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` is everything that one call of attention exchanges. An `Exchange` fills one set of tensors, from one message of
-every rank or from several. With several, attention can work on some heads while others are in flight.
+An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors, from one or several
+messages of every rank. With several messages, attention can work on some heads while other heads are in flight.
 
 `PointToPointAllToAll` below uses sends and receives. `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
 """
@@ -23,11 +23,14 @@ from torch import Tensor
 from ringattn.comm.transport import Addressed, MessageTransport, Pending, Tensors, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
-LABEL = "all-to-all"  # what the watchdog calls these hops in its messages
+LABEL = "all-to-all"  # the name of these hops in messages of the watchdog
 
 
 class HeadSlice(NamedTuple):
-    """The heads of one rank, or a chunk of them: x (B, N, H, ...) has `ranks` shares of heads, each in `chunks` chunks."""
+    """The heads of one rank, or a chunk of these heads.
+
+    The heads of x (B, N, H, ...) are divided into `ranks` equal parts, and each part is divided into `chunks` chunks.
+    """
 
     ranks: int
     chunks: int
@@ -38,9 +41,9 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """The tokens of one rank in x (B, sum of tokens, ...), where the tokens of all ranks lie in the order of the ranks."""
+    """The tokens of one rank in x (B, sum of tokens, ...), which contains the tokens of all ranks in the order of the ranks."""
 
-    counts: tuple[int, ...]  # tokens of every rank
+    counts: tuple[int, ...]  # number of tokens of every rank
 
     def __call__(self, x: Tensor, rank: int) -> Tensor:
         return x.narrow(1, sum(self.counts[:rank]), self.counts[rank])
@@ -63,7 +66,7 @@ class Exchange(Protocol):
 
 
 class AllToAll(Protocol):
-    """Everything that one call exchanges; every rank creates the same exchanges in the same order."""
+    """All exchanges of one call. Every rank must create the same exchanges in the same order."""
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
         """Create the exchange that fills the contiguous tensors `into`, each (B, n, ...) with n = lengths[rank], by `sends`
@@ -73,12 +76,12 @@ class AllToAll(Protocol):
         """
 
     def finish(self) -> None:
-        """Wait, on the host or on the current CUDA stream, until everything that was sent may be modified."""
+        """Wait, on the host or on the current CUDA stream, until all sent tensors may be modified."""
 
 
-@lru_cache(maxsize=64)  # requested once per exchange
+@lru_cache(maxsize=64)  # every exchange requests these messages
 def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
-    """Describe the messages that `rank` waits for, for reports of the watchdog."""
+    """Return the messages that `rank` waits for. The watchdog names them in its reports."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)
 
 
@@ -104,6 +107,7 @@ class _PointToPointExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         rank = self.transport.rank
         peers = [peer for peer in range(self.transport.size) if peer != rank]
+        # This rank's own slice needs no message.
         for x, y in zip(block, self.into, strict=True):
             put(y, rank).copy_(take(x, rank))
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
@@ -122,6 +126,8 @@ class _PointToPointExchange:
 
     def _start(self, sent: Addressed, received: Addressed) -> Pending:
         """Start an exchange of messages. If it cannot start because a rank is gone, the error names that rank."""
+        # Starting an exchange and completing it are two separate hops for the
+        # watchdog. The first hop ends as soon as all messages are issued.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:
@@ -138,4 +144,5 @@ class _PointToPointExchange:
 
 
 def _without_empty(messages: Addressed) -> Addressed:
+    # The sender and the receiver know the size of a message, so both of them leave out the same empty messages.
     return [(x, peer) for x, peer in messages if x.numel()]

@@ -1,8 +1,8 @@
 """Choose the transport for a process group, and compare the first calls of its ranks.
 
-The first call for a group is a handshake over the job's key-value store. Every rank publishes what it is (host, GPU, speed) and
-what it calls. Then all ranks read the same information, so all of them choose the same transport, and a call that differs
-between ranks raises an error on every rank instead of hanging or returning wrong numbers.
+The first call for a group is a handshake over the job's key-value store. Every rank publishes its host, its GPU, its speed and
+the settings of its call. Then all ranks read the same information, so all ranks choose the same transport. If the calls differ
+between ranks, every rank raises an error instead of hanging or returning wrong results.
 """
 
 import json
@@ -26,7 +26,7 @@ from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 from ringattn.planning.cost_model import attention_flops, interconnect
 
 Group = dist.ProcessGroup | SimulatedRank
-Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by the names that callers know
+Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # environment variable that replaces "auto"
@@ -57,22 +57,24 @@ def connect(
     transport: str = "auto",
     call: Callable[[], Call] | None = None,
 ) -> Transport:
-    """Return the transport of a process group, given by its name; "" stands for a ring of one rank.
+    """Return the transport of the process group with the given name. The name "" stands for a ring of one rank.
 
-    The first call for a group, device and transport is a handshake, and all ranks of the group must make it. Later calls return
-    the same transport. Without a device there is no handshake, and the result exchanges plain messages over the group.
+    The first call for a group, device and transport performs a handshake, in which all ranks of the group must take part. Later
+    calls return the same transport. If `device` is None, there is no handshake, and the returned transport exchanges messages
+    over the process group.
 
     Args:
         group_name: `ProcessGroup.group_name`. Operators carry groups by name, so that a compiler can trace them.
         device: the device of the tensors, or None.
-        transport: "nvlink": copy engines write into the memory of the other GPUs. "p2p": sends and receives of the process
-            group. "auto": NVLink if all ranks are GPUs of one host that can access each other's memory, unless the environment
-            variable RINGATTN_TRANSPORT names another transport.
-        call: returns the settings of this call, which must be the same on all ranks. They are compared once, in the handshake.
+        transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. "p2p" uses
+            sends and receives of the process group. "auto" chooses NVLink if all ranks are GPUs of one host that can access
+            each other's memory, unless the environment variable RINGATTN_TRANSPORT names another transport.
+        call: returns the settings of this call, which must be the same on all ranks. The settings are compared only once, in
+            the handshake.
 
     Raises:
         ValueError: the transport is unknown or unavailable, or the first calls differ between ranks.
-        RingFault: a rank of the group made no first call within the timeout.
+        RingFault: a rank of the group did not make its first call within the timeout.
     """
     if transport not in TRANSPORTS:
         raise ValueError(f"unknown transport {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
@@ -90,6 +92,8 @@ def connect(
         # One lock per key: a thread that waits for the ranks of one group must not block threads with other groups.
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
+        # Group names are reused after a process group was destroyed, so
+        # the cached connection is valid only for the same group object.
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a destroyed group had the same name
                 _connections[key][1].watchdog.stop()
@@ -112,7 +116,9 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 def compare_first_calls(group_name: str, kind: str, call: Callable[[], Call]) -> None:
-    """Compare the first calls of this kind between the ranks of a process group. All of its ranks must make one.
+    """Compare the first calls of this kind between the ranks of a process group.
+
+    All ranks of the group must call this function.
 
     Raises:
         ValueError: the calls differ.
@@ -130,7 +136,7 @@ _compared: dict[tuple[str, str], dist.ProcessGroup] = {}
 
 
 class _Identity(NamedTuple):
-    """What the other ranks need to know about a rank."""
+    """The information about a rank that the other ranks need."""
 
     host: str
     gpu: str  # the UUID of its GPU, or "none"
@@ -138,9 +144,10 @@ class _Identity(NamedTuple):
 
 
 def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, call: Call) -> Transport:
-    """Compare the ranks' calls and create the transport that suits all of them."""
+    """Compare the calls of all ranks, and create the transport that suits all ranks."""
     if group.size() == 1:
         return SingleRankTransport()
+    # The environment variable replaces only "auto", so that an explicit argument always wins.
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
@@ -155,6 +162,8 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     name = "nvlink" if wanted != "p2p" and not reason else "nccl" if device.type == "cuda" else "gloo"
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
+    # The slowest rank determines the speed of a ring, and all
+    # ranks must assume the same speed to choose the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     route = "direct" if joined.all_pairs else "relayed"
     log.info("ring of %d ranks over %s (%s), hops are %s", group.size(), name, why, route)
@@ -170,7 +179,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
-    """The store of a group, with keys of our own."""
+    """Return the store of a group, with a prefix that separates the keys of ringattn from all other keys."""
     store = _get_process_group_store(group)
     # A clone has its own connection, so that a watchdog which waits for a key never delays other users of the store.
     store = store.clone() if hasattr(store, "clone") else store
@@ -187,6 +196,7 @@ def _all_gather_identities(store: dist.Store, group: dist.ProcessGroup, device: 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
     """Raise ValueError if the calls of the ranks differ. A rank with an empty `call` takes part without being compared."""
     calls = [json.loads(text) for text in _all_gather_text(store, group, "call", json.dumps(call))]
+    # A rank that enters the handshake without a call, for example from `explain`, has no settings to compare.
     known = [(rank, call) for rank, call in enumerate(calls) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -203,12 +213,14 @@ def _shorten(value: object) -> str:
 
 
 def _all_gather_text(store: dist.Store, group: dist.ProcessGroup, key: str, text: str) -> list[str]:
-    """Return the texts of all ranks, by rank. They go through the store, because no transport exists yet.
+    """Return the texts of all ranks, by rank. The store carries the texts, because no transport exists yet.
 
     Raises:
         RingFault: a rank published no text within the timeout.
     """
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
+    # Every rank publishes its text before it waits for the texts
+    # of the other ranks. Otherwise all ranks would wait forever.
     store.set(keys[group.rank()], text)
     try:
         store.wait(keys, timedelta(seconds=timeout))
@@ -224,7 +236,10 @@ def _all_gather_text(store: dist.Store, group: dist.ProcessGroup, key: str, text
 
 
 def _host_name() -> str:
-    """A name that no two machines have in common. Containers of one image may have the same host name."""
+    """Return a name that identifies this machine.
+
+    The host name does not suffice, because containers of one image may share it.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{socket.gethostname()}-{file.read().strip()}"
@@ -233,7 +248,7 @@ def _host_name() -> str:
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
-    """Why the ranks cannot write into each other's memory, as far as this rank can tell; "" if they can."""
+    """Return why the ranks cannot write into each other's memory, as far as this rank can tell, or "" if they can."""
     hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -243,6 +258,8 @@ def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(set(gpus)) < len(gpus):
         return "two ranks use the same GPU"
+    # CUDA_VISIBLE_DEVICES may hide the GPUs of other ranks, and a device index means
+    # different GPUs in different processes. Therefore GPUs are compared by UUID.
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if not set(gpus) <= set(local):
         return "not every rank can see the GPUs of all others"

@@ -1,7 +1,8 @@
-"""Calls of the CUDA driver that torch does not offer: copies by copy engines, and flags that a stream sets or waits for.
+"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and flags that a stream sets or waits for.
 
-None of them occupies an SM, and all of them run in the order of a stream. Addresses are addresses of device memory, including
-memory of other GPUs that is mapped here. Streams are raw handles, `torch.cuda.Stream.cuda_stream`. A flag is a 32-bit word.
+None of these operations occupies an SM, and all of them run in the order of a stream. Addresses refer to device memory,
+including memory of other GPUs that is mapped in this process. Streams are raw handles, `torch.cuda.Stream.cuda_stream`. A flag
+is a 32-bit word.
 """
 
 import ctypes
@@ -11,14 +12,17 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-_OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}  # CU_STREAM_WAIT_VALUE_EQ; a write that is visible to all devices
+_OPERATION_FLAGS = {
+    _WAIT: 1,
+    _WRITE: 0,
+}  # CU_STREAM_WAIT_VALUE_EQ; a write comes after a memory barrier
 # The driver accepts fewer than 256 operations per call. An even number keeps a wait together with the write that clears its
 # flag.
 _MAX_OPERATIONS = 254
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, 48 bytes: a wait for or a write of 32 bits."""
+    """CUstreamBatchMemOpParams, 48 bytes: one operation that waits for a 32-bit value or writes a 32-bit value."""
 
     _fields_ = [
         ("kind", ctypes.c_uint32),
@@ -30,7 +34,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D with device memory on both sides."""
+    """CUDA_MEMCPY2D, the description of a strided copy between two device addresses."""
 
     _fields_ = [
         (f"{side}{name}", kind)
@@ -49,6 +53,7 @@ class _Copy2D(ctypes.Structure):
 
 @cache
 def _functions() -> tuple:
+    # The library is loaded on first use, because machines without a GPU have no driver.
     library = ctypes.CDLL("libcuda.so.1")
     pointer, word = ctypes.c_uint64, ctypes.c_uint32
     signatures = {
@@ -60,6 +65,7 @@ def _functions() -> tuple:
     functions = []
     for name, arguments in signatures.items():
         function = getattr(library, name)
+        # ctypes would pass addresses as 32-bit integers without these types.
         function.argtypes, function.restype = arguments, ctypes.c_int
         functions.append(function)
     return tuple(functions)
@@ -77,8 +83,11 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
     """Copy `count` pieces of `width` bytes with a copy engine. Consecutive pieces are one pitch apart on each side."""
+    # Contiguous pieces are one plain copy, which is cheaper to describe and to execute.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
+    # The cached description must not be modified, because other copies use
+    # it as well. Therefore the addresses are written into a copy of it.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _functions()[3](description, stream))
@@ -86,9 +95,9 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 
 @lru_cache(maxsize=1024)
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
-    """A description of a copy without addresses.
+    """Return the description of a copy, without the addresses of the source and the target.
 
-    It is cached because filling in all fields takes as long as the call itself.
+    The description is cached, because filling in all of its fields takes as long as the call of the driver.
     """
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
@@ -96,6 +105,7 @@ def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _C
 
 def write_flag(address: int, value: int, stream: int) -> None:
     """Write a flag once all earlier work of the stream has finished and is visible to every device."""
+    # A flag has 32 bits. The number of a hop may exceed this range, so only its lowest 32 bits are written.
     _check("to write a flag", _functions()[1](stream, address, value & _WORD_MASK, 0))
 
 

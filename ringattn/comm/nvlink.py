@@ -1,8 +1,7 @@
-"""Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags next to the data tell when it has
-arrived.
+"""Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags signal the arrival of the data.
 
-Every rank has one *receive buffer*, which all layers and calls use, in memory that the other ranks have mapped (torch symmetric
-memory). One message from rank A to rank B:
+Every rank has one *receive buffer*, which all layers and calls use. The buffer lies in memory that the other ranks have mapped
+(torch symmetric memory). The following diagram shows one message from rank A to rank B:
 
     A's side stream                                         B's main stream
       wait until the slot is free (wait flags)                ...
@@ -10,18 +9,19 @@ memory). One message from rank A to rank B:
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-No kernel communicates, no SM is occupied, and the host waits for nothing.
+No kernel communicates, no SM is occupied by communication, and the host never waits.
 
 Two kinds of flags prevent a slot from being overwritten while it is read. The slots of one kind of message are used in turn,
-and before a sender reuses a slot it waits for the *credit* that the reader has given. At the beginning of a pass every rank
-sets a *ready* flag for those ranks that will send it blocks: it no longer reads the messages of the previous pass. Results need
-no such flag, since a result goes to the rank that the block came from, and there the pass has begun.
+and before a sender reuses a slot, it waits for the *credit* flag that the reader sets. At the beginning of a pass, every rank
+sets a *ready* flag for the ranks that will send blocks to it. This flag means that the rank has finished reading the messages
+of the previous pass. Results need no such flag. A result goes to the rank that the block came from, and that rank has already
+begun the pass.
 
-Flags are 0 or 1, there is one for each message, and whoever waits for a flag clears it. They mean the same in a pass that is
-issued and in a pass that a CUDA graph replays.
+Flags are 0 or 1, and there is one flag for each message. The stream that waits for a flag also clears the flag. Flags therefore
+work in the same way when a pass is issued and when a CUDA graph replays the pass.
 
-No deadlock is possible: a rank issues its work step by step, and everything it waits for in a step was issued by the other
-ranks in or before that step. This holds even if a GPU runs all its streams one after the other.
+No deadlock is possible. Each rank issues its work step by step, and the other ranks issue all work that a step waits for in the
+same step or in an earlier step. This argument holds even if a GPU runs all its streams one after the other.
 """
 
 import logging
@@ -45,32 +45,35 @@ from ringattn.planning.schedule import Message, Schedule
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-ARRIVED, CREDIT = range(2)  # purposes of flags; there is one flag of each for every kind of message and step
+ARRIVED, CREDIT = range(2)  # the purposes of flags; every kind of message has one flag of each purpose in every step
 
-# Results get a slot each, and are summed at the end of the pass in one go, as long as all of them need at most 1 GiB.
+# If all results of a pass need at most 1 GiB, every result gets its own slot, and one kernel sums all results at the end of the
+# pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Up to this size a kind of message has three slots, so that a message may arrive two steps early. Larger slots come in pairs.
+# A kind of message has three slots if its messages have at most this size, so that a message may arrive two steps early. Larger
+# messages have two slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
-MAX_CACHED_ROUTES = 64  # packed documents bring a new schedule with every step of training
-ALIGNMENT = 256  # bytes; the start of every tensor in a receive buffer
+MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
+ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple of this number
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return the space that `rows` rows of a tensor like `x` (B, N, ...) take in a receive buffer."""
+    """Return the bytes that `rows` rows of a tensor like `x` (B, N, ...) occupy in a receive buffer."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 class ReceiveBuffer:
-    """Memory of this rank that other ranks write into, with the addresses of all ranks' buffers as mapped here.
+    """Memory of this rank that other ranks write into, and the addresses at which this rank has mapped all ranks' buffers.
 
     All ranks make the same requests in the same order, so their buffers grow at the same time.
 
     Args:
         transport: the transport between the ranks.
-        purpose: what the buffer is for, in log messages.
-        not_run: what has not happened yet if the buffer is too small during the capture of a CUDA graph, for the error.
-        before_release: called before the memory is released.
+        purpose: what the buffer is used for, in log messages.
+        not_run: a clause for the error message that is raised if the buffer is too small during the capture of a CUDA graph.
+            The clause says what has not run yet.
+        before_release: a function that is called before the memory is released.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class ReceiveBuffer:
         self.transport.synchronise()  # after this no rank writes to the old memory
         self.before_release()
         self.memory = None
+        # -(-n >> 21) rounds up, as -(-n // 2**21) does.
         count = max(1, -(-count >> 21)) << 21  # whole pages of 2 MiB
         log.info("rank %d: %d MiB of receive buffer for %s over NVLink", self.transport.rank, count >> 20, self.purpose)
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
@@ -115,7 +119,8 @@ class Send:
     """One outgoing message: the addresses that its tensors are copied to, and the flags that belong to it."""
 
     message: Message
-    # The ready flag of the receiver, for the first block sent to it; the credit flag of the slot, if the slot was used before.
+    # The first block that is sent to a rank waits for the ready flag of this rank. A message whose slot was used before waits
+    # for the credit flag of the slot.
     wait_flags: list[int]
     targets: tuple[int, ...]
     arrived: int
@@ -133,7 +138,7 @@ class Receive:
 class RouteStep:
     """One step of a pass on this rank."""
 
-    credits: list[int] = field(default_factory=list)  # flags to set when the local steps before this step are done
+    credits: list[int] = field(default_factory=list)  # flags to set when the local steps of all earlier steps are done
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
     sends_results_next: bool = False  # whether the next step sends results that this step computes
@@ -144,7 +149,7 @@ class Route:
     """Everything that one rank sends, receives and signals in a pass."""
 
     steps: list[RouteStep]
-    ready_flags: list[int]  # flags to set at the beginning
+    ready_flags: list[int]  # flags to set at the beginning of the pass
     keeps_results: bool
 
 
@@ -155,7 +160,7 @@ class Slots:
         self.templates = templates
         self.arrivals: dict[tuple[int, str], list[tuple[int, Message]]] = {}  # by (rank, kind): (step, message), in order
         self.offsets: dict[Message, int] = {}
-        self.counts: dict[str, int] = {}  # slots by kind
+        self.counts: dict[str, int] = {}  # number of slots for each kind of message
         self.keeps_results = False
         for t, step in enumerate(schedule.steps):
             for message in step.messages:
@@ -175,7 +180,7 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return where each tensor of a message starts in its slot, and where the last one ends."""
+        """Return the offset of each tensor of a message in its slot, followed by the end of the last tensor."""
         ends = [0]
         for x in self.templates[message.kind]:
             ends.append(ends[-1] + padded_bytes(x, len(message.rows)))
@@ -183,20 +188,22 @@ class Slots:
 
 
 class NvlinkTransport:
-    """A ring of GPUs of one host that can all write into each other's memory. It runs direct schedules.
+    """The transport of a ring of GPUs of one host that can write into each other's memory. It runs direct schedules.
 
-    Creating one waits for all ranks of the group.
+    The constructor waits for all ranks of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, joined: Interconnect, watchdog: Watchdog) -> None:
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
+        # Blocks and results use
+        # separate streams, so that a block does not wait behind a result that is not yet computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
         self._allocate()
 
     def _allocate(self) -> None:
-        """Create what all passes use: routes, receive buffer and flags."""
+        """Create the routes, the receive buffer and the flags, which all passes use."""
         self._routes: dict[tuple, Route] = {}
         self.receive_buffer = ReceiveBuffer(self, "the ring", "the ring has not run", before_release=self._routes.clear)
         self.all_to_all_buffers: Any = None  # created by `ringattn.comm.nvlink_all_to_all` when it is first used
@@ -208,7 +215,10 @@ class NvlinkTransport:
         return self.size + 2
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
-        """Return zeros that all ranks have mapped, and the address of each rank's zeros as mapped here. Waits for all ranks."""
+        """Allocate zeros that all ranks map. Return them, and the address at which this rank has mapped each rank's zeros.
+
+        The method waits for all ranks.
+        """
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
         addresses = [handle.get_buffer(rank, (count,), dtype).data_ptr() for rank in range(self.size)]
@@ -217,6 +227,8 @@ class NvlinkTransport:
 
     def synchronise(self) -> None:
         """Wait until the GPUs of all ranks have finished all their work."""
+        # The first synchronisation completes the work of this rank before the barrier.
+        # The second one completes the barrier itself, which NCCL runs on the GPU.
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)
@@ -227,11 +239,13 @@ class NvlinkTransport:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _ready_flag(self, rank: int, writer: int) -> int:
-        """Return the address of the flag of `rank` that tells whether the receive buffer of `writer` is ready."""
+        """Return the address of the flag in the memory of `rank` that `writer` sets when its receive buffer is ready."""
         return self._flag_addresses[rank] + 4 * writer
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of the flag of `rank` for the message of a kind that `writer` sends, or reads, at step `t`."""
+        """Return the address of a flag in the memory of `rank`, for the message of `kind` that `writer` sends or reads at step
+        `t`.
+        """
         row = 1 + (2 * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
@@ -239,11 +253,15 @@ class NvlinkTransport:
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
         capturing = torch.cuda.is_current_stream_capturing()
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
+        # The number of tokens is not a part of the key, because the
+        # schedule already determines the rows of every message.
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
         route = self._routes.get((schedule, shapes))
         if route is None:
             slots = Slots(schedule, templates)
             self.receive_buffer.reserve(slots.total_bytes, capturing)
+            # Routes are cheap to rebuild, so the whole cache is
+            # cleared instead of tracking which route was used last.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
             route = self._routes[schedule, shapes] = self._plan_route(schedule, slots)
@@ -252,6 +270,7 @@ class NvlinkTransport:
         return _NvlinkPass(self, route)
 
     def _plan_route(self, schedule: Schedule, slots: Slots) -> Route:
+        # Credits of the last messages belong to up to two steps after the last step of the schedule.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         receivers: set[int] = set()  # ranks that were sent a block
         for t, step in enumerate(schedule.by_rank[self.rank]):
@@ -300,6 +319,8 @@ class _NvlinkPass:
         self.main = torch.cuda.current_stream(transport.device)
         self.handle = self.main.cuda_stream
         self.ready = transport._ready  # recorded when everything that the next sends read has been computed
+        # Blocks were computed by earlier work of the main stream, so
+        # the side stream must wait for that work before it copies them.
         self.ready.record(self.main)
         transport.streams["block"].wait_event(self.ready)
         if route.ready_flags:
@@ -311,6 +332,8 @@ class _NvlinkPass:
         step = self.route.steps[t]
         if step.credits:
             cuda_driver.set_flags(step.credits, self.handle)
+        # The memory of a sent result may be reused once the copy has finished.
+        # Waiting for all but the newest result keeps one copy in flight.
         while len(self.sending) > 1:
             self.main.wait_event(self.sending[0][0])
             self.sending.popleft()
@@ -336,6 +359,7 @@ class _NvlinkPass:
 
     def _wait(self, t: int) -> list[Tensors]:
         step = self.route.steps[t]
+        # The event is recorded after the kernels of this step, because the next step sends their results.
         if step.sends_results_next:
             self.ready.record(self.main)
         if step.receives:
@@ -343,6 +367,8 @@ class _NvlinkPass:
         return [receive.block for receive in step.receives]
 
     def end(self) -> None:
+        # After the pass, the caching allocator may give the memory of sent tensors to
+        # later work of the main stream. Therefore the main stream waits for all copies.
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()
@@ -351,7 +377,7 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy the given rows of x (B, N, ...) to address `target`; all of x if it has no other rows."""
+    """Copy the given rows of x (B, N, ...) to address `target`. If x has no other rows, copy x as a whole."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if x.shape[1] == len(rows):
         return cuda_driver.copy(target, x.data_ptr(), x.nbytes, stream)

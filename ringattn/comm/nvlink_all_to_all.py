@@ -1,15 +1,16 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
 Every rank has one receive buffer for this purpose, which all layers and calls use. An exchange owns a region of the buffer,
-laid out like the tensors that it fills. A sender copies tokens of some heads from its own tensors, without packing them, to
-their final position in that region, and then sets a flag. When all flags of an exchange are set, the region is copied out as a
-whole. Kernels read, and autograd saves, ordinary memory.
+which has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads from its own
+tensors, without packing them, to their final position in that region, and then sets a flag. When all flags of an exchange are
+set, the whole region is copied into ordinary tensors. Kernels read these tensors, and autograd can save them.
 
-Flags are 0 or 1, and whoever waits for a flag clears it. They mean the same when a call is issued and when it is replayed from
-a CUDA graph. A rank starts to write into a receive buffer after its owner has set the *ready* flag, at the end of its last
-call.
+Flags are 0 or 1, and the stream that waits for a flag also clears the flag. Flags therefore work in the same way when a call is
+issued and when a CUDA graph replays the call. The owner of a receive buffer sets its *ready* flag at the end of each call.
+Other ranks write into the buffer only after this flag is set.
 
-No deadlock is possible: everything that waits for another rank waits for work that this rank issued at or before the same send.
+No deadlock is possible. If the work of a send waits for a different rank, that rank issues the awaited work at the same send or
+at an earlier send.
 """
 
 from functools import lru_cache
@@ -24,14 +25,15 @@ from ringattn.comm.nvlink import NvlinkTransport, ReceiveBuffer, padded_bytes
 from ringattn.comm.transport import Tensors
 from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 
-MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # sends of one call: every chunk of heads is sent there and back
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # the number of sends of one call: every chunk of heads is sent to other ranks and returned
 READY = MAX_SENDS  # index of the ready flag, which follows the flags of the sends
 
 
 class StridedCopy(NamedTuple):
     """A copy of `count` pieces of `width` bytes.
 
-    Offsets count from the start of a tensor or of a region, pitches between pieces.
+    Offsets count from the start of a tensor or of a region. A pitch is the distance between the starts of consecutive pieces.
+    All numbers except `count` are in bytes.
     """
 
     target: int
@@ -53,14 +55,14 @@ def _strided_copies(
     element_size: int,
     rank: int,
 ) -> tuple[tuple[StridedCopy, ...], ...]:
-    """Return for each receiving rank the copies that send it its slice of a tensor of `rank`, one per batch entry.
+    """Return the copies that send slices of a tensor of `rank` to each receiving rank, with one copy per batch entry.
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: of the tensor to send, (B, N, H, D); the heads of a token are contiguous.
+        shape, strides: the shape (B, N, H, D) and the strides of the tensor to send. The heads of a token are contiguous.
         heads: (H, D) of the tensor to fill, which is contiguous, (B, n, H, D) with n = lengths[receiver].
-        lengths: tokens of the tensor to fill, by rank.
-        element_size: bytes.
+        lengths: the number of tokens of the tensor to fill on each rank.
+        element_size: bytes per element.
         rank: the sender.
     """
     # Slicing tensors on the meta device computes offsets and strides without memory.
@@ -82,35 +84,47 @@ def _strided_copies(
 
 
 class AllToAllBuffers:
-    """The receive buffer and the flags of one group on one rank, for all calls. Creating one waits for all ranks."""
+    """The receive buffer and the flags of one group on one rank, for all calls. The constructor waits for all ranks."""
 
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport = transport
         self.receive_buffer = ReceiveBuffer(transport, "the all-to-all", "the all-to-all has not run")
         self.flags, self.addresses = transport.share(torch.int32, (MAX_SENDS + 1) * transport.size)
+        # All buffers are ready before the first call, which waits for
+        # the ready flags without an earlier call that could set them.
         self.flags[READY * transport.size :] = 1
         transport.synchronise()
 
     def flag(self, rank: int, purpose: int, writer: int) -> int:
-        """Return the address of a flag of `rank`, set by `writer`: the number of a send, or READY."""
+        """Return the address of the flag in the memory of `rank` that `writer` sets.
+
+        `purpose` is the number of a send, or READY.
+        """
         return self.addresses[rank] + 4 * (purpose * self.transport.size + writer)
 
 
 def receive_buffer_bytes(transport: NvlinkTransport) -> int:
-    """Return the bytes of a transport's receive buffers for rings and all-to-alls. Torch's allocator does not count them."""
+    """Return the bytes of a transport's receive buffers for rings and all-to-alls.
+
+    The statistics of torch's allocator do not include these bytes.
+    """
     buffers = transport.all_to_all_buffers
     return transport.receive_buffer.nbytes + (buffers.receive_buffer.nbytes if buffers else 0)
 
 
 class NvlinkAllToAll:
-    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`. The first one of a group waits for all ranks."""
+    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`.
+
+    The first constructor call for a group waits for all ranks.
+    """
 
     def __init__(self, transport: NvlinkTransport) -> None:
         if transport.all_to_all_buffers is None:
             transport.all_to_all_buffers = AllToAllBuffers(transport)
         self.buffers, self.transport = transport.all_to_all_buffers, transport
         self.main = torch.cuda.current_stream(transport.device)
-        # One stream sends to other ranks. The other one copies this rank's own slices, and copies finished exchanges out.
+        # The first stream sends to other ranks. The second stream copies this rank's own slices, and copies finished exchanges
+        # into ordinary tensors.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
         self.computed = torch.cuda.Event()  # recorded when the tensors of the next send have been computed
         self.num_sends = self.total_bytes = 0
@@ -121,7 +135,8 @@ class NvlinkAllToAll:
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets, so regions have the size that the rank with the most tokens needs.
+            # All ranks use the same offsets, so that a sender knows the offset in the buffer of every receiver. Therefore a
+            # region has the size that the rank with the most tokens needs.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
@@ -130,10 +145,13 @@ class NvlinkAllToAll:
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             capturing = torch.cuda.is_current_stream_capturing()
+            # At the first send, all exchanges of the call exist and the total size
+            # is known. No memory can be allocated in the capture of a CUDA graph.
             self.buffers.receive_buffer.reserve(self.total_bytes, capturing)
             if capturing:
                 self.buffers.receive_buffer.keep()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
+        # The side streams must not read the tensors before the main stream has computed them.
         self.computed.record(self.main)
         self.send_stream.wait_event(self.computed)
         self.local_stream.wait_event(self.computed)
@@ -146,12 +164,14 @@ class NvlinkAllToAll:
             done.record(stream)
             self.main.wait_event(done)
         self.sent.clear()
+        # The ready flags come last, because the other ranks may
+        # overwrite the receive buffer as soon as they see them.
         flags = [self.buffers.flag(peer, READY, self.transport.rank) for peer in self.transport.others]
         cuda_driver.set_flags(flags, self.main.cuda_stream)
 
 
 class _NvlinkExchange:
-    """See `ringattn.comm.all_to_all.Exchange`: tensors, and their region in the receive buffer."""
+    """An exchange with a region in the receive buffer, see `ringattn.comm.all_to_all.Exchange`."""
 
     def __init__(
         self, all_to_all: NvlinkAllToAll, into: Tensors, lengths: tuple[int, ...], offsets: list[int], sends: int
@@ -165,11 +185,12 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
         others = transport.others
+        # A strided copy has one pitch between tokens, so the heads of one token must be contiguous.
         block = tuple(x if _heads_are_contiguous(x) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
             cuda_driver.wait_and_clear_flags([buffers.flag(transport.rank, READY, peer) for peer in others], stream)
-        addresses = buffers.receive_buffer.addresses  # only now: the first send may have allocated a larger buffer
+        addresses = buffers.receive_buffer.addresses  # read after begin_send, which may have allocated a larger buffer
         sources = []
         for x, y, offset in zip(block, self.into, self.offsets, strict=True):
             copies = _strided_copies(

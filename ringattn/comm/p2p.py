@@ -9,12 +9,12 @@ from ringattn.planning.cost_model import Interconnect, interconnect
 
 
 class P2PTransport(MessageTransport):
-    """isend and irecv of a process group. All messages of a step form one batch, which NCCL launches as one kernel.
+    """A transport over isend and irecv of a process group. NCCL launches all messages of a step as one kernel.
 
     Args:
         group: the ranks of the ring.
-        joined: what connects the ranks, for the cost model; None if no ring pass will run.
-        watchdog: watches the hops; None for exchanges that nobody watches.
+        joined: the interconnect of the ranks, for the cost model; None if no ring pass will run.
+        watchdog: the watchdog of the hops; None for exchanges that are not watched.
     """
 
     def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
@@ -24,6 +24,7 @@ class P2PTransport(MessageTransport):
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
         operations = [
+            # P2POp expects global ranks, even if the group has fewer ranks than the job.
             dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
             for start, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in messages
@@ -33,8 +34,9 @@ class P2PTransport(MessageTransport):
     def warm_up(self, device: torch.device) -> None:
         """Let NCCL open the connections that a ring will use.
 
-        Opening takes seconds and would count as part of the first hop.
+        Opening connections takes seconds. Without this function, that time would be a part of the first hop.
         """
+        # The blocks of a relayed ring use only the connections to both neighbours.
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))
@@ -43,7 +45,7 @@ class P2PTransport(MessageTransport):
 
 
 class SingleRankTransport(MessageTransport):
-    """The ring of one rank, which has nobody to exchange messages with."""
+    """The transport of a ring of one rank, in which no messages are exchanged."""
 
     rank, size = 0, 1
     interconnect = interconnect("alone")

@@ -1,4 +1,4 @@
-"""A ring of any size in one process, whose ranks are threads. It serves tests, and studies of schedules without a cluster."""
+"""A simulated ring of any size in one process, whose ranks are threads, for tests and for studies of schedules."""
 
 import itertools
 import queue
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """What the ranks of a simulated ring have in common: the right to compute, and the messages between them."""
+    """The state that the ranks of a simulated ring share: the semaphore for computing, and the messages between the ranks."""
 
     _ids = itertools.count()
 
@@ -29,11 +29,13 @@ class SimulatedRing:
         }
 
     def receive(self, src: int, dst: int) -> Tensor:
-        """Return the next message from `src` to `dst`. While this rank waits for it, other ranks compute."""
+        """Return the next message from `src` to `dst`. Other ranks compute while this rank waits for the message."""
         pending = self.messages[src, dst]
         try:
             message = pending.get_nowait()
         except queue.Empty:
+            # A rank that waits for a message gives up its right to compute.
+            # Otherwise the sender could never produce the message.
             self.compute_slots.release()
             try:
                 message = pending.get()
@@ -57,7 +59,7 @@ class SimulatedRing:
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring. It is the rank's transport, and takes the place of a process group in public calls."""
+    """One rank of a simulated ring. Public calls accept it as their process group, and it is also the transport of the rank."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
@@ -66,23 +68,24 @@ class SimulatedRank(MessageTransport):
         # Messages of one sender are numbered, so that several exchanges may be in flight and complete in any order.
         self.expected = [itertools.count() for _ in range(ring.size)]
         self.arrived = [itertools.count() for _ in range(ring.size)]
-        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number: messages that arrived before they were asked for
+        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number: messages that arrived before they were requested
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
-        """Send copies of the tensors at once, and receive when the result is waited for."""
+        """Send copies of the tensors at once. The returned object receives the messages when its `wait` is called."""
+        # Senders may modify their tensors right after the exchange, so the messages contain copies.
         for tensor, dst in sends:
             self.ring.messages[self.rank, dst].put(tensor.clone())
         return _PendingMessages(self, receives)
 
     def receive(self, src: int, number: int) -> Tensor:
-        """Return a message of rank `src` by its number, and keep the ones before it for later."""
+        """Return message `number` of rank `src`, and keep all messages that arrive earlier for later calls."""
         while (src, number) not in self.early:
             message = self.ring.receive(src, self.rank)
             self.early[src, next(self.arrived[src])] = message
         return self.early.pop((src, number))
 
 
-# The ranks of all simulated rings that are running, by the name that stands for their process group.
+# The ranks of all running simulated rings, by the name that operators carry in place of the name of a process group.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -105,15 +108,17 @@ def simulate(
         function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad or torch.autocast, do not apply
             inside these threads: enter them in `function`.
         all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
-        in_turns: whether only one rank computes while the others wait for messages or for their turn. Without it, many
-            threads compute at once, which is several times slower, and some kernels do not support it. It is required only if
-            ranks wait for each other in other ways than by messages of the ring.
+        in_turns: whether only one rank computes while the others wait for messages or for their turn. With in_turns=False, many
+            threads compute at the same time, which is several times slower and is not supported by some kernels. in_turns=False
+            is required only if ranks wait for each other by other means than messages of the ring.
 
     Raises:
         BaseException: the first exception that a rank raised, after all ranks have ended.
     """
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
+    # When one rank fails, the other ranks fail as well because of
+    # missing messages. The first failure is therefore the cause.
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:

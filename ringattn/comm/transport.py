@@ -1,4 +1,4 @@
-"""What every transport offers, and the transport that exchanges single tensors.
+"""The interface of all transports, and the base class of the transports that exchange single tensors.
 
 A transport is one rank's connection to the other ranks of a ring. It carries out the messages of a schedule step by step:
 
@@ -10,8 +10,8 @@ A transport is one rank's connection to the other ranks of a ring. It carries ou
     ring_pass.end()
 
 `MessageTransport` turns each step into one exchange of tensors. `ringattn.comm.p2p` implements it for NCCL and gloo, and
-`ringattn.comm.simulated` for threads of one process. `ringattn.comm.nvlink` does not exchange messages: it writes into the
-memory of other GPUs. `ringattn.comm.connect` chooses the transport for a process group.
+`ringattn.comm.simulated` for threads of one process. `ringattn.comm.nvlink` does not exchange messages, because it writes
+directly into the memory of other GPUs. `ringattn.comm.connect` chooses the transport for a process group.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,13 @@ from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, RankStep, Schedule
 
 T = TypeVar("T")
-Tensors = tuple[Tensor, ...]  # tensors that belong together, with the tokens of one rank in dimension 1
-Templates = dict[str, Tensors]  # by kind of message: tensors whose shapes and dtypes messages of this kind have
+Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
+Templates = dict[str, Tensors]  # for each kind of message, tensors that have the shapes and dtypes of its messages
 WaitForBlocks = Callable[[], list[Tensors]]  # waits for the incoming messages of a step and returns their blocks
 Addressed = list[tuple[Tensor, int]]  # contiguous tensors, each with the rank that it is sent to or received from
 
-# Results that a pass may keep until its end instead of adding each one when it arrives. Every kept result needs memory.
+# The number of results that a pass may keep until its end instead of adding each result when it arrives. Every kept result
+# needs memory.
 MAX_KEPT_RESULTS = 3
 
 
@@ -50,19 +51,20 @@ class Pending(Protocol):
 
 
 class RingPass(Protocol):
-    """One pass of a schedule on one rank."""
+    """One run of a schedule on one rank."""
 
     keeps_results: bool  # whether results that return to this rank stay valid until `end`, however many follow
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         """Start step t: send one block per outgoing message and receive one per incoming message, in their order.
 
-        A block to send has either the rows of its message or all rows of its owner, and is contiguous. It must not be modified
-        until the next exchange but one starts. The blocks that the returned function yields are valid for the same time.
+        A block to send is contiguous, and has either the rows of its message or all rows of its owner. The block must not be
+        modified before exchange t + 2 starts. The returned function waits for the incoming blocks and returns them. These
+        blocks remain valid until exchange t + 2 starts.
         """
 
     def end(self) -> None:
-        """Wait, on the host or on the current CUDA stream, until everything that was sent may be modified."""
+        """Wait, on the host or on the current CUDA stream, until all sent tensors may be modified."""
 
 
 class Transport(Protocol):
@@ -78,9 +80,10 @@ class Transport(Protocol):
 
 
 def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Return communicate(); replace an error of the network by a `RingFault` that says which rank is missing."""
+    """Return communicate(). Replace an error of the network by a `RingFault` that names the missing rank."""
     try:
         return communicate()
+    # OutOfMemoryError is a RuntimeError, but it is not an error of the network.
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -106,7 +109,7 @@ class MessageTransport:
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
-        """Start all sends and receives at once. Two ranks match their messages in the order in which both list them."""
+        """Start all sends and receives at once. Two ranks must list the messages between them in the same order."""
         raise NotImplementedError
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
@@ -125,7 +128,9 @@ class _MessagePass:
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
+        # Every step receives into new tensors, so no flags are needed to protect a buffer that is still read.
         received = [self._allocate(message) for message in step.incoming]
+        # The tensors of one message are sent one after the other, and the receiver lists them in the same order.
         sends = [
             (x.contiguous(), message.dst)
             for message, block in zip(step.outgoing, outgoing, strict=True)

@@ -1,9 +1,9 @@
-"""End the whole run with one message if a rank dies or hangs. The message names the rank, the hop and the operation.
+"""A watchdog that ends the whole run with one message if a rank dies or hangs. It names the rank, the hop and the operation.
 
 Every hop is recorded when it is issued and when it has finished. On a GPU, the stream itself writes the number of the last
-finished hop to host memory, so checking it costs no call. A thread on each rank sends heartbeats through the job's store: that
-the rank is alive, and how far it is. If a hop does not finish in time, the thread finds out which rank is behind, prints that,
-and ends the process.
+finished hop to host memory, so reading the number requires no CUDA call. A thread on each rank publishes heartbeats in the
+job's store. A heartbeat shows that the rank is alive and how many hops it has finished. If a hop does not finish in time, the
+thread finds out which rank is behind, prints this diagnosis, and ends the process.
 """
 
 import atexit
@@ -29,7 +29,7 @@ TIMEOUT = "RINGATTN_TIMEOUT"  # environment variable: the seconds that a hop may
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds for a process to end by itself once the reason is known
+GRACE = 5.0  # seconds that a process has to end by itself after the reason is known
 _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
 
@@ -54,7 +54,7 @@ class RingFault(RuntimeError):
 
 
 class Hop:
-    """A hop in progress. Its description is composed only if somebody asks for it."""
+    """A hop in progress. Its description is composed only when it is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -70,7 +70,7 @@ class Hop:
 
 
 class NoWatchdog:
-    """Takes the place of a watchdog in rings that cannot lose a rank, or whose hops nobody watches."""
+    """A watchdog that does nothing, for rings that cannot lose a rank and for hops that are not watched."""
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> None: ...
 
@@ -85,7 +85,7 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """What a rank last published about itself."""
+    """The progress that a rank published last."""
 
     clock: str  # changes with every heartbeat
     issued: int  # hops
@@ -99,16 +99,20 @@ class _Heartbeat(NamedTuple):
 
 
 class Watchdog:
-    """The thread of one rank and the hops that it watches. It runs until the process ends or `stop` is called."""
+    """The watchdog thread of one rank, and the hops that it watches.
+
+    The thread runs until the process ends or `stop` is called.
+    """
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.store, self.rank, self.size = store, rank, size
-        timeout_seconds()  # raises an error for an invalid timeout before the ring is used
+        timeout_seconds()  # an invalid timeout raises an error here, before the ring is used
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = "its start"
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
+        # The memory is pinned, so that the GPU can write the number of the last finished hop into it.
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of a hop
         self._progress = (0, time.monotonic())  # the last value of this counter, and when it changed
@@ -119,7 +123,7 @@ class Watchdog:
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """Record that a hop is issued. Return None in the capture of a CUDA graph, whose replays are not watched."""
+        """Record that a hop is issued. Return None while a CUDA graph is captured, because its replays are not watched."""
         if self.on_gpu and torch.cuda.is_current_stream_capturing():
             return None
         self.issued += 1
@@ -128,11 +132,12 @@ class Watchdog:
         return hop
 
     def finished(self, hop: Hop | None) -> None:
-        """Record that the hop has finished once everything issued so far, on the current stream of a GPU, has finished."""
+        """Record the end of the hop. On a GPU, the hop ends when all work issued so far to the current stream has finished."""
         if hop is None:
             return
         if self.on_gpu:
-            # This runs at every hop, so it uses the raw handle. torch.cuda.current_stream would create an object.
+            # This code runs at every hop, so it uses the raw handle of the stream. torch.cuda.current_stream would create an
+            # object.
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             cuda_driver.write_flag(ctypes.addressof(self._last_finished), hop.number, stream)
         else:
@@ -144,7 +149,7 @@ class Watchdog:
             self.in_flight.remove(hop)
 
     def fault(self, hop: Hop | None, error: Exception) -> Exception:
-        """Return the exception to raise for an error that ended a hop: a `RingFault` that says which rank is missing."""
+        """Return the exception to raise for an error that ended a hop, which is a `RingFault` that names the missing rank."""
         if hop is None:
             return error
         return RingFault(self._diagnose(hop, time.monotonic() - hop.since))
@@ -152,7 +157,7 @@ class Watchdog:
     def stop(self) -> None:
         """Stop watching.
 
-        If Python exited while the thread is inside a call of the store, the process would abort: join it first.
+        The thread is joined, because the process would abort if Python exited while the thread is inside a call of the store.
         """
         self._stopped.set()
         self._thread.join(GRACE)
@@ -165,11 +170,12 @@ class Watchdog:
             try:
                 self._send_heartbeat()
                 if self.store.check(["verdict"]):
+                    # Another rank has published a verdict. The main thread gets some time to raise its own exception.
                     time.sleep(GRACE)
                     self._exit(self.store.get("verdict").decode())
             except Exception:
-                # The store ends together with the rank that hosts it, and its clients then raise various exceptions. That is no
-                # reason to end this process: the hop in progress will become overdue.
+                # The store ends together with the rank that hosts it, and its clients then raise various exceptions. These
+                # exceptions do not end this process, because the hop in progress will become overdue anyway.
                 pass
             if hop is not None:
                 self._exit(self._diagnose(hop, time.monotonic() - hop.since))
@@ -177,6 +183,8 @@ class Watchdog:
     def _overdue_hop(self) -> Hop | None:
         """Return the oldest hop in progress if no hop has finished for longer than the timeout."""
         last, now = self._last_finished.value, time.monotonic()
+        # The counter wraps around at 2**32. A hop is finished if its
+        # number is at most half of the range behind the counter.
         while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
             self.in_flight.popleft()
         if last != self._progress[0] or not self.in_flight:
@@ -190,11 +198,16 @@ class Watchdog:
         self.store.set(f"life/{self.rank}", text)
 
     def _diagnose(self, hop: Hop, seconds: float) -> str:
-        """Return one sentence that says which rank is behind. The first rank that asks decides for all ranks."""
+        """Return one sentence that names the rank that is behind.
+
+        The first rank that reaches a diagnosis publishes it for all ranks.
+        """
         waiting = f"rank {self.rank} waited {seconds:.0f} s in {hop}"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
+            # compare_set stores the text only if no other rank has stored a verdict in the
+            # meantime, and returns the stored text. All ranks therefore print the same verdict.
             text = f"ringattn: {self._find_culprit(hop)}; {waiting}; the run ends here"
             return self.store.compare_set("verdict", "", text).decode() or text
         except Exception:
@@ -204,12 +217,14 @@ class Watchdog:
 
     def _find_culprit(self, hop: Hop) -> str:
         """Describe the rank that is dead, or else the rank that has issued or finished the fewest hops."""
+        # A clock that changes during the observation proves that the
+        # rank is alive. Clocks of different hosts are never compared.
         before = self._read_heartbeats()
         deadline = time.monotonic() + DEAD_AFTER
         alive: set[int] = set()
         while time.monotonic() < deadline and len(alive) < len(before):
             time.sleep(HEARTBEAT_INTERVAL)
-            self._send_heartbeat()  # this may be the thread that sends them
+            self._send_heartbeat()  # the watchdog thread itself may be running this loop
             alive |= {rank for rank, heartbeat in self._read_heartbeats().items() if heartbeat.clock != before[rank].clock}
         dead = [rank for rank in range(self.size) if rank not in alive and rank != self.rank]
         if dead:
@@ -236,4 +251,5 @@ class Watchdog:
 
     def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+        # sys.exit would only end this thread, and the main thread may be blocked in a CUDA call that never returns.
         os._exit(1)

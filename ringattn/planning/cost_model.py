@@ -59,7 +59,7 @@ def attention_flops(device: torch.device) -> float:
     """Return the approximate speed of 16-bit attention on `device`, in FLOP/s."""
     if device.type != "cuda":
         return 5e10
-    # The keys are major compute capabilities: 8 is Ampere, 9 is Hopper and 10 is Blackwell.
+    # The keys are major compute capabilities: 8 is Ampere and Ada, 9 is Hopper and 10 is Blackwell.
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
 
 
