@@ -1,4 +1,4 @@
-"""Attention in float64, and how far the results of a kernel or of a ring may differ from it.
+"""A float64 reference for attention, and the largest accepted errors of kernels and rings compared with this reference.
 
 Two measures of error are used. `row_error` looks at every row, and suits short sequences of random inputs. `group_error` takes
 64 rows together, and suits long sequences with causal masks, where single rows may be very small.
@@ -13,16 +13,16 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The largest accepted `row_error`, in units of the dtype's eps. dq and dk inherit the rounding of `out` through
-# delta = rowsum(dout * out), so they may differ by more.
+# The largest accepted `row_error` of each result, in units of the dtype's eps. dq and dk inherit the rounding of `out` through
+# delta = rowsum(dout * out), so their limits are larger.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse, which is fp32 for all 16-bit inputs.
 LSE_TOLERANCE = 1e-5
-# The smallest limit of any other tensor, which applies to fp32: rounding errors of sums over about 2,000 keys. Leaving out a
-# single key would cause an error of 2e-2.
+# The limit for results other than lse is never smaller than this number, which applies to fp32 inputs. It covers the rounding
+# errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
-GROUP = 64  # rows whose error is measured together by `group_error`
+GROUP = 64  # number of rows whose error `group_error` measures together
 # The largest accepted `group_error`. Rounding to bf16 causes 0.003 to 0.005, whereas a kernel that skips one tile of 64 keys
 # out of 16,384 is off by 0.06.
 GROUP_TOLERANCE = 0.02
@@ -46,7 +46,7 @@ def float64_results(
         blocks: which blocks of 128 x 128 scores are computed; None for all.
 
     Returns:
-        The tensors of NAMES, in float64 and in the shapes of the inputs; lse is (B, N, Hq).
+        A dict with the tensors of NAMES in float64. out, dq, dk and dv have the shapes of the inputs, and lse is (B, N, Hq).
     """
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     num_rows = max(1, MAX_SCORES // k.shape[1] // group // 128) * 128
@@ -74,7 +74,7 @@ def float64_results(
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of an element of (B, N, H, D), relative to the scale of its row; infinity if it is NaN.
+    """Return the largest error of an element of (B, N, H, D), relative to the scale of its row. A NaN counts as infinity.
 
     The scale of a row is its largest element, but at least a tenth of the largest element of all rows.
     """
@@ -85,7 +85,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the `row_error` of each result; the error of an lse is relative to its magnitude, but at least to 1."""
+    """Return the `row_error` of each result. The error of an lse is divided by its magnitude, or by 1 if that is larger."""
     errors = {}
     for name, x in results.items():
         if name == "lse":
@@ -106,8 +106,8 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the largest error of GROUP rows of a head, relative to the norm of these rows, as a float64 scalar.
 
-    The gradient of a row that attends to a single key is zero, so the errors of single rows have no useful scale. Rows far
-    down a causal mask are small, so the largest of all rows must not set the scale either.
+    The gradient of a row that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows
+    under a causal mask are small, so the largest row must not determine the scale of all rows.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

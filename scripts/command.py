@@ -1,4 +1,4 @@
-"""What the command lines of all scripts share, and the header that describes how a result was measured."""
+"""Functions for the command lines of all scripts, and for the header that describes how a result was measured."""
 
 import argparse
 import datetime
@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# Benchmarks write here by default. Git ignores the folder; figures worth keeping are copied to benchmarks/ by hand.
+# Benchmarks write to this folder by default. Git ignores the folder, and results that should be kept are copied to benchmarks/
+# by hand.
 RESULTS = ROOT / "outputs" / "benchmarks"
 
 
@@ -46,11 +47,11 @@ def describe_run(module: str, argv: list[str], gpus: int, ranks: int | None = No
     """Describe a measurement on CUDA devices by its date, its machine with all versions, and its command.
 
     Args:
-        module: the module that measures, such as "scripts.bench.ring".
-        argv: the arguments of that module.
-        gpus: the number of GPUs that were measured.
-        ranks: the number of ranks if torchrun started the module; None if Python did.
-        packages: installed packages whose versions also matter.
+        module: the name of the benchmark module, such as "scripts.bench.ring".
+        argv: the command-line arguments of the module.
+        gpus: the number of GPUs on which the benchmark ran.
+        ranks: the number of ranks if torchrun started the module; None if the module was started without torchrun.
+        packages: the names of further installed packages whose versions are included.
     """
     launcher = ["python"] if ranks is None else ["torchrun", f"--nproc_per_node={ranks}"]
     versions = [f"torch {torch.__version__}", f"triton {version_of('triton')}", f"cuDNN {torch.backends.cudnn.version()}"]

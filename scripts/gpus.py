@@ -1,4 +1,4 @@
-"""The start of scripts that run under torchrun: each rank selects its own GPU, and NCCL connects the ranks."""
+"""Set up scripts that run under torchrun: each rank selects its own GPU, and NCCL connects the ranks."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def join_group() -> torch.device:
 
 
 def require_gpus(ranks: int, local_rank: int = 0) -> None:
-    """Exit unless this machine has one GPU for each of `ranks`; local rank 0 prints the reason."""
+    """Exit unless this machine has one GPU for each of `ranks` ranks. Local rank 0 prints the reason."""
     count = torch.cuda.device_count()
     if count < ranks:
         text = f"error: {ranks} ranks require one GPU each, but this machine has {count}: start at most one rank per GPU"

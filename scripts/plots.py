@@ -1,4 +1,4 @@
-"""Plots in which scripts show their results."""
+"""Functions that scripts use to plot their results."""
 
 import io
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ def set_length_axis(axes: plt.Axes, lengths: Iterable[int], label: str) -> None:
 
 
 def short_length(length: int) -> str:
-    """Write a number of tokens with the suffix k for 1,024 or m for 1,048,576 if it is a multiple of it."""
+    """Write a number of tokens with the suffix k for 1,024 or m for 1,048,576 if the number is a multiple of either."""
     if length % 2**20 == 0:
         return f"{length >> 20}m"
     return f"{length >> 10}k" if length % 2**10 == 0 else str(length)

@@ -1,4 +1,4 @@
-"""Markdown tables in which scripts report their results."""
+"""Functions that scripts use to write their results as Markdown tables."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +8,7 @@ def markdown_table(columns: str, rows: Iterable[Sequence[object]]) -> str:
 
     Args:
         columns: the names of the columns, separated by " | ".
-        rows: the cells of each row. A "|" in a cell is replaced by "/", because it would start another cell.
+        rows: the cells of each row. A "|" in a cell is replaced by "/", because this character would start a new cell.
     """
     names = columns.split(" | ")
     lines = [names, ["---"] * len(names), *rows]

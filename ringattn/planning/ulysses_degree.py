@@ -59,9 +59,8 @@ def bytes_per_row(ulysses: int, ring: int, heads: int, key_heads: int, dim: int,
         size: bytes per element of q, k and v.
     """
     key_heads *= key_copies(heads, key_heads, ulysses)
-    elements = heads * (dim + value_dim) + key_heads * (
-        dim + value_dim
-    )  # q and out, k and v; their gradients have the same size
+    # q and out have query heads, and k and v have key heads. Their gradients have the same sizes.
+    elements = heads * (dim + value_dim) + key_heads * (dim + value_dim)
     all_to_all_bytes = 2 * elements * size * (ulysses - 1) // ulysses
     dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
     shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim)

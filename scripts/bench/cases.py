@@ -1,4 +1,4 @@
-"""One attention problem of a benchmark: its mask, its inputs, its FLOPs and bytes, and its results in float64."""
+"""One attention problem of a benchmark: its mask, its inputs, its FLOPs and bytes, and its float64 reference results."""
 
 import math
 import random
@@ -13,7 +13,8 @@ from ringattn.kernels.interval_mask import Intervals
 from scripts.accuracy import float64_results, group_error
 
 BLOCK = 128  # rows and columns of a block of the block-sparse cases
-# Matrix products of one (query, key) pair, relative to a forward: a forward has two, and a backward has five.
+# The number of matrix products per (query, key) pair, relative to a forward pass. A forward pass has two matrix products, and a
+# backward pass has five.
 RELATIVE_FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
@@ -26,7 +27,7 @@ class Case:
     heads: int
     head_dim: int
     kept: float = 1.0  # the fraction of blocks that are computed, chosen at random; only for the kind "blocks"
-    key_heads: int | None = None  # None: as many as query heads
+    key_heads: int | None = None  # None: the same number as query heads
 
     @property
     def num_key_heads(self) -> int:
@@ -39,14 +40,15 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """4,096 keys, or a quarter of the sequence if that is less."""
+        """The window of the mask: 4,096 keys, or a quarter of the sequence if that is less."""
         return min(4096, self.length // 4) if self.kind == "window" else None
 
     @cached_property
     def documents(self) -> list[int] | None:
-        """The lengths of the packed documents, drawn log-uniformly and the same in every run.
+        """The lengths of the packed documents, which are drawn log-uniformly and are the same in every run.
 
-        A document has between 1 token and all tokens of the sequence. A short document has between 1/256 and 1/2 of them.
+        A document has between 1 token and all tokens of the sequence. A short document has between 1/256 and 1/2 of the tokens
+        of the sequence.
         """
         if "documents" not in self.kind:
             return None
@@ -59,7 +61,10 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """Which blocks are computed, bool (blocks, blocks) on the CPU: exactly the fraction `kept`, the same in every run."""
+        """Which blocks are computed, as a bool tensor (blocks, blocks) on the CPU.
+
+        Exactly the fraction `kept` of all blocks is computed, and these blocks are the same in every run.
+        """
         if self.kind != "blocks":
             return None
         side = self.length // BLOCK
@@ -68,13 +73,13 @@ class Case:
 
     @cached_property
     def mask(self) -> Mask:
-        """The mask without its blocks."""
+        """The mask of the case, without its block mask."""
         if self.kind in ("full", "blocks"):
             return Mask.full()
         return Mask.causal(window=self.window, documents=self.documents)
 
     def blocks(self, device: torch.device) -> BlockMask | None:
-        """Return the blocks that are computed, on `device`; None for all."""
+        """Return the block mask on `device`; None if all blocks are computed."""
         return None if self.keep is None else BlockMask(self.keep[None, None].to(device), BLOCK)
 
     @cached_property
@@ -83,11 +88,14 @@ class Case:
         return int(self.keep.sum()) * BLOCK**2 if self.kind == "blocks" else self.mask.pairs(self.length)[0]
 
     def flops(self, direction: str) -> float:
-        """Return the FLOPs of a "forward" (4 per head, pair and element of a head), a "backward" or "both"."""
+        """Return the FLOPs of a direction: "forward", "backward" or "both".
+
+        A forward pass has 4 FLOPs per head, (query, key) pair and element of a head.
+        """
         return 4.0 * self.heads * self.pairs * self.head_dim * RELATIVE_FLOPS[direction]
 
     def bytes(self, direction: str) -> int:
-        """Return the bytes of q, k, v and out for a "forward", and also those of dout, dq, dk and dv for a "backward"."""
+        """Return the bytes of q, k, v and out. For a "backward", include the bytes of dout, dq, dk and dv."""
         heads = 2 * (self.heads + self.num_key_heads)
         return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
 
@@ -97,13 +105,16 @@ class Case:
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """Return q, k, v and dout, standard normal bf16 (1, length, heads, head_dim); all but dout require gradients."""
+        """Return q, k, v and dout, which are standard normal bf16 tensors (1, length, heads, head_dim).
+
+        All tensors except dout require gradients.
+        """
         generator = torch.Generator(device).manual_seed(0)
         return random_inputs(self, self.length, generator)
 
 
 def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Tensor]:
-    """Draw q, k, v and dout of `rows` tokens on the device of the generator; all but dout require gradients."""
+    """Draw q, k, v and dout of `rows` tokens on the device of the generator. All tensors except dout require gradients."""
     heads = case.heads, case.num_key_heads, case.num_key_heads, case.heads
     options = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
     q, k, v, dout = (torch.randn(1, rows, count, case.head_dim, **options) for count in heads)
@@ -111,7 +122,7 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
 
 
 def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Tensor]:
-    """Return out, dq, dk and dv in float64, for the first and the last key head and the query heads that use them."""
+    """Return float64 reference results for the first key head, the last key head, and the query heads that use them."""
     q, dout = (_first_and_last(x, case.heads // case.num_key_heads) for x in (q, dout))
     k, v = (_first_and_last(x, 1) for x in (k, v))
     intervals = Intervals.of(*case.mask.intervals(case.length), case.length, q.device)
@@ -119,7 +130,7 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of the heads that `expected_results` has computed."""
+    """Return the `group_error` of those heads for which `expected_results` has computed reference results."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 

@@ -1,31 +1,33 @@
-"""Time our kernels next to PyTorch's SDPA, FlexAttention and flash-attn-4. The speed of a wrong result is never reported.
+"""Time the kernels of this project, and compare them with PyTorch's SDPA, FlexAttention and flash-attn-4.
 
     python -m scripts.bench.kernels                                     # all suites at S = 16,384
     python -m scripts.bench.kernels --suite speed --lengths 2048 4096 8192 16384 32768 65536 131072
     python -m scripts.bench.kernels --suite blocks memory --peers ringattn flex
 
-All suites use bf16 and B = 1. A CUDA device is required.
+All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
+correct.
 
-- `speed`: head dims 64 and 128, causal and full masks; with --lengths also a curve over lengths, causal with D = 128.
-- `masks`: a window of 4,096 tokens, and packed documents of 1 to S tokens and of S / 256 to S / 2 tokens.
+- `speed`: head dims 64 and 128 with causal and full masks. With --lengths, the suite also measures a curve over sequence
+  lengths, for a causal mask and D = 128.
+- `masks`: a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
 - `heads`: 32 query heads with 32 and with 8 key heads.
 - `blocks`: block-sparse masks with a random fraction of their blocks.
 - `memory`: the extra memory of a call, compared with the N x N scores.
 
-Before a call is timed, its output and its gradients are compared with float64 at that very case, for all rows of the first and
-the last key head. The script writes README.md, rows.json and plots to --output.
+Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
+covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
-A GPU that runs at its power limit lowers its clock after a moment. A kernel that is timed after a pause, for example while
-another one compiles, therefore looks faster than it is, and a kernel that is timed after a power-hungry one looks slower. For
-this reason all implementations of a case are prepared and checked first. They are then timed in turn, in several rounds, and
-every second round runs in reverse order. Before each measurement the call is repeated for 0.2 s, so that the GPU reaches the
-clock that it can sustain. Every figure is the median over the rounds; `samples` in rows.json holds the milliseconds of each.
-With --graph, calls are replayed from CUDA graphs, which excludes the time of the host. Short sequences take the host longer
-than the GPU.
+A GPU that runs at its power limit lowers its clock after a moment. Therefore a kernel that is timed after a pause, for example
+while a different kernel compiles, looks faster than it is. A kernel that is timed after a power-hungry kernel looks slower than
+it is. For this reason all implementations of a case are prepared and checked first. All implementations are then timed one
+after the other in several rounds, and every second round runs in reverse order. Before each measurement the call is repeated
+for 0.2 s, so that the GPU reaches the clock that it can sustain. Every figure is the median over the rounds; the field
+`samples` in rows.json contains the milliseconds of each round. With --graph, calls are replayed from CUDA graphs, which
+excludes the time of the host. For short sequences, the host takes longer than the GPU.
 
-A forward counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward 2.5 times as many. GB/s are the bytes
-of q, k, v and out (in the backward also of dout and the gradients), read or written once, divided by the time. Extra memory is
-the peak above the tensors that are passed and returned.
+A forward pass counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass counts 2.5 times as many. GB/s
+is the number of bytes of q, k, v and out, read or written once, divided by the time. In the backward pass, the bytes of dout
+and of the gradients are added. Extra memory is the peak memory in excess of the tensors that are passed and returned.
 """
 
 import argparse
@@ -50,7 +52,7 @@ from scripts.bench.kernels_report import DIRECTIONS
 DEVICE = torch.device("cuda")
 LENGTH, HEADS, HEAD_DIMS = 16384, 16, (64, 128)
 MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
-FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # of the blocks of a block-sparse mask
+FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 SUITES = ("speed", "masks", "heads", "blocks", "memory")
 Call = Callable[[], tuple[Tensor, ...]]  # computes the results of one direction, which are checked and timed
@@ -58,7 +60,7 @@ Key = tuple[str, str]  # implementation and direction
 
 
 def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
-    """Return the cases of a suite; `lengths` are those of the curve in the suite `speed`."""
+    """Return the cases of a suite. `lengths` contains the sequence lengths of the curve in the suite `speed`."""
     dim = HEAD_DIMS[-1]
     if suite == "memory":
         return [Case("causal", n, 2, dim) for n in MEMORY_LENGTHS]
@@ -72,7 +74,7 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
 
 
 def case_name(case: Case) -> str:
-    """Return the text in which --only is searched."""
+    """Return the text that must contain the argument of --only for the case to be chosen."""
     return f"{case.label} D{case.head_dim} S{case.length}"
 
 
@@ -91,7 +93,7 @@ def median_ms(call: Call) -> float:
 
 
 def extra_bytes(call: Call) -> int:
-    """Return the peak memory of a call above what was allocated before it and what it returns."""
+    """Return the peak memory of a call, without the memory allocated before the call and the memory of its results."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -101,7 +103,7 @@ def extra_bytes(call: Call) -> int:
 
 
 def describe_failure(error: Exception) -> dict:
-    """Return the row of a direction that raised an exception."""
+    """Return the row that describes a direction in which a call raised an exception."""
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
@@ -119,8 +121,8 @@ def check(
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
-        Two dicts with directions as keys. The first contains what `check_call` returned, or why a direction was not checked.
-        The second contains the calls whose results are correct.
+        Two dicts with directions as keys. The first dict contains the values that `check_call` returned, or the reason why a
+        direction was not checked. The second dict contains the calls whose results are correct.
     """
     *inputs, dout = tensors
     found, calls = {}, {}
@@ -140,7 +142,7 @@ def check(
 
 
 def summarise(case: Case, direction: str, samples: list[float]) -> dict:
-    """Return the median of the milliseconds of all rounds, and the rates that follow from it."""
+    """Return the median time of all rounds in milliseconds, and the rates that are computed from this median."""
     ms = statistics.median(samples)
     rates = {"tflops": case.flops(direction) / ms * 1e-9, "gb_per_s": case.bytes(direction) / ms * 1e-6}
     return {"ms": ms, **rates, "samples": samples}
@@ -163,8 +165,8 @@ def time_in_rounds(
     """Time all calls in turn, in several rounds, every second round in reverse order.
 
     Returns:
-        Two dicts: the milliseconds of each round for the calls that succeeded, and a description of the error for the others. A
-        call that raises an exception is not timed again.
+        Two dicts. The first dict contains the milliseconds of each round for the calls that succeeded. The second dict contains
+        a description of the error for the calls that failed. A call that raises an exception is not timed again.
     """
     calls, samples, failures = dict(calls), {key: [] for key in calls}, {}
     for i in range(rounds):
@@ -183,7 +185,7 @@ def time_in_rounds(
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict]:
     """Check and time all implementations of a case, print their results and return one row for each.
 
-    The printed seconds are those before the timing, most of which are compilation.
+    The printed seconds are the time before the measurement starts, most of which is spent on compilation.
     """
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
@@ -226,7 +228,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Return the requested cases by suite, without suites that have none.
+    """Return the requested cases by suite. Suites without requested cases are left out.
 
     Raises:
         SystemExit: no case matches --only.
@@ -263,7 +265,7 @@ def run(args: argparse.Namespace, header: dict, implementations: dict[str, peers
         for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, args.rounds, args.graph)
-            # Results are written as soon as they are known, so that an interrupted run leaves what it has measured.
+            # Results are written as soon as they are known, so that an interrupted run keeps the results that it has measured.
             kernels_report.save_rows(args.output, header, suites, rows)
         kernels_report.write(args.output, header, suites, rows)
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]

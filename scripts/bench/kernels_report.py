@@ -42,7 +42,7 @@ def save_rows(output: Path, header: dict, suites: dict[str, list[Case]], rows: R
 
 
 def load_rows(path: Path) -> tuple[dict, dict[str, list[Case]], Rows]:
-    """Read what `save_rows` has written. Cases that an interrupted run did not measure are left out."""
+    """Read the rows that `save_rows` has written. Cases that an interrupted run did not measure are left out."""
     header = json.loads(path.read_text())
     rows: Rows = {}
     for row in header.pop("rows"):
@@ -76,7 +76,10 @@ def _cell(row: dict, key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
-    """Return the ratio of a figure to that of the same implementation for the case `base`, as ` (forward / backward)`."""
+    """Return the ratio of a figure to the figure of the same implementation for the case `base`.
+
+    The text has the form ` (forward / backward)`.
+    """
     if base is None:
         return ""
     other, parts = _find(rows, base, row["implementation"]), []
@@ -87,7 +90,7 @@ def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
 
 
 class Report:
-    """The sections of a report: every table has one line per case, one column per implementation, and the date."""
+    """The sections of a report. Every table has one line per case, one column per implementation, and a column for the date."""
 
     def __init__(self, header: dict, rows: Rows) -> None:
         self.header, self.rows, self.names = header, rows, _names(rows)
@@ -95,7 +98,7 @@ class Report:
     def table(
         self, cases: Iterable[Case], cell: Callable[[Case, dict], str], extra: dict[str, Callable[[Case], str]] | None = None
     ) -> str:
-        """Return a table; `extra` maps the names of further columns to functions of the case."""
+        """Return a table. `extra` maps the names of further columns to functions that compute the cell of a case."""
         extra = extra or {}
         lines = []
         for case in cases:
@@ -106,7 +109,7 @@ class Report:
         return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
-        """Return a table of one figure."""
+        """Return a table that shows one figure of every case and implementation."""
         return self.table(cases, lambda case, row: _cell(row, key, form))
 
     def speed(self, cases: list[Case]) -> str:
@@ -184,7 +187,7 @@ def write(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows)
 
 
 def _two_panels(title: str) -> tuple[plt.Figure, list[plt.Axes]]:
-    """Create a figure with one panel for the forward and one for the backward."""
+    """Create a figure with one panel for the forward pass and one panel for the backward pass."""
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title)
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
@@ -201,7 +204,7 @@ def _add_legend(figure: plt.Figure) -> None:
 def _plot_implementations(
     axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
 ) -> None:
-    """Draw one line per implementation, through the cases for which it has a figure."""
+    """Draw one line per implementation, through all cases for which the implementation has a figure."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
         plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)

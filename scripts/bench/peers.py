@@ -1,7 +1,7 @@
-"""Implementations of attention behind one interface, so that a benchmark can compare them.
+"""A common interface to several implementations of attention, so that a benchmark can compare them.
 
-`prepare(case, device)` returns a function attend(q, k, v) -> out for tensors of (1, N, H, D) with autograd. It raises
-`Unsupported` if the implementation cannot express the mask of the case.
+`prepare(case, device)` returns a function attend(q, k, v) -> out for tensors of (1, N, H, D). The function attend supports
+autograd. `prepare` raises `Unsupported` if the implementation cannot express the mask of the case.
 """
 
 import importlib
@@ -26,7 +26,7 @@ class Unsupported(Exception):
 
 
 def ringattn(backend: str) -> Prepare:
-    """Return the kernels of this project: those that "auto" chooses, or the portable ones ("triton")."""
+    """Return the kernels of this project: the kernels that "auto" chooses, or the portable Triton kernels ("triton")."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
@@ -44,7 +44,7 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """Return scaled_dot_product_attention with one of its backends."""
+    """Return a function that calls scaled_dot_product_attention with one of its backends."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         if case.kind not in ("full", "causal"):
@@ -60,7 +60,7 @@ def sdpa(backend: SDPBackend) -> Prepare:
 
 
 def _flex_mask(case: Case, device: torch.device) -> Callable:
-    """Return the mask of a case as FlexAttention's function of (batch, head, query, key)."""
+    """Return the mask of a case as a function of (batch, head, query, key), as FlexAttention expects."""
     if case.kind == "blocks":
         keep = case.keep.to(device)
         return lambda b, h, i, j: keep[i // BLOCK, j // BLOCK]
@@ -78,7 +78,7 @@ def flex(case: Case, device: torch.device) -> Attend:
     """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, the cases of a run reach the limit of recompilations, and the later ones run uncompiled.
+    # Without a reset, a run with many cases would reach the limit of recompilations, and the later cases would run uncompiled.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None
@@ -94,7 +94,7 @@ def flex(case: Case, device: torch.device) -> Attend:
 
 
 def flash_attn_4(case: Case, device: torch.device) -> Attend:
-    """Prepare flash-attn-4 (CuTe). For packed documents this is its function for sequences of different lengths."""
+    """Prepare flash-attn-4 (CuTe). For packed documents, use its function for sequences of different lengths."""
     from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
     if case.kind == "blocks":

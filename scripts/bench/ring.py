@@ -1,23 +1,25 @@
-"""Time ring attention on several GPUs, next to the same kernels without communication and to PyTorch's context_parallel.
+"""Time ring attention on several GPUs, the same kernels without communication, and PyTorch's context_parallel.
 
     torchrun --nproc_per_node=4 -m scripts.bench.ring
     torchrun --nproc_per_node=4 -m scripts.bench.ring --cases causal-16k causal-64k --variants nvlink-auto local --rounds 5
 
-All cases use bf16, B = 1 and a zigzag layout, except for documents, which use the layout that balances them.
-`scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its gradients are compared
-with float64 on a smaller case with the same mask and heads. The speed of a wrong result is never reported.
+All cases use bf16 and B = 1. Cases with documents use the layout that balances the work, and all other cases use a zigzag
+layout. `scripts/bench/ring_variants.py` explains the variants. Before a variant is timed, its output and its gradients are
+compared with a float64 reference on a smaller case with the same mask and heads. The speed of a variant is reported only if its
+results are correct.
 
-The variants are timed in turn, in several rounds, because clocks fall as GPUs warm up. A figure is the median over the rounds
-of the mean time of consecutive calls, on the slowest rank. `local` runs the kernels of the automatic schedule as if every
-message had already arrived, so it shows how long the ring would take if communication were free. `ulysses-4-local` does the
-same for `ulysses-4`. The variants that end with `-graph` replay CUDA graphs, which excludes the time of the host. With 4,096
-tokens per rank, the host takes about as long as the GPU. All backward passes run in the calling thread, including those of
-context_parallel.
+The variants are timed one after the other in several rounds, because clocks fall as GPUs warm up. In each round, the mean time
+of consecutive calls on the slowest rank is measured. A figure is the median of these mean times over all rounds. `local` runs
+the kernels of the automatic schedule as if every message had already arrived, so it shows how long the ring would take if
+communication were free. `ulysses-4-local` does the same for `ulysses-4`. The variants that end with `-graph` replay CUDA
+graphs, which excludes the time of the host. With 4,096 tokens per rank, the host takes about as long as the GPU. All backward
+passes run in the calling thread, including those of context_parallel.
 
-A forward counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward 2.5 times as many. Rates are per GPU.
-Memory is the peak of torch's allocator during a forward and backward, including the inputs. The receive buffer of the NVLink
-transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains the number of hops, the
-bytes that the busiest rank sends, and the time that the ring takes longer than `local`.
+A forward pass counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass counts 2.5 times as many.
+Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
+receive buffer of the NVLink transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains
+the number of hops, the bytes that the busiest rank sends, and the difference between the time of the ring and the time of
+`local`.
 
 Rank 0 writes README.md, ring.json and a plot to --output; see `scripts/bench/ring_report.py`.
 """
@@ -45,14 +47,17 @@ from scripts.bench.cases import Case
 from scripts.bench.ring_report import PARTS
 from scripts.bench.ring_variants import Call, Calls
 
-CHECKED_LENGTH = 1536  # tokens per rank of the case that is compared with float64
+CHECKED_LENGTH = 1536  # tokens per rank of the case that is compared with the float64 reference
 NAMES = ("out", "dq", "dk", "dv")
 # One measurement repeats a call until it has taken about this long, in seconds, at an assumed speed in FLOP/s per GPU.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 
 def check(case: Case, variant: str) -> dict[str, float]:
-    """Return the largest `group_error` of any rank, by name, on a short sequence with the mask and the heads of the case."""
+    """Return the largest `group_error` of each result over all ranks.
+
+    The results are computed on a short sequence with the mask and the heads of the case.
+    """
     rank, ranks, ulysses = dist.get_rank(), dist.get_world_size(), variants.ulysses_degree(variant)
     small = Case(case.kind, CHECKED_LENGTH * ranks, case.heads, case.head_dim, key_heads=case.key_heads)
     layout, shard = variants.ring_layout(small, ranks, ulysses), variants.random_shard(small, ulysses, seed=1)
@@ -67,7 +72,7 @@ def check(case: Case, variant: str) -> dict[str, float]:
 
 
 def largest_of_ranks(value: float) -> float:
-    """Return the largest of the values of all ranks."""
+    """Return the maximum of a value over all ranks."""
     x = torch.tensor(value, device="cuda", dtype=torch.float64)
     dist.all_reduce(x, dist.ReduceOp.MAX)
     return x.item()
@@ -102,7 +107,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
     """Return the schedules, the number of hops with messages, and the bytes sent by the busiest rank.
 
     Returns:
-        A dict with these figures for the "forward" and for "both" directions together.
+        A dict with the keys "forward" and "both". The figures of "both" cover the forward pass and the backward pass together.
     """
     plan = get_plan(case.mask, variants.ring_layout(case, ranks), 0, torch.device("cpu"))
     heads = case.heads, case.num_key_heads
@@ -121,7 +126,8 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add to the row of each timed ring what the ring sends, and how many microseconds communication adds.
+    """Add two kinds of figures to the row of each timed ring: what the ring sends, and the microseconds that communication
+    adds.
 
     Args:
         case: the case of the rows.

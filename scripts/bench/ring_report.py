@@ -1,11 +1,11 @@
-"""Write the tables and the plot of `scripts.bench.ring` again from its ring.json, or from the ring.json of several runs.
+"""Write the tables and the plot of `scripts.bench.ring` again, from the file ring.json of one run or of several runs.
 
     python -m scripts.bench.ring_report outputs/benchmarks/ring
     python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
 The command replaces README.md in the directory, and writes lengths.png if causal attention was measured at two lengths or
-more. With --join it first writes ring.json with the rows of all runs. The runs must be of one machine, and each case may be in
-only one of them, because ratios are taken within a run.
+more. With --join, the command first writes a file ring.json with the rows of all runs. All runs must come from the same
+machine. Each case may occur in only one run, because ratios are computed within a run.
 """
 
 import json
@@ -19,7 +19,7 @@ from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_ax
 from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
-PARTS = ("forward", "both")  # what is timed; "both" is a forward and a backward
+PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass and a backward pass
 # By name of a case: the case itself as "case", and one row per variant.
 Rows = dict[str, dict[str, dict]]
 COMMUNICATION_NOTE = """\
@@ -31,7 +31,7 @@ that take longer.
 
 
 def base_of(variant: str) -> str:
-    """Return the variant that does the same without communication."""
+    """Return the name of the variant that runs the same kernels without communication."""
     graph = "-graph" if variant.endswith("-graph") else ""
     if variant.startswith("ulysses-"):
         return f"ulysses-{variant.split('-')[1]}-local{graph}"
@@ -70,7 +70,7 @@ def speed_table(header: dict, rows: Rows) -> str:
 
 
 def communication_table(header: dict, rows: Rows) -> str:
-    """Return a Markdown table of what the rings sent and how much of the time was not hidden; "" if no ring was timed."""
+    """Return a Markdown table of the bytes that the rings sent and the time that was not hidden; "" if no ring was timed."""
     columns = (
         "case | variant | schedule, forward / backward | hops | MiB sent by the busiest rank | exposed, us | "
         "exposed per hop, us | date"
@@ -138,16 +138,16 @@ def write(output: Path, header: dict, rows: Rows) -> None:
 
 
 def read(path: Path) -> tuple[dict, Rows]:
-    """Return the header and the rows of a ring.json."""
+    """Return the header and the rows of a file ring.json."""
     header = json.loads(path.read_text())
     return header, header.pop("rows")
 
 
 def join(paths: list[Path]) -> tuple[dict, Rows]:
-    """Join the runs of several ring.json into one, with all their commands.
+    """Join the runs of several files ring.json into a single run, whose header lists the commands of all runs.
 
     Raises:
-        ValueError: the runs are of different machines, or a case is in two of them.
+        ValueError: the runs come from different machines, or a case occurs in two runs.
     """
     headers, parts = zip(*map(read, paths), strict=True)
     machines = dict.fromkeys(header["machine"] for header in headers)

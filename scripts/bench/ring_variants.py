@@ -1,7 +1,7 @@
-"""What `scripts.bench.ring` compares: its attention problems, and for each variant the calls that are timed.
+"""The attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
 
 - `nvlink-auto`, `p2p-kv` and so on: `ring_attention` with this transport and this schedule.
-- `ulysses-4`: `ulysses_attention` with an all-to-all among 4 ranks and a ring of the remaining ones.
+- `ulysses-4`: `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
 - `local`, `ulysses-4-local`: the same kernels without communication.
 - `context_parallel`: PyTorch's context_parallel with cuDNN.
 - A name that ends with `-graph` stands for the same calls, replayed from a CUDA graph.
@@ -94,10 +94,10 @@ def ulysses_degree(variant: str) -> int:
 
 
 def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
-    """Return the wanted variants, or by default all whose Ulysses degree divides the number of ranks.
+    """Return the requested variants, or by default all variants whose Ulysses degree divides the number of ranks.
 
     Raises:
-        SystemExit: the degree of a wanted variant does not divide the number of ranks.
+        SystemExit: the degree of a requested variant does not divide the number of ranks.
     """
     if wrong := [variant for variant in wanted or () if ranks % ulysses_degree(variant)]:
         raise SystemExit(f"error: --variants {' '.join(wrong)}: the Ulysses degree must divide the {ranks} ranks")
@@ -105,7 +105,7 @@ def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
 
 
 def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
-    """Return a zigzag layout; for documents the layout that balances them, as in training with parallel.layout=auto."""
+    """Return a zigzag layout, or for documents the layout that balances the work, like parallel.layout=auto in training."""
     if case.kind == "documents":
         layout = balanced_layout(case.mask, case.length, ranks // ulysses)
     else:
@@ -114,7 +114,7 @@ def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
 
 
 def random_shard(case: Case, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
-    """Draw this rank's shards of q, k, v and dout; all but dout require gradients."""
+    """Draw this rank's shards of q, k, v and dout. All tensors except dout require gradients."""
     generator = torch.Generator("cuda").manual_seed(1000 * seed + dist.get_rank())
     return random_inputs(case, ring_layout(case, dist.get_world_size(), ulysses).rows(dist.get_rank()), generator)
 
@@ -146,7 +146,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # Waking autograd's own thread for every call would make a call about 50% slower.
+        # A call would be about 50% slower if it had to wake autograd's own thread.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)
@@ -169,14 +169,17 @@ def _mesh(ulysses: int) -> DeviceMesh:
 
 
 def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
-    """Return the calls of `ulysses_attention`, with an all-to-all among `ulysses` ranks and a ring of the remaining ones."""
+    """Return the calls of `ulysses_attention`, with an all-to-all among `ulysses` ranks and a ring over the groups."""
     layout, mesh = ring_layout(case, dist.get_world_size(), ulysses), _mesh(ulysses)
     options = {"ulysses_group": mesh["ulysses"].get_group(), "ring_group": mesh["ring"].get_group(), "mask": case.mask}
     return _calls_with_autograd(lambda: ulysses_attention(*shard[:3], layout=layout, **options), shard)
 
 
 class LocalTransport(MessageTransport):
-    """A transport that sends nothing. A block that would arrive is replaced by rows of this rank, and a result by zeros."""
+    """A transport that sends nothing.
+
+    It replaces each incoming block by rows of this rank, and each incoming result by zeros.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self.interconnect = transport.rank, transport.size, transport.interconnect
@@ -197,9 +200,9 @@ class LocalTransport(MessageTransport):
         )
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return what replaces tensor `i` of a message, which has the rows of the message and otherwise the shape of x.
+        """Return the replacement for tensor `i` of a message. It has the shape of x, but with the rows of the message.
 
-        Every result has memory of its own, as it would if it came from another rank.
+        Every result has its own memory, like a result that arrives from another rank.
         """
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
@@ -226,7 +229,7 @@ def local_calls(case: Case, shard: list[Tensor]) -> Calls:
 
 
 def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
-    """Return the calls of `ulysses_attention` without communication: each chunk of this rank's share of the heads."""
+    """Return the calls of `ulysses_attention` without communication, for all chunks of this rank's heads."""
     ring_group = _mesh(ulysses)["ring"].get_group()
     device = torch.device("cuda", torch.cuda.current_device())
     layout = ring_layout(case, dist.get_world_size(), ulysses).whole

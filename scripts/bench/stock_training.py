@@ -1,11 +1,11 @@
-"""Train our GPT with stock PyTorch alone, for comparison in `scripts.bench.training`.
+"""Train the GPT of this project with only stock PyTorch, as a baseline for `scripts.bench.training`.
 
     torchrun --nproc_per_node=4 -m scripts.bench.stock_training --model 1.4b --seq-len 65536 --output outputs/stock
 
 The script shards each block with FSDP2, distributes attention with context_parallel over cuDNN, compiles everything around
 attention, uses fused AdamW, and computes the loss from all logits at once. With --checkpointing it recomputes whole blocks with
 torch's activation checkpointing. It trains on random tokens with causal attention. Rank 0 writes summary.json in the format of
-`train/run.py`, with the same count of FLOPs.
+`train/run.py`. FLOPs are counted in the same way as in `train/run.py`.
 """
 
 import json
@@ -87,7 +87,7 @@ def take_step(model: GPT, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, se
 
 
 def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool, device: torch.device) -> dict:
-    """Train for some steps and return the summary."""
+    """Train for the given number of steps and return the summary."""
     set_rotate_method("allgather")
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     model = build(config, mesh, use_checkpointing)

@@ -1,12 +1,13 @@
-"""Plot what every GPU of a ring does over time: kernels and copies of one forward and backward, as recorded by the profiler.
+"""Plot the activity of every GPU of a ring: the kernels and copies that the profiler records in one forward and backward pass.
 
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The cases are those of `scripts.bench.ring`. One call is recorded after several others. All ranks start the recorded call at the
-same time, while their GPUs are idle. Its first kernels therefore wait for the host. In a series of calls they would not. All
-ranks must be on one host, whose clock they share. Rank 0 writes timeline.json and timeline.png to --output. --draw draws the
-plot again from timeline.json and needs no GPU. The white lines in the plot separate consecutive kernels. They are not pauses.
+The cases are those of `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start the recorded call
+at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host. In a series of
+calls, these kernels would not wait. All ranks must be on one host, whose clock they share. Rank 0 writes timeline.json and
+timeline.png to --output. --draw draws the plot again from timeline.json and needs no GPU. The white lines in the plot separate
+consecutive kernels and do not show pauses.
 """
 
 import argparse
@@ -38,7 +39,7 @@ KERNELS = {  # the kind of each kernel of the Hopper and the portable backend, b
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# Names of a copy to another GPU. Which one the profiler records depends on how the memory of the other GPU is mapped.
+# The names of a copy to another GPU. The name that the profiler records depends on how the memory of the other GPU is mapped.
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # lane, colour and legend of each kind of event
     "forward": (0, "tab:blue", "attention, forward"),
@@ -71,10 +72,10 @@ def device_events(trace: dict) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Return for each event of one rank, sorted by start, one of KINDS.
+    """Return the kind of each event of one rank, one of KINDS. The events are sorted by their start.
 
-    Circulating blocks and partial results are copied on one stream each, and neither is the stream of the attention kernels.
-    The trace does not say which stream is which. However, a pass always sends a block before it has any result.
+    Circulating blocks are copied on one stream and partial results on a second stream. Attention kernels run on neither of
+    these streams. The trace does not say which stream is which. However, a pass always sends a block before it has any result.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -87,7 +88,7 @@ def classify(events: list[Event]) -> list[str]:
 
 
 def timeline(ranks: list[list[Event]]) -> list[dict]:
-    """Return the events of all ranks, in microseconds since the first one."""
+    """Return the events of all ranks, with times in microseconds since the first event."""
     first = min(event.start for events in ranks for event in events)
     return [
         {
@@ -103,7 +104,7 @@ def timeline(ranks: list[list[Event]]) -> list[dict]:
 
 
 def draw(found: dict) -> plt.Figure:
-    """Draw one band per rank, with one lane for kernels and one for each kind of copy.
+    """Draw one band per rank, with one lane for kernels and one lane for each kind of copy.
 
     Args:
         found: the content of timeline.json.
@@ -115,7 +116,8 @@ def draw(found: dict) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # White edges separate consecutive kernels. Copies are so short that they need an edge of their own colour.
+        # White edges separate consecutive kernels. Copies are so short that a white edge would hide them, so their edge has
+        # their own colour.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
             own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
@@ -135,7 +137,7 @@ def draw(found: dict) -> plt.Figure:
 
 
 def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Event]:
-    """Record what this rank's GPU does in one call.
+    """Record the kernels and copies of this rank's GPU during one call.
 
     Args:
         call: the call to record.
@@ -148,7 +150,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # The profiler sets itself up during the first call, which is therefore not recorded.
+        # The profiler initialises itself during the first call, so the first call is not recorded.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
         options = {"schedule": steps, "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path))}
         with profile(activities=[ProfilerActivity.CUDA], **options) as profiler:

@@ -1,14 +1,14 @@
-"""Time complete training steps of a GPT, next to a training script written with stock PyTorch alone.
+"""Time complete training steps of a GPT, and compare them with a training script that uses only stock PyTorch.
 
     python -m scripts.bench.training --ranks 2 --lengths 32768 65536 131072
     python -m scripts.bench.training --ranks 2 --lengths 32768 --variants ringattn stock --model 124m
 
 All jobs use bf16 and train on one sequence per step over all ranks. Attention is causal and ignores documents, because stock
-PyTorch cannot distribute document masks. `ringattn` is `train/run.py` with its defaults, `stock` is
-`scripts/bench/stock_training.py`, and `stock-recompute` is the same with activation checkpointing. Each figure comes from a job
-of its own, and the jobs run one after the other. Rates are those of the median step. If a job fails, for example because it
-runs out of memory, the table contains its error message. The script writes README.md, training.json and training.png to
---output.
+PyTorch cannot distribute document masks. The variant `ringattn` is `train/run.py` with its default settings. The variant
+`stock` is `scripts/bench/stock_training.py`, and `stock-recompute` is the same script with activation checkpointing. Each
+figure comes from a separate job, and the jobs run one after the other. Rates are computed from the time of the median step. If
+a job fails, for example because it runs out of memory, the table contains its error message. The script writes README.md,
+training.json and training.png to --output.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
 
 
 def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Row:
-    """Run one job, and return its summary, or its error message as "failed"."""
+    """Run one job and return its summary. If the job fails, return its error message under the key "failed"."""
     row = {"variant": variant, "length": length}
     with tempfile.TemporaryDirectory() as directory:
         environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(command.ROOT)}
@@ -77,7 +77,10 @@ def find_reason(stderr: str) -> str:
 
 
 def results_table(date: str, rows: list[Row]) -> str:
-    """Return a Markdown table with one line per job, and its speed relative to the fastest stock job of the same length."""
+    """Return a Markdown table with one line per job.
+
+    The table contains the speed of each job relative to the fastest stock job of the same length.
+    """
     columns = (
         "tokens per sequence | variant | tokens/s per GPU | TFLOP/s per GPU | MFU | "
         "peak memory per GPU, GiB | relative to the fastest stock job | date"
@@ -103,7 +106,7 @@ def is_stock(row: Row, length: int) -> bool:
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Plot TFLOP/s per GPU over the length."""
+    """Plot TFLOP/s per GPU over the sequence length."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(VARIANTS):
         succeeded = [row for row in rows if row["variant"] == variant and "failed" not in row]
@@ -151,7 +154,8 @@ def main(argv: list[str]) -> int:
             rows.append(measure(variant, args.model, length, args.ranks, args.steps))
             write(args.output, header, rows)
             print(results_table(header["date"], rows).splitlines()[-1], flush=True)
-    # A stock job may fail, for example because it runs out of memory, but not every job, and none of ours.
+    # A stock job may fail, for example because it runs out of memory. The benchmark fails if every job fails, or if a job of
+    # `ringattn` fails.
     failures = [row for row in rows if "failed" in row]
     return int(len(failures) == len(rows) or any(row["variant"] == "ringattn" for row in failures))
 

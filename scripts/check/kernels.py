@@ -1,12 +1,14 @@
-"""Compare the GPU kernels with float64 on one GPU, next to PyTorch's scaled_dot_product_attention (SDPA) in the same dtype.
+"""Compare the GPU kernels with a float64 reference on one GPU.
 
     python -m scripts.check.kernels --time
     python -m scripts.check.kernels --kernels hopper --output outputs/check
     compute-sanitizer --tool racecheck python -m scripts.check.kernels --lengths 63 257 --dims 64 --alone
 
-The script prints a table of the largest error of a row, relative to the scale of the row. It exits with status 1 if an error
-exceeds its limit. With --time it also prints the TFLOP/s of calls that read and write partial results, compared with calls
-that return final results. A forward counts 4 B H S S D FLOPs, half of that if it is causal, and a backward 2.5 times as many.
+The script prints a table of the largest error of a row, relative to the scale of the row. For comparison, the table also
+contains the error of PyTorch's scaled_dot_product_attention (SDPA) in the same dtype. It exits with status 1 if an error
+exceeds its limit. With --time it also prints the TFLOP/s of calls that read and write partial results, compared with calls that
+return final results. A forward pass counts 4 B H S S D FLOPs, or half of that number under a causal mask. A backward pass
+counts 2.5 times as many.
 """
 
 import argparse
@@ -32,12 +34,12 @@ from scripts.tables import markdown_table
 DTYPES = (torch.bfloat16, torch.float16)
 HEADS, KEY_HEADS = 4, 2
 LENGTHS = (1, 63, 1000, 4097)
-WINDOW, DOCUMENT = 200, 300  # tokens
+WINDOW, DOCUMENT = 200, 300  # the size of the window and the length of a document, in tokens
 MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """Create one of MASKS for `length` queries and as many keys, on the GPU."""
+    """Create the intervals of one of MASKS on the GPU, for `length` queries and `length` keys."""
     if mask == "full":
         return full(length, length, "cuda")
     rows = torch.arange(length)[None]
@@ -55,7 +57,7 @@ def load_kernels(name: str) -> SimpleNamespace:
 def kernel_results(
     kernels: SimpleNamespace, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, intervals: Intervals
 ) -> dict[str, Tensor]:
-    """Run a forward and a backward, and return the tensors of NAMES."""
+    """Run a forward pass and a backward pass, and return the tensors of NAMES."""
     scale = q.shape[-1] ** -0.5
     out, lse = kernels.forward(q, k, v, intervals, scale, final=True)
     delta = reference.row_delta(out, dout)
@@ -74,7 +76,10 @@ def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool)
 def measure_errors(
     kernels: SimpleNamespace, dtype: torch.dtype, dim: int, length: int, mask: str, with_sdpa: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the row errors of the kernels and the row errors of SDPA; the latter are empty if SDPA is not run on this mask."""
+    """Return the row errors of the kernels and the row errors of SDPA.
+
+    The row errors of SDPA are empty if SDPA is not run on this mask.
+    """
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
     tensors = [torch.randn(shape, device="cuda", dtype=dtype) for shape in shapes]
@@ -87,7 +92,7 @@ def measure_errors(
 
 
 def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[str, float]) -> list[str]:
-    """Return one cell for each of NAMES; errors above their limit, and NaN, are marked."""
+    """Return one table cell for each of NAMES. Errors above their limit and NaN are marked."""
     cells = []
     for name in NAMES:
         cell = f"{ours[name]:.1e}" + (f" ({sdpa[name]:.1e})" if name in sdpa else "")
@@ -106,9 +111,9 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
     """Return the TFLOP/s of four calls, or the name of the error if a call raises one.
 
-    The calls are a forward that returns outputs, a forward that reads and writes a state, a backward that returns bf16
-    gradients and a backward that accumulates in fp32. The calls are timed in turn and repeatedly, because the clock of a GPU is
-    higher after a pause.
+    Two calls are forward passes: the first returns outputs, and the second reads and writes a state. Two calls are backward
+    passes: the first returns bf16 gradients, and the second accumulates in fp32. The calls are timed one after the other in
+    several rounds, because the clock of a GPU is higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5

@@ -60,12 +60,12 @@ class Result:
 
 
 def shorten(text: str) -> str:
-    """The text on one line."""
+    """Return the text on one line."""
     return "`" + " ".join(text.split()) + "`"
 
 
 def listed_mutants() -> list[Mutant]:
-    """The mutants of mutants.json."""
+    """Return the mutants that mutants.json lists."""
     return [Mutant(**entry | {"tests": tuple(entry["tests"])}) for entry in json.loads(LISTED.read_text())]
 
 
@@ -88,7 +88,7 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Whether a change inside `node` cannot alter a result, or only alters a tuned number."""
+    """Return whether a change inside `node` cannot alter a result, or alters only a tuned number."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # error messages, annotations, and zip(strict=...)
@@ -111,11 +111,11 @@ class Source:
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.expr) -> tuple[int, int]:
-        """The offsets at which an expression begins and ends."""
+        """Return the offsets at which an expression begins and ends."""
         return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
 
     def operator(self, left: ast.expr, right: ast.expr, symbol: str) -> tuple[int, int]:
-        """The offsets of the operator between two operands."""
+        """Return the offsets of the operator between two operands."""
         begin = self.text.index(symbol, self.span(left)[1], self.span(right)[0])
         return begin, begin + len(symbol)
 
@@ -128,7 +128,7 @@ class Source:
 
 
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
-    """The faults that a syntax tree offers: the offsets of the text to replace, and the faulty replacement."""
+    """Return all faults that can be made from a syntax tree, as offsets of the text to replace and the faulty replacement."""
     for child in ast.iter_child_nodes(node):
         if not is_ignored(child, node):
             yield from changes(child, source)
@@ -152,7 +152,7 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
 
 
 def generate(path: Path, count: int, seed: int) -> list[Mutant]:
-    """Make `count` mutants of one file, or fewer if the file offers fewer; the same ones for the same seed and source."""
+    """Make `count` mutants of one file, or fewer if the file allows fewer. The same seed and source give the same mutants."""
     source = Source(path.read_text())
     mutants = []
     for begin, end, replacement in changes(ast.parse(source.text), source):
@@ -164,14 +164,14 @@ def generate(path: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def likely_tests(path: Path) -> tuple[str, ...]:
-    """The test file of a module, or else the folder of tests for its package."""
+    """Return the test file of a module, or the folder of tests of its package if the module has no test file."""
     relative = path.relative_to(ROOT)
     test = Path("tests") / relative.with_name(f"test_{path.name}")
     return (str(test if (ROOT / test).exists() else test.parent),)
 
 
 def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
-    """Run quick tests in a copy of the repository; returns the first test that fails, or an empty string."""
+    """Run quick tests in a copy of the repository. Return the first test that fails, or an empty string."""
     options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
     # Two versions of a file that are written within one second would share compiled bytecode.
@@ -225,7 +225,7 @@ def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Resul
 
 
 def copy_repository(directory: Path) -> Path:
-    """Copy the files that git knows, as they are in the working tree."""
+    """Copy all files that git tracks, in the state of the working tree."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
         if (ROOT / name).is_file():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Compare attention on all ranks of a job with float64: every mask, layout, schedule, transport and Ulysses degree.
+"""Compare attention on all ranks with a float64 reference: every mask, layout, schedule, transport and Ulysses degree.
 
     torchrun --nproc_per_node=8 -m scripts.check.ring
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
@@ -60,7 +60,7 @@ def available_ways(device: torch.device) -> Iterator[Way]:
 
 
 def make_masks(seq_len: int) -> dict[str, Mask]:
-    """Create one mask of each kind. The documents include single tokens at both ends and one that spans many ranks."""
+    """Create one mask of each kind. The documents include single tokens at both ends and a document that spans many ranks."""
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]
     return {
@@ -83,7 +83,7 @@ def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> dict[s
 
 
 def largest_errors(way: Way, mask: Mask, tensors: list[Tensor], expected: dict[str, Tensor]) -> Tensor:
-    """Return the largest row errors over all layouts: one row per rank and one column for each of NAMES, float64."""
+    """Return the largest row errors over all layouts, as a float64 tensor with one row per rank and one column per name."""
     rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), tensors[0].shape[1]
     ring = ranks // way.ulysses
     largest = torch.zeros(len(NAMES), dtype=torch.float64)
@@ -116,7 +116,7 @@ def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
     """Check every way and every mask, and print each row of the table when it is complete.
 
     Returns:
-        One line for each error that exceeds its limit; the same on every rank.
+        One line for each error that exceeds its limit. The lines are the same on every rank.
     """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     ranks, generator = dist.get_world_size(), torch.Generator().manual_seed(0)

@@ -25,7 +25,7 @@ from scripts import command
 from scripts.tables import markdown_table
 
 BF16_BYTES, FP32_BYTES, SECTOR_BYTES = 2, 4, 32
-NUM_SMS = 132  # of an H200; each one processes one tile at a time
+NUM_SMS = 132  # number of SMs of an H200; each SM processes one tile at a time
 L2_BYTES = 50e6
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
@@ -52,7 +52,10 @@ def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
 
 
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Return the prediction of docs/io.md per kernel, for bf16 self-attention with B = 1 and one key head per query head."""
+    """Return the traffic of each kernel that docs/io.md predicts.
+
+    The prediction is for bf16 self-attention with B = 1 and one key head per query head.
+    """
     intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * BF16_BYTES
     stats = 2 * FP32_BYTES  # lse and delta of a row; those of a head are contiguous
@@ -91,14 +94,14 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     """Return how often the two operands of a loop are read from DRAM: once if L2 holds them, otherwise once per wave of tiles.
 
-    For masks this is an upper estimate, because it assumes that every wave reads all rows.
+    For masks, the result is an upper estimate, because the function assumes that every wave reads all rows.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)
 
 
 def launch(length: int, heads: int, head_dim: int, mask: Mask) -> None:
-    """Run one forward and one backward of the Triton kernels."""
+    """Run one forward pass and one backward pass of the Triton kernels."""
     from ringattn.kernels.triton import backward as triton_backward
     from ringattn.kernels.triton import forward as triton_forward
 

@@ -1,4 +1,4 @@
-"""Draw a ring pass from its schedule: what each rank computes in each step, and which messages are in flight meanwhile.
+"""Draw a ring pass from its schedule: what each rank computes in each step, and which messages are in flight at that time.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """

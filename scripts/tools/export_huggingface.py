@@ -31,8 +31,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: there is no checkpoint or no tokenizer, the tokenizer differs from that of the training, transformers has
-            no such architecture, the folder is not empty, or it cannot be written.
+        ConfigError: there is no checkpoint or no tokenizer, the tokenizer differs from the tokenizer of the training,
+            transformers lacks a suitable architecture, the folder is not empty, or the folder cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError

@@ -5,20 +5,20 @@ r"""Predict the time, bytes and exposed communication of one attention layer, fo
     python -m scripts.tools.plan_ring --measured rows.json
 
 The prediction uses the cost model with which ringattn chooses schedules (`ringattn/planning`), for a cluster that the options
-describe. A ring pass is a list of steps. In each step the busiest rank computes while the busiest link carries the next
-blocks, and the longer of the two counts. If communication takes longer, the difference is exposed. Each step also takes a GPU
-some fixed time, and merging partial results takes time, too. Hosts start steps ahead of the GPUs, but a pass takes at least as
-long as its hosts take to start all of its steps. (With a CUDA graph that time is almost zero.) A Ulysses all-to-all runs in
-chunks of heads. The arrival of the first chunk and the return of the last one are exposed, and the others only if they take
-longer than attention. A ring that leaves the node runs at the speed of the network, because every hop waits for its slowest
-link.
+describe. A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next
+blocks, and the step takes as long as the slower of the two. If communication takes longer than computation, the difference is
+exposed. Each step also costs a GPU a fixed time, and merging partial results takes additional time. Hosts start steps ahead of
+the GPUs, but a pass takes at least as long as the hosts need to start all of its steps. (With a CUDA graph, the hosts need
+almost no time.) A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and the return of the last chunk
+are exposed. The transfers of the other chunks are exposed only if they take longer than attention. A ring that leaves the node
+runs at the speed of the network, because every hop waits for its slowest link.
 
-Long sequences are planned as sequences of 32,768 positions that stand for several tokens each. Rings of more than 64 ranks are
-planned as rings of 64 groups of ranks, which changes times and bytes by less than 3%.
+Long sequences are planned as sequences of 32,768 positions, each of which represents several tokens. Rings of more than 64
+ranks are planned as rings of 64 groups of ranks, which changes times and bytes by less than 3%.
 
 --measured compares the prediction with measurements. Its argument is a JSON list of objects with the keys ranks, seq_len,
-heads, kv_heads, dim, forward_ms and forward_backward_ms, and ulysses if it is not 1. The other options describe mask, layout,
-schedule and cluster.
+heads, kv_heads, dim, forward_ms and forward_backward_ms, and with the key ulysses if the Ulysses degree is not 1. The other
+options describe the mask, the layout, the schedule and the cluster.
 """
 
 import argparse
@@ -61,7 +61,7 @@ class Cluster:
     nvlink: float = 330e9
     nvlink_latency: float = 12e-6
     node: int = 8  # GPUs per node
-    network: float = 40e9  # per GPU
+    network: float = 40e9  # bandwidth of the network per GPU
     network_latency: float = 60e-6
     forward_launch: float = 250e-6  # time of a host to start one step
     backward_launch: float = 460e-6
@@ -79,12 +79,12 @@ class Cluster:
         return getattr(self, f"{direction}_{name}")
 
     def interconnects(self, flops: float) -> tuple[Interconnect, Interconnect]:
-        """Return what connects the GPUs of a node, and what connects the nodes."""
+        """Return the interconnect between the GPUs of a node, and the interconnect between nodes."""
         near = Interconnect("nvlink", True, self.nvlink, self.nvlink_latency, flops)
         return near, Interconnect("network", False, self.network, self.network_latency, flops)
 
     def ring_interconnect(self, ranks: int, flops: float) -> Interconnect:
-        """Return what connects the ring if `ranks` consecutive GPUs take part in attention."""
+        """Return the interconnect of the ring if `ranks` consecutive GPUs take part in attention."""
         near, far = self.interconnects(flops)
         return near if ranks <= self.node else far
 
@@ -136,7 +136,7 @@ class Layer:
 
     @property
     def positions(self) -> int:
-        """The number of positions as which the sequence is planned."""
+        """The number of positions of the shorter sequence that is planned in place of the whole sequence."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
@@ -145,7 +145,10 @@ class Layer:
 
     @property
     def sent_heads(self) -> tuple[int, int]:
-        """The query heads and key heads of an all-to-all; a key head counts once for every rank that receives it."""
+        """The numbers of query heads and key heads that an all-to-all sends.
+
+        A key head counts once for every rank that receives it.
+        """
         return self.heads, self.kv_heads * ulysses_degree.key_copies(self.heads, self.kv_heads, self.ulysses)
 
     @property
@@ -157,7 +160,7 @@ class Layer:
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return the number of ring passes per overlap chunk, and the work of one pass of the forward and of the backward."""
+        """Return the number of ring passes per overlap chunk, and the work of one forward and of one backward ring pass."""
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -166,7 +169,7 @@ class Layer:
 
 
 def meta(*shape: int) -> torch.Tensor:
-    """Return a bf16 tensor without memory, which only has a shape."""
+    """Return a bf16 tensor on the meta device, which has a shape but no memory."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -176,11 +179,11 @@ class Cost:
 
     compute: float  # seconds
     seconds: float
-    bytes: float  # sent
+    bytes: float  # bytes that the rank sends
 
     @property
     def exposed(self) -> float:
-        """Seconds of communication, or of waiting for the host, that computation does not hide."""
+        """The seconds of communication and of waiting for the host that computation does not hide."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -191,7 +194,7 @@ class Cost:
 
 
 def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
-    """Return the cost of the forward and of the backward of a layer."""
+    """Return the cost of the forward pass and the cost of the backward pass of a layer."""
     memory_chunks, works = layer.memory_chunks_and_work()
     costs = []
     for work in works:
@@ -233,11 +236,13 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
-    """Return what the all-to-alls of one direction (q, k, v and the output, or their gradients) add to attention.
+    """Return the cost that the all-to-alls of one direction add to attention.
+
+    The all-to-alls of a direction move q, k, v and the output, or their gradients.
 
     Args:
-        layer, cluster: what is predicted.
-        attention: seconds of attention per chunk of heads.
+        layer, cluster: the layer and the cluster for which the cost is predicted.
+        attention: the time of attention per chunk of heads, in seconds.
     """
     rows = layer.batch * layer.seq_len / layer.ranks
     bytes_to_each = rows * 2 * sum(layer.sent_heads) * layer.dim * BF16_BYTES / layer.ulysses
@@ -252,11 +257,12 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
     """Return the layer with a Ulysses degree that is given as a number, or as "auto" for `best_ulysses_degree`.
 
     Raises:
-        ValueError: the text is neither, or the number does not divide the ranks and the heads.
+        ValueError: the text is neither a number nor "auto", or the number does not divide the number of ranks and the number of
+            heads.
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
-        # The mean speed of two matrix products in the forward and five in the backward.
+        # The mean speed over the two matrix products of the forward pass and the five of the backward pass.
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
@@ -275,7 +281,8 @@ COLUMNS = (
 
 def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
     """Return one line of the table of predictions."""
-    # Two matrix products per (query, key) pair in the forward and five in the backward, of 2 FLOPs per element of a head.
+    # The forward pass has two matrix products per (query, key) pair, and the backward pass has five. Each product costs 2 FLOPs
+    # per element of a head.
     flops = 2 * 7 * layer.heads * layer.dim * layer.batch * layer.pairs
     return [
         f"{layer.ranks:,}",
@@ -291,7 +298,7 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
-    """Print the table of predictions, and return the cost of a forward and backward of each layer."""
+    """Print the table of predictions. Return the cost of a forward pass and a backward pass of each layer."""
     costs, lines = [], []
     for layer in layers:
         forward, backward = predict(layer, cluster)
@@ -306,7 +313,7 @@ def read_measured(path: Path) -> list[dict]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a list of objects with the numbers SHAPE and TIMES.
+        ValueError: the file does not contain a list of objects that have all numbers named in SHAPE and TIMES.
     """
     try:
         rows = json.loads(path.read_text())
