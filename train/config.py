@@ -33,7 +33,7 @@ class ModelConfig:
     # published size of a model.
     vocab_size: int | None = None
     # The number of transformer blocks.
-    layers: int = 4
+    layers: int = 2
     # The width of the residual stream.
     dim: int = 128
     # The number of query heads.
@@ -103,7 +103,7 @@ class DataConfig:
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     # The number of tokens of a sequence, summed over all ranks that share the sequence.
-    seq_len: int = 1024
+    seq_len: int = 512
     # Whether a token attends only to tokens of its own document. If false, a token attends to all earlier tokens of the
     # sequence.
     mask_documents: bool = True
@@ -180,9 +180,9 @@ class TrainerConfig:
     """The length of a run, its device, its checkpoints and its results."""
 
     # The number of optimizer steps of the whole run.
-    steps: int = 300
+    steps: int = 1500
     # The number of sequences per data-parallel rank and micro-step.
-    batch_size: int = 2
+    batch_size: int = 1
     # The number of micro-steps whose gradients are accumulated in one optimizer step.
     accumulate: int = 1
     # The seed of the initial parameters.
@@ -198,14 +198,14 @@ class TrainerConfig:
     # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
     compile: bool | None = None
     # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
-    checkpoint_every: int = 50
+    checkpoint_every: int = 250
     # The number of checkpoints that are kept. Older checkpoints are removed.
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
-    eval_every: int = 50
+    eval_every: int = 500
     # The smallest number of tokens of an evaluation. Whole sequences are evaluated, always the same ones. If the held-out
     # text is shorter, all of it is evaluated.
-    eval_tokens: int = 16_384
+    eval_tokens: int = 65_536
     # The number of seconds after its launch at which a run stops. The run completes its current step, saves a checkpoint and
     # exits. None: no limit.
     time_limit_s: float | None = None
@@ -217,7 +217,7 @@ class TrainerConfig:
     # random weights.
     init_from: str | None = None
     # The number of steps between two lines on the console. Every step is written to metrics.jsonl.
-    log_every: int = 1
+    log_every: int = 25
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
     # The text that the generated sample continues.

@@ -36,7 +36,7 @@ def random_tokens(length: int, batch: int = 2):
     return torch.randint(VOCAB, (batch, length), generator=torch.Generator().manual_seed(1))
 
 
-SIZES = {"tiny": 0.8285e6, "124m": 123.6e6, "350m": 355.1e6, "1.4b": 1.44e9, "8b": 8.03e9}
+SIZES = {"tiny": 0.4348e6, "124m": 123.6e6, "350m": 355.1e6, "1.4b": 1.44e9, "8b": 8.03e9}
 SIZES |= {"llama-3.1-8b": 8.03e9, "llama-3.2-1b": 1.236e9}
 SIZES |= {"qwen2.5-7b": 7.616e9, "qwen3-0.6b": 0.596e9, "qwen3-8b": 8.191e9}
 

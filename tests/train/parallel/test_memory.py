@@ -9,15 +9,15 @@ from ringattn.train.parallel import memory
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
 
-def total(rows: int, ranks: int, recompute: bool = False) -> float:
-    """GiB a rank."""
-    needed = memory.estimate(LLAMA, recompute, 128_256, rows, ranks, bf16=True)
+def total(tokens: int, ranks: int, recompute: bool = False) -> float:
+    """Return the estimated GiB per rank."""
+    needed = memory.estimate(LLAMA, recompute, 128_256, tokens, ranks, bf16=True)
     return sum(needed.values()) / memory.GIB
 
 
-def test_sharded_state_is_16_bytes_a_parameter():
-    needed = memory.estimate(LLAMA, False, 128_256, rows=1, ranks=8, bf16=True)
-    assert needed["parameters, gradients and optimizer, fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
+def test_sharded_state_is_16_bytes_per_parameter():
+    needed = memory.estimate(LLAMA, False, 128_256, tokens=1, ranks=8, bf16=True)
+    assert needed["parameters, gradients and optimizer state in fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
 def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
@@ -25,26 +25,25 @@ def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
     assert total(8192, 8, recompute=True) < total(8192, 8)
 
 
-def test_few_parameters_stay_whole():
+def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert memory.stay_whole(small, bf16=True) and not memory.stay_whole(LLAMA, bf16=True)
-    rows = dict(vocab_size=256, rows=1, ranks=8, bf16=True)
-    needed = memory.estimate(small, False, **rows)["whole parameters and gradients in use"]
-    assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)  # of 12 blocks, and of two units of four the gradients
+    assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
+    needed = memory.estimate(small, False, vocab_size=256, tokens=1, ranks=8, bf16=True)["gathered parameters and gradients"]
+    assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)  # parameters of 12 blocks, and gradients of two groups of four
 
 
-def test_small_blocks_travel_together():
+def test_small_blocks_are_gathered_together():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert (memory.unit(small, bf16=True), memory.unit(small, bf16=False)) == (4, 2)
-    assert memory.unit(LLAMA, bf16=True) == 1
+    assert (memory.blocks_per_group(small, bf16=True), memory.blocks_per_group(small, bf16=False)) == (4, 2)
+    assert memory.blocks_per_group(LLAMA, bf16=True) == 1
     tiny = ModelConfig(layers=3, dim=64, heads=4, kv_heads=4)
-    assert memory.unit(tiny, bf16=True) == 3
+    assert memory.blocks_per_group(tiny, bf16=True) == 3
 
 
 def test_what_cannot_fit_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
     memory.check({"activations": 79 * memory.GIB}, torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), and has 80.0: use more"):
+    with pytest.raises(ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 80.0: use more"):
         memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, torch.device("cuda", 0))
 
 
@@ -59,26 +58,26 @@ def test_a_cpu_is_not_checked():
     memory.check({"activations": 1e30}, torch.device("cpu"))
 
 
-def test_an_exchange_of_heads_keeps_one_more_output():
-    alone, exchanged = (
-        memory.estimate(LLAMA, True, 128_256, 8192, 8, True, exchanged)["activations"] for exchanged in (False, True)
+def test_ulysses_saves_one_more_attention_output():
+    without, ulysses = (
+        memory.estimate(LLAMA, True, 128_256, 8192, 8, True, uses_ulysses)["activations"] for uses_ulysses in (False, True)
     )
-    assert exchanged - alone == 8192 * (LLAMA.layers + 1) * 2 * 4096
+    assert ulysses - without == 8192 * (LLAMA.layers + 1) * 2 * 4096
 
 
 @pytest.mark.parametrize(
-    ("layers", "dim", "ffn_dim", "tie", "rows", "exchanged", "peak"),
+    ("layers", "dim", "ffn_dim", "tie", "tokens", "uses_ulysses", "peak"),
     [
         pytest.param(24, 2048, 5632, False, 32_768, False, 58.72, id="1.4B"),
         pytest.param(24, 2048, 5632, False, 16_384, False, 34.1, id="1.4B-short"),
         pytest.param(24, 2048, 5632, False, 65_536, False, 107.9, id="1.4B-long"),
-        pytest.param(24, 2048, 5632, False, 32_768, True, 61.72, id="1.4B-exchanged"),
+        pytest.param(24, 2048, 5632, False, 32_768, True, 61.72, id="1.4B-ulysses"),
         pytest.param(12, 768, None, True, 16_384, False, 6.28, id="124M"),
     ],
 )
-def test_estimates_beside_what_two_gpus_needed(layers, dim, ffn_dim, tie, rows, exchanged, peak):
-    """Peaks of torch's allocator in training runs, compiled, nothing recomputed: never below, and not far above."""
+def test_estimates_are_close_to_measured_peaks(layers, dim, ffn_dim, tie, tokens, uses_ulysses, peak):
+    """`peak` was measured in compiled training runs on two GPUs. The estimate must not be below it, and not far above."""
     heads = dim // (128 if dim > 1024 else 64)
     model = ModelConfig(50_304, layers, dim, heads, heads, ffn_dim=ffn_dim, tie_embeddings=tie)
-    needed = memory.estimate(model, False, 257, rows, 2, bf16=True, exchanged=exchanged, compiled=True)
+    needed = memory.estimate(model, False, 257, tokens, 2, bf16=True, uses_ulysses=uses_ulysses, compiled=True)
     assert peak <= sum(needed.values()) / memory.GIB <= 1.15 * peak
