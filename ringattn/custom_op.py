@@ -1,7 +1,7 @@
 """Turn an attention call into one operator: a single node for a compiler, with autograd and a fake implementation.
 
 Each public call registers its forward and its backward function here, together with the record that holds its settings (see
-`ringattn.spec`). A call then goes
+`ringattn.spec`). A call then runs through the following functions:
 
     public call -> `register`'s call -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
@@ -36,7 +36,7 @@ Results = tuple[Tensor, ...]
 
 
 class SavedTensors(NamedTuple):
-    """How an operator saves tensors of its own for the backward pass, instead of q, k, v, out and lse."""
+    """The functions of an operator that saves its own tensors for the backward pass, instead of q, k, v, out and lse."""
 
     fake_results: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]  # like the forward function, but computes only shapes
     fake_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]  # like the backward function
@@ -109,7 +109,8 @@ def register(
             # The tensors that the operator saves are outputs only because a compiler must see them. These outputs never have
             # gradients.
             ctx.mark_non_differentiable(*own)
-            # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward.
+            # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward
+            # pass.
             ctx.save_for_backward(*tensors, *[x for x in flatten(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(tensors), out.shape
             return out, lse, *own

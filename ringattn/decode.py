@@ -59,8 +59,8 @@ class KVCache:
         # The rank that receives new tokens, and how many tokens of its current block it already has.
         self._receiver, self._received = 0, block
         self._layout: Layout | None = None
-        self._prompt_length = 0  # the first tokens are distributed according to the layout
-        self._owners: list[int] = []  # the rank that holds each token after those
+        self._prompt_length = 0  # number of first tokens, which are distributed according to the layout
+        self._owners: list[int] = []  # the rank that holds each token after the prompt
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:

@@ -84,7 +84,7 @@ def run_schedule(
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
-        RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
+        RingFault: a different rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     # The transport needs an example of both kinds of messages, because the shapes and dtypes of the receive buffers

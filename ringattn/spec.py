@@ -147,7 +147,7 @@ def check_attention(
     backend: str,
     precision: str,
 ) -> None:
-    """Validate what all attention calls have in common, before any work starts.
+    """Validate the arguments that all attention calls have in common, before any work starts.
 
     Raises:
         ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.

@@ -1,7 +1,7 @@
 """The all-to-all of Ulysses (heads <-> sequence). It converts between some tokens of all heads and all tokens of some heads.
 
-Every rank of a group sends a slice of its tensors to each other rank, and writes what it receives into a slice of its own
-tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a tensor that belongs to a rank:
+Every rank of a group sends a slice of its tensors to each other rank, and writes the received slices into its own tensors
+(Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a tensor that belongs to a rank:
 
                       rank a takes for rank b           rank b writes what comes from rank a
     to heads          a's tokens of b's heads           to the rows of a's tokens

@@ -12,10 +12,8 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-_OPERATION_FLAGS = {
-    _WAIT: 1,
-    _WRITE: 0,
-}  # CU_STREAM_WAIT_VALUE_EQ; a write comes after a memory barrier
+# A wait compares for equality (CU_STREAM_WAIT_VALUE_EQ). A write uses the default, which is visible to all devices.
+_OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
 # The driver accepts fewer than 256 operations per call. An even number keeps a wait together with the write that clears its
 # flag.
 _MAX_OPERATIONS = 254

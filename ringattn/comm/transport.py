@@ -94,7 +94,7 @@ def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop |
 
 
 def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Wait for the messages of a hop, tell the watchdog that the hop is finished, and return what was received."""
+    """Wait for the messages of a hop, record in the watchdog that the hop is finished, and return the received tensors."""
     result = report_faults(wait, transport, hop)
     transport.watchdog.finished(hop)
     return result

@@ -27,7 +27,7 @@ ALL_TO_ALL_FACTOR = 2.5
 
 
 class Interconnect(NamedTuple):
-    """What connects the ranks of a ring, and how fast the ranks are. It is the same on every rank."""
+    """The connection between the ranks of a ring, and the speed of the ranks. Every rank uses the same values."""
 
     name: str
     all_pairs: bool  # whether every pair of ranks is connected directly, so that nothing must be relayed
@@ -90,7 +90,7 @@ def hop_costs(
         schedule: what each rank sends and computes.
         row_bytes: bytes per row of a circulating block and of a result.
         flops: returns the cost of a local step in FLOPs.
-        interconnect: what connects the ranks.
+        interconnect: the interconnect of the ranks.
         rank: the rank whose cost is returned; None for the busiest rank, separately for computation and communication.
     """
     # The bytes of a message depend only on its kind and its number of rows.

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """Rows of one rank's queries and rows of another rank's keys, as the kernels see them."""
+    """The query rows of one rank and the key rows of one rank that one call of a kernel computes with."""
 
     intervals: Intervals  # one interval per query row, counted in key rows
     layout: Layout
@@ -65,7 +65,7 @@ class Plan:
         return self._schedules[key]
 
     def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
-        """Return what each local step of this rank computes with, for the schedule `name`."""
+        """Return the block pair of each local step of this rank, for the schedule `name`."""
         if (name, schedule) not in self._block_pairs:
             local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
             pairs = {local_step: self._block_pair(name, local_step) for local_step in local_steps}

@@ -157,13 +157,13 @@ def _ring_seconds(
 ) -> tuple[float, ...]:
     """Return the times of the forward pass and of the backward pass of a chunk of heads.
 
-    A long sequence without documents is planned as a shorter one, in which each position stands for `scale` positions.
+    A long sequence without documents is planned as a shorter sequence, in which each position represents `scale` positions.
 
     Args:
         chunk: q, k and v; only the numbers of heads, the head dims and the dtype matter.
         mask: the mask of the whole sequence.
         ring: (kind of layout, number of positions, number of ranks).
-        joined: what connects the ranks.
+        joined: the interconnect of the ranks.
         schedule: as for `ring_attention`.
     """
     kind, seq_len, ranks = ring

@@ -6,8 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 # A call is split into chunks of heads if its forward pass costs more FLOPs than this number (about 0.1 s on an H200). Peak
-# memory falls with the number of chunks, and at this size the cost of starting and draining another ring pass is no longer
-# visible.
+# memory falls with the number of chunks, and at this size the cost of starting and draining one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 

@@ -13,7 +13,7 @@ of consecutive calls on the slowest rank is measured. A figure is the median of 
 the kernels of the automatic schedule as if every message had already arrived, so it shows how long the ring would take if
 communication were free. `ulysses-4-local` does the same for `ulysses-4`. The variants that end with `-graph` replay CUDA
 graphs, which excludes the time of the host. With 4,096 tokens per rank, the host takes about as long as the GPU. All backward
-passes run in the calling thread, including those of context_parallel.
+passes run in the calling thread, including the backward passes of context_parallel.
 
 A forward pass counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass counts 2.5 times as many.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The

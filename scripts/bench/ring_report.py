@@ -99,7 +99,7 @@ def _both_parts(row: dict, form: Callable[[dict], str]) -> str:
 
 
 def plot_lengths(rows: Rows) -> plt.Figure | None:
-    """Plot TFLOP/s per GPU over the length, causal, without grouped heads; None if there is only one length."""
+    """Plot TFLOP/s per GPU over the length, for causal masks without grouped heads; None if there is only one length."""
     curve = [found for found in rows.values() if found["case"]["kind"] == "causal"]
     curve = [found for found in curve if found["case"]["heads"] == found["case"]["key_heads"]]
     lengths = {found["case"]["length"] for found in curve}

@@ -58,7 +58,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     """
     intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * BF16_BYTES
-    stats = 2 * FP32_BYTES  # lse and delta of a row; those of a head are contiguous
+    stats = 2 * FP32_BYTES  # lse and delta of a row; the values of one head are contiguous
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
     keys = heads * total_loop_rows(intervals, tile.queries, tile.keys)

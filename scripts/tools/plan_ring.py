@@ -50,8 +50,8 @@ BF16_BYTES = 2
 class Cluster:
     """GPUs in nodes, each with its own connection to the network. Units are seconds, bytes per second and FLOP/s.
 
-    The FLOP/s are those of an H200 on a long sequence without a ring. The times to launch a step were fitted to rings of four
-    H200s (benchmarks/ring.md).
+    The FLOP/s are the speed of an H200 on a long sequence without a ring. The times to launch a step were fitted to rings of
+    four H200s (benchmarks/ring.md).
     """
 
     forward_flops: float = 650e12
