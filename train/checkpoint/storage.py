@@ -77,7 +77,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
             if is_rank_0:
                 _write_meta(temporary, {**meta, "step": step})
                 _publish(temporary, target)
-                _remove(_list_checkpoints(directory)[: -max(keep, 1)])
+                _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError:
         if is_rank_0:  # If the disk is full, the files of this attempt would keep it full.
             shutil.rmtree(temporary, ignore_errors=True)
@@ -87,8 +87,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
 
 def delete_later_checkpoints(directory: Path, step: int) -> None:
     """Remove the checkpoints of steps after `step`. One rank calls this function."""
-    _remove([path for path in _list_checkpoints(directory) if path > Path(directory) / f"step_{step:08d}"])
-    _remove_hidden(directory)
+    _remove(directory, [path for path in _list_checkpoints(directory) if path.name > f"step_{step:08d}"])
 
 
 def latest(directory: Path) -> Path | None:
@@ -129,7 +128,8 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in the checkpoint at `path`. All ranks call this function.
 
     DTensors may be sharded in another way than in the checkpoint. Names, shapes and dtypes are compared before anything is
-    read. If `tensors` contains a name that begins with "model." or "optim.", it must contain all such names of the checkpoint.
+    read. If `tensors` contains a name that begins with "model." or "optim.", it must contain all names in the checkpoint that
+    begin in the same way.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not fit.
@@ -218,10 +218,10 @@ def _list_checkpoints(directory: Path) -> list[Path]:
     return sorted(path for path in Path(directory).glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
-def _remove(checkpoints: list[Path]) -> None:
+def _remove(directory: Path, checkpoints: list[Path]) -> None:
     for path in checkpoints:
         _hide(path)
-        _remove_hidden(path.parent)
+    _remove_hidden(directory)
 
 
 def _hide(checkpoint: Path) -> None:
