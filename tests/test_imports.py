@@ -25,8 +25,6 @@ UNTESTED = {
     "train/summary.py": "tests/train/test_run.py",
     "train/parallel/shard.py": "tests/train/parallel/test_mesh.py",
     "train/parallel/ranks.py": "tests/train/parallel/test_mesh.py",
-    "train/checkpoint/state_dict.py": "tests/train/checkpoint/test_storage.py",
-    "train/checkpoint/index.py": "tests/train/checkpoint/test_storage.py",
     "scripts/bench/peers.py": "tests/scripts/bench/test_kernels.py",
     "scripts/bench/ring_variants.py": "tests/scripts/bench/test_ring.py",
 }
