@@ -62,6 +62,19 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+@pytest.fixture(autouse=True)
+def exit_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make os._exit raise an exception in the process of the tests, which would otherwise end without a report."""
+    process, exit_process = os.getpid(), os._exit
+
+    def fail(status: int) -> None:
+        if os.getpid() != process:
+            exit_process(status)  # a process that was forked by the test
+        raise AssertionError(f"os._exit({status}) was called in the process of the tests")
+
+    monkeypatch.setattr(os, "_exit", fail)
+
+
 # At its first use, `with torch.device(...)` remembers the functions that it affects. These must be the original functions, not
 # those that the fixture `poison` puts in their place.
 with torch.device("meta"):
