@@ -78,7 +78,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
                 f"model.vocab_size={config.model.vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} tokens: "
                 "raise it, or leave it out"
             )
-        init_from_changes = initial_weights.compare(init_from, config, tokenizer) if init_from else ""
+        init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
     mesh = build_mesh(device.type, sequence, ulysses)

@@ -16,9 +16,9 @@ from ringattn.train import metrics, optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
-from ringattn.train.config import Config, ConfigError, check
+from ringattn.train.config import Config, check
 from ringattn.train.evaluate import evaluate
-from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
@@ -48,7 +48,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         log.info(f"{'stopped':<12}on request, before {directory} was started")
         raise TrainingStopped
     with preemption.acquire_run_directory(directory):
-        checkpoint, parent = find_checkpoint(config, directory)
+        checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
         run.parent = parent
         describe(run, directory)
@@ -110,21 +110,6 @@ def runs_after_step(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
-def find_checkpoint(config: Config, directory: Path) -> tuple[Path | None, str | None]:
-    """Return the checkpoint to resume from, if any, and the checkpoint of another run that this run branched from, if any.
-
-    Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
-
-    Raises:
-        ConfigError: on every rank, if `trainer.resume` or `trainer.init_from` does not fit the existing checkpoints.
-    """
-    found = None, None
-    with sync_errors():
-        if dist.get_rank() == 0:
-            found = resume_rules.choose_checkpoint(directory / "checkpoints", config.trainer)
-    return broadcast_object(found)
-
-
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """Load a checkpoint into the run.
 
@@ -136,17 +121,9 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """
     with sync_errors():
         meta = storage.read_meta(checkpoint)
-        # Checkpoints without this entry were trained on sequences in the order of the stream.
-        saved = {"sequences": "in order"} | (meta.get("corpus") or {})
-        current = {name: value for name, value in corpus_fingerprint(run).items() if name in saved}
-        if len(saved) == 1 or saved != current:
-            raise ConfigError(
-                f"{checkpoint} was trained on another corpus ({saved}; this run: {current}), so its position in the data "
-                "is not valid here: resume with the same data, tokenizer, data.seq_len and data.seed, or start a new run from "
-                "its weights with trainer.init_from"
-            )
-        resume_rules.inherit(checkpoint, directory / "checkpoints", meta, run.config)
-        changed = resume_rules.differences(checkpoint, meta, run.config, run.tokens_per_step)
+        resume_rules.check_corpus(checkpoint, meta, corpus_fingerprint(run))
+        resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
+        changed = resume_rules.compare_settings(checkpoint, meta, run.config, run.tokens_per_step)
     storage.load(checkpoint, state_dict.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))
     if not state_dict.load_rng_state(checkpoint):

@@ -43,7 +43,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     data, settings = DataConfig(**meta["config"]["data"]), ModelConfig(**meta["config"]["model"])
     tokenizer = load_tokenizer(data.tokenizer)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
-    config = huggingface.config_of(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
+    config = huggingface.config_json(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: 
     """Return the parameters of a checkpoint under the names that transformers gives them."""
     model = GPT(settings, vocab_size)
     storage.load(path, state_dict.model_state(model))
-    tensors = {huggingface.their_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
         # The rows beyond the vocabulary are padding and were never trained.
         tensors[name] = tensors[name][:vocab_size].clone()

@@ -1,8 +1,8 @@
-"""Read and describe models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
+"""Models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
 
-`ringattn.train.model.gpt` has the architecture of Llama, with different names for its weights. With a window it is that of
-Mistral, with `model.qkv_bias` that of Qwen 2, and with `model.qk_norm` that of Qwen 3. A run can start from such a model
-(`trainer.init_from`), and `scripts/tools/export_huggingface.py` writes a trained model in this format.
+`ringattn.train.model.gpt` has the architecture of Llama, but its weights have different names. With `model.window` its
+architecture is that of Mistral, with `model.qkv_bias` that of Qwen 2, and with `model.qk_norm` that of Qwen 3. A run can start
+from such a model (`trainer.init_from`), and `scripts/tools/export_huggingface.py` writes a trained model in this format.
 """
 
 import json
@@ -20,11 +20,9 @@ from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 
-NAMES = {
-    "embedding": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "head": "lm_head.weight",
-}  # our name: name in Hugging Face's format
+# The names of our weights in Hugging Face's format.
+NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+# The same for the weights of a block, without the prefix that contains the number of the block.
 BLOCK_NAMES = {
     "attention_norm": "input_layernorm.weight",
     "query.weight": "self_attn.q_proj.weight",
@@ -41,9 +39,10 @@ BLOCK_NAMES = {
     "up.weight": "mlp.up_proj.weight",
     "down.weight": "mlp.down_proj.weight",
 }
-# Further settings that a config.json may contain, with the only value that our model supports.
+# Further settings that config.json may contain, and the only value of each that our model supports.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-ROPE_FIXED = {  # the same for scaled rotary positions, by rope_type
+# The same for the settings of scaled rotary positions, by rope_type.
+ROPE_FIXED = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
@@ -54,7 +53,7 @@ ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Defaults of transformers for settings that are missing in config.json, if they depend on the type of model.
+# The values that transformers uses for settings that are missing in config.json, if these depend on the type of the model.
 DEFAULTS = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
@@ -67,18 +66,18 @@ def is_model(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def their_name(name: str) -> str:
-    """Return the name in Hugging Face's format of a parameter of `ringattn.train.model.gpt.GPT`."""
+def hugging_face_name(name: str) -> str:
+    """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format."""
     if match := re.fullmatch(r"blocks\.(\d+)\.(.*)", name):
         return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}"
     return NAMES[name]
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the model in the folder `path`, with the names of ModelConfig.
+    """Return the settings of the model in the folder `path` under the names of the fields of ModelConfig.
 
     Raises:
-        ConfigError: config.json cannot be read, or requires a feature that our model does not support.
+        ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
     """
     try:
         config = json.loads((path / "config.json").read_text())
@@ -114,96 +113,116 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
     for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "resolved_ffn_dim"):
-        operator.index(settings[name])
+        operator.index(settings[name])  # raises TypeError unless the value is an integer
     return settings
 
 
 def _unsupported(config: dict[str, Any]) -> str:
-    """Describe the first feature in `config` that our model does not support; "" if there is none."""
+    """Describe the first setting in `config` that our model does not support. Return "" if it supports all settings."""
     rope, kind = _rope(config)
-    asked = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *ROPE_FIXED))}
-    asked |= {name: (value if config.get(name) is None else config[name], (value,)) for name, value in FIXED.items()}
-    asked |= {name: (rope.get(name, value), (value,)) for name, value in ROPE_FIXED.get(kind, {}).items()}
-    asked["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
+    # Each setting with its value and the supported values.
+    checks = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *ROPE_FIXED))}
+    for name, value in FIXED.items():
+        checks[name] = value if config.get(name) is None else config[name], (value,)
+    for name, value in ROPE_FIXED.get(kind, {}).items():
+        checks[name] = rope.get(name, value), (value,)
+    checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
     if kind == "yarn":
-        asked["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
-        asked |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
+        checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
+        checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
     if len(types := _layer_types(config)) > 1:
-        asked["layer_types"] = " and ".join(sorted(types)), ("one of them",)
-    for name, (value, known) in asked.items():
-        if value not in known:
-            return f"{name} is {value}, but only {' or '.join(map(str, known))} is supported"
+        checks["layer_types"] = " and ".join(sorted(types)), ("one of them",)
+    for name, (value, supported) in checks.items():
+        if value not in supported:
+            return f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported"
     return ""
 
 
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the settings of rotary positions, and how they are scaled."""
+    """Return the settings of the rotary positions, and the name of the method by which they are scaled."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope, rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the length that the model was trained on, which transformers accepts in several places."""
+    """Return the sequence length that the model was trained on. Like transformers, look for it in three places."""
     name = "original_max_position_embeddings"
     return config.get(name) or rope.get(name) or config["max_position_embeddings"]
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
-    """Return the types of layers: "sliding_attention" for layers with a window, "full_attention" for the others."""
+    """Return the types of layers in the model: "sliding_attention" with a window, "full_attention" without one."""
     if config["model_type"] not in ("qwen2", "qwen3"):
         return {"sliding_attention" if config["model_type"] == "mistral" else "full_attention"}
     if not config.get("use_sliding_window"):
         return {"full_attention"}
+    if config.get("layer_types"):
+        return set(config["layer_types"])
     first, layers = config["max_window_layers"], range(config["num_hidden_layers"])
-    return set(config.get("layer_types") or ("sliding_attention" if layer >= first else "full_attention" for layer in layers))
+    return {"sliding_attention" if layer >= first else "full_attention" for layer in layers}
 
 
-def differences(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Describe the settings that differ from those of the folder's model, among those that may differ; "" if none differs.
+def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
+    """Describe the settings that differ from those of the model in a folder.
 
     Args:
-        path: of the folder.
-        model: the settings of the run.
-        vocab_size: of the run's tokenizer.
+        path: the folder.
+        model: the model settings of the run.
+        vocab_size: the number of tokens of the run's tokenizer.
+
+    Returns:
+        The settings with both values, or "" if no setting differs.
 
     Raises:
         ConfigError: a setting differs that determines the shapes of weights, or the model has fewer tokens than the tokenizer.
     """
-    theirs = read_settings(path)
-    rows = theirs.pop("vocab_size")
+    settings = read_settings(path)
+    rows = settings.pop("vocab_size")
     if rows < vocab_size:
         raise ConfigError(
             f"{path} has {rows} tokens, fewer than the {vocab_size} of the tokenizer: set data.tokenizer to the model's own"
         )
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
-    if theirs["rope_factor"] is None:  # without scaling these have no meaning
-        del theirs["rope_trained_len"], theirs["rope_scaling"]
-    changed = {name: value for name, value in theirs.items() if getattr(model, name) != value}
-    named = {"resolved_head_dim": "head_dim", "resolved_ffn_dim": "ffn_dim"}
-    listed = ", ".join(f"model.{named.get(name, name)}={value} (now {getattr(model, name)})" for name, value in changed.items())
-    if not changed.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
+    if settings["rope_factor"] is None:
+        # Without a factor, these settings have no effect.
+        del settings["rope_trained_len"], settings["rope_scaling"]
+    changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
+    # The options for resolved_head_dim and resolved_ffn_dim are head_dim and ffn_dim.
+    listed = ", ".join(
+        f"model.{name.removeprefix('resolved_')}={value} (now {getattr(model, name)})" for name, value in changes.items()
+    )
+    if not changes.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
         raise ConfigError(f"{path} is a model of {listed}: use the same settings")
     return listed
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Load the weights of a folder into `model`. Each rank reads only the rows of its shards.
+    """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
-    If the vocabulary of the model is larger, its additional rows keep their values.
+    If the vocabulary of `model` is padded to more rows than the folder has, the additional rows keep their values.
+
+    DCP's HuggingFaceStorageReader is not used here, because it cannot leave these rows out, and because it reads all
+    safetensors files of the folder, including files that the index does not contain.
+
+    Args:
+        path: the folder.
+        model: the model, whose parameters may be sharded along their first dimension.
 
     Raises:
-        ConfigError: a tensor is missing or has a different shape, or a file cannot be read.
+        ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
-    find = _finder(path)
+    find = _open_tensors(path)
     for name, parameter in model.state_dict().items():
-        stored = find(their_name(name))
+        stored = find(hugging_face_name(name))
         if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-            raise ConfigError(f"{path}: {their_name(name)} is {dtype}, so the model is quantized: use the original model")
+            raise ConfigError(
+                f"{path}: {hugging_face_name(name)} is {dtype}, so the model is quantized: use the original model"
+            )
         shape = tuple(stored.get_shape())
         num_rows = min(shape[0], len(parameter)) if name in ("embedding", "head") else len(parameter)
         if shape != (num_rows, *parameter.shape[1:]):
-            raise ConfigError(f"{path}: {their_name(name)} has shape {shape}, but {tuple(parameter.shape)} in this run")
+            raise ConfigError(f"{path}: {hugging_face_name(name)} has shape {shape}, but {tuple(parameter.shape)} in this run")
         own, first = _own_rows(parameter)
         last = min(first + len(own), num_rows)
         if first < last:
@@ -211,57 +230,71 @@ def load(path: Path, model: nn.Module) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter, and the index of the first one. DTensors are split as by `torch.chunk`."""
+    """Return this rank's rows of a parameter, and the index of the first of them.
+
+    FSDP splits parameters like `torch.chunk`: all ranks but the last ones have the same number of rows, rounded up.
+    """
     if not isinstance(parameter, DTensor):
         return parameter, 0
     return parameter.to_local(), parameter.device_mesh.get_local_rank() * -(-len(parameter) // parameter.device_mesh.size())
 
 
-def _finder(path: Path) -> Callable[[str], Any]:
-    """Return a function that finds a tensor of the folder by its name. Its result can be sliced without reading all of it."""
+def _open_tensors(path: Path) -> Callable[[str], Any]:
+    """Open the safetensors files of a folder.
+
+    Returns:
+        A function that returns the tensor of a name. Slicing this tensor reads only the slice.
+
+    Raises:
+        ConfigError: a file cannot be read. The returned function raises it as well, if there is no tensor of that name.
+    """
     from safetensors import SafetensorError, safe_open
 
+    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     try:
-        index = path / "model.safetensors.index.json"
-        whole = path / "model.safetensors"
-        if whole.is_file():  # an index next to it may belong to older files
-            known = [whole]
+        # transformers prefers the single file as well. An index next to it may have been left from an earlier save.
+        if single.is_file():
+            names = [single]
         elif index.is_file():
-            known = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
+            names = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
         else:
-            known = path.glob("*.safetensors")
-        files = [safe_open(file, "pt") for file in sorted(known)]
+            names = path.glob("*.safetensors")
+        files = [safe_open(name, "pt") for name in sorted(names)]
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
-    where = {name: file for file in files for name in file.keys()}
+    file_of = {name: file for file in files for name in file.keys()}
 
     def find(name: str) -> Any:
-        if name not in where:
+        if name not in file_of:
             raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
-        return where[name].get_slice(name)
+        return file_of[name].get_slice(name)
 
     return find
 
 
-def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
+def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
     """Return the content of config.json for a model.
 
     Args:
-        model: its settings.
-        vocab_size: the number of rows of its embedding.
-        seq_len: the number of tokens of the sequences it was trained on.
-        eos: the end-of-text token.
-        dtype: of the weights.
+        model: the settings of the model.
+        vocab_size: the number of rows of the embedding.
+        seq_len: the number of tokens of the sequences that the model was trained on.
+        eos: the id of the end-of-text token.
+        dtype: the dtype of the weights.
 
     Raises:
         ConfigError: transformers has no such architecture.
     """
-    model_type, more = _model_type(model), {}
+    model_type, optional = _model_type(model), {}
     if model.window:
-        more = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
+        optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
     if model.rope_factor is not None:
-        stretch = {"factor": model.rope_factor, "original_max_position_embeddings": model.rope_trained_len}
-        more["rope_scaling"] = {"rope_type": model.rope_scaling, **stretch, **ROPE_FIXED[model.rope_scaling]}
+        optional["rope_scaling"] = {
+            "rope_type": model.rope_scaling,
+            "factor": model.rope_factor,
+            "original_max_position_embeddings": model.rope_trained_len,
+            **ROPE_FIXED[model.rope_scaling],
+        }
     return {
         "architectures": [ARCHITECTURES[model_type]],
         "model_type": model_type,
@@ -280,7 +313,7 @@ def config_of(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype
         "eos_token_id": eos,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **FIXED,
-        **more,
+        **optional,
     }
 
 

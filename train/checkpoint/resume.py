@@ -1,4 +1,4 @@
-"""Choose the checkpoint that a run resumes from, and compare the settings it was trained with to the settings of the run."""
+"""Find the checkpoint that a run resumes from, and compare its settings and its corpus with those of the run."""
 
 import json
 from collections.abc import Iterable
@@ -6,146 +6,219 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, TrainerConfig
+from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
-COMPARED = ("model", "data", "parallel", "optim", "trainer")  # the groups of settings that are compared
-FIXED = ("model.", "data.mask_documents")  # settings that must not change, because the weights depend on their meaning
-# Settings that may change without notice. Instead of data.path, the corpus itself is compared.
-FREE = (
+COMPARED_GROUPS = ("model", "data", "parallel", "optim", "trainer")
+
+# Settings that must not change within a run, because they determine what the weights mean. These are prefixes of names.
+FIXED = ("model.", "data.mask_documents")
+
+# Settings that may change without a message. The corpus itself is compared instead of data.path.
+FREE = {
     *("data.path", "parallel.timeout_s"),
     *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
     *("trainer.time_limit_s", "trainer.eval_every"),
     *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
     *("trainer.sample_tokens", "trainer.sample_prompt"),
-)
+}
 
-SCALING = ("model.rope_trained_len", "model.rope_scaling")  # unused without a rope_factor
+# Settings that have no effect if model.rope_factor is None.
+ROPE_SCALING = {"model.rope_trained_len", "model.rope_scaling"}
 
-Changes = dict[str, tuple[Any, Any]]  # settings that differ, by name: (value of the checkpoint, value of this run)
+# Settings that differ, by name: the value of the checkpoint and the value of this run.
+Changes = dict[str, tuple[Any, Any]]
 
 
-def choose_checkpoint(own: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
-    """Return the checkpoint to resume from, and the checkpoint of a different run that this run branched from; None if none.
+def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
+    """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    With the path of a checkpoint of this run, every launch goes back to that checkpoint. With the path of a checkpoint of a
-    different run, this run branches from it. When the run has a checkpoint of its own, it resumes from that one, so the same
-    command can be repeated.
+    If `trainer.resume` is the path of a checkpoint of this run, every launch goes back to that checkpoint. If it is the path of
+    a checkpoint of another run, this run branches from that checkpoint. As soon as this run has checkpoints of its own, it
+    resumes from them, so the same command can be launched again.
 
     Args:
-        own: the directory of the run's checkpoints.
-        trainer: its settings `resume` and `init_from` are used.
+        directory: the directory of the run's checkpoints.
+        trainer: the settings `resume` and `init_from`.
+
+    Returns:
+        The checkpoint to resume from, or None for a new run. The checkpoint of another run that this run branched from, or
+        None.
 
     Raises:
-        ConfigError: the run already has checkpoints but did not start as these settings say, or a checkpoint cannot be read.
+        ConfigError: on every rank, if the run has checkpoints but did not start as these settings say, or if a checkpoint
+            cannot be read.
     """
-    newest, choice = storage.latest(own), trainer.resume
-    if newest is not None and trainer.init_from is not None:
-        begun = _init_from(storage.read_meta(newest))
-        if begun is None or Path(begun).expanduser().resolve() != Path(trainer.init_from).expanduser().resolve():
-            raise ConfigError(
-                f"trainer.init_from={trainer.init_from}, but {newest} belongs to a run that started from "
-                f"{begun or 'random weights'}: choose another name for this run, or remove trainer.init_from"
-            )
-    if choice == "never" and newest is not None:
-        raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: choose another name for this run")
-    if choice in ("auto", "never"):
-        return newest, _origin(newest) if newest else None
-    path = Path(choice).expanduser().resolve()
-    if path.parent == own.resolve():
-        return path, _origin(path)
+    found = None, None
+    # Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
+    with sync_errors():
+        if dist.get_rank() == 0:
+            found = _find_checkpoint(directory, trainer)
+    return broadcast_object(found)
+
+
+def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
+    newest = storage.latest(directory)
+    if newest is not None:
+        _check_init_from(newest, trainer.init_from)
+        if trainer.resume == "never":
+            raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: choose another name for this run")
+    if trainer.resume in ("auto", "never"):
+        return newest, _parent(newest) if newest else None
+    path = Path(trainer.resume).expanduser().resolve()
+    if path.parent == directory.resolve():
+        return path, _parent(path)
     if newest is None:
         return path, str(path)
-    if _origin(newest) != str(path):
+    if _parent(newest) != str(path):
         raise ConfigError(
-            f"trainer.resume={choice}, but {newest} belongs to a run that did not branch from it and would be lost: choose "
-            "another name for this run, or remove trainer.resume"
+            f"trainer.resume={trainer.resume}, but {newest} belongs to a run that did not branch from it and would be lost: "
+            "choose another name for this run, or remove trainer.resume"
         )
     return newest, str(path)
 
 
-def inherit(path: Path, own: Path, meta: dict[str, Any], config: Config) -> None:
-    """Take settings that the user does not have to repeat from the checkpoint at `path` with this `meta`, into `config`.
-
-    The warmup is taken over, because a larger `trainer.steps` would otherwise imply a longer warmup. If the checkpoint is in
-    `own`, `trainer.init_from` is taken over as well.
-
-    Raises:
-        ConfigError: the run would end within the warmup.
-    """
-    if config.optim.warmup_steps is None:
-        config.optim.warmup_steps = kept = meta["config"]["optim"]["warmup_steps"]
-        if kept > config.trainer.steps:
-            raise ConfigError(
-                f"trainer.steps={config.trainer.steps} would end within the warmup of {kept} steps of {path}: use more steps, "
-                "or set optim.warmup_steps"
-            )
-    if path.parent.resolve() == own.resolve():
-        config.trainer.init_from = _init_from(meta)
+def _check_init_from(newest: Path, init_from: str | None) -> None:
+    """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names, if any."""
+    if init_from is None:
+        return
+    saved = _init_from(storage.read_meta(newest))
+    if saved is None or Path(saved).expanduser().resolve() != Path(init_from).expanduser().resolve():
+        raise ConfigError(
+            f"trainer.init_from={init_from}, but {newest} belongs to a run that started from {saved or 'random weights'}: "
+            "choose another name for this run, or remove trainer.init_from"
+        )
 
 
 def _init_from(meta: dict[str, Any]) -> str | None:
     return meta["config"]["trainer"].get("init_from")
 
 
-def _origin(path: Path) -> str | None:
+def _parent(path: Path) -> str | None:
     return storage.read_meta(path).get("origin")
 
 
-def differences(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Describe the settings that differ from those the checkpoint at `path` was trained with; "" if none differs.
+def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> None:
+    """Copy settings from a checkpoint into `config` if a resumed run must keep them.
+
+    The warmup is copied unless the user sets it, because a larger `trainer.steps` would otherwise lead to a longer warmup.
+    `trainer.init_from` is copied from a checkpoint of this run.
 
     Args:
-        path: of the checkpoint.
-        meta: of the checkpoint.
-        config: the settings of this run.
-        tokens_per_step: of this run.
+        path: the checkpoint.
+        directory: the directory of the run's checkpoints.
+        meta: the meta of the checkpoint.
+        config: the settings of the run.
 
     Raises:
-        ConfigError: the model differs, or all steps are completed already and a setting differs.
+        ConfigError: the run would end within the warmup.
     """
-    changed = _changes(meta, config, COMPARED)
+    if config.optim.warmup_steps is None:
+        config.optim.warmup_steps = warmup = meta["config"]["optim"]["warmup_steps"]
+        if warmup > config.trainer.steps:
+            raise ConfigError(
+                f"trainer.steps={config.trainer.steps} would end within the warmup of {warmup} steps of {path}: use more "
+                "steps, or set optim.warmup_steps"
+            )
+    if path.parent.resolve() == directory.resolve():
+        config.trainer.init_from = _init_from(meta)
+
+
+def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> None:
+    """Check that a position in the corpus of a checkpoint is valid in the corpus of this run.
+
+    Args:
+        path: the checkpoint.
+        meta: the meta of the checkpoint.
+        current: the fingerprint of the run's corpus. Entries that the checkpoint does not contain are not compared.
+
+    Raises:
+        ConfigError: the corpora differ.
+    """
+    # Checkpoints without the entry "sequences" were trained on sequences in the order of the stream.
+    saved = {"sequences": "in order"} | (meta.get("corpus") or {})
+    current = {name: value for name, value in current.items() if name in saved}
+    if not meta.get("corpus") or saved != current:
+        raise ConfigError(
+            f"{path} was trained on another corpus ({saved}; this run: {current}), so its position in the data is not valid "
+            "here: resume with the same data, tokenizer, data.seq_len and data.seed, or start a new run from its weights with "
+            "trainer.init_from"
+        )
+
+
+def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
+    """Describe the settings that differ from those of a checkpoint from which a run resumes.
+
+    Args:
+        path: the checkpoint.
+        meta: the meta of the checkpoint.
+        config: the settings of the run.
+        tokens_per_step: the number of tokens per step of the run.
+
+    Returns:
+        The settings with both values, or "" if no setting differs.
+
+    Raises:
+        ConfigError: the model differs, or all steps are completed and a setting differs.
+    """
+    changes = _changes(meta, config, COMPARED_GROUPS)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
-        changed = {"tokens_per_step": (before, tokens_per_step)} | changed
-    if fixed := [name for name in changed if name.startswith(FIXED)]:
+        changes = {"tokens_per_step": (before, tokens_per_step)} | changes
+    if fixed := [name for name in changes if name.startswith(FIXED)]:
         raise ConfigError(
-            f"{path} was trained with {_listed(changed, fixed)}: resume with the same settings, or choose another name"
+            f"{path} was trained with {_describe(changes, fixed)}: resume with the same settings, or choose another name"
         )
-    # A completed run may be sampled again on any number of ranks, so these settings do not matter.
-    asked = [name for name in changed if not name.startswith(("parallel.", "tokens_per_step"))]
-    if asked and meta["step"] >= config.trainer.steps:
+    # A completed run can be sampled from on any number of ranks, so these settings do not matter then.
+    relevant = [name for name in changes if not name.startswith(("parallel.", "tokens_per_step"))]
+    if relevant and meta["step"] >= config.trainer.steps:
         raise ConfigError(
-            f"{path} has completed all {meta['step']} steps, with {_listed(changed, asked)}: choose another name for this run, "
-            "or raise trainer.steps"
+            f"{path} has completed all {meta['step']} steps, with {_describe(changes, relevant)}: choose another name for this "
+            "run, or raise trainer.steps"
         )
-    return _listed(changed, changed)
+    return _describe(changes, changes)
 
 
-def model_differences(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Describe the model settings that differ from those of the checkpoint at `path`, among those that may differ; "" if none.
+def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
+    """Describe the model settings that differ from those of a checkpoint whose weights a new run starts from.
+
+    Args:
+        path: the checkpoint.
+        meta: the meta of the checkpoint.
+        config: the settings of the run.
+
+    Returns:
+        The settings with both values, or "" if no setting differs.
 
     Raises:
-        ConfigError: the number of heads differs, which shapes may not reveal. Different shapes raise an error when they are
-            read.
+        ConfigError: the number of heads differs. Models with different numbers of heads may have weights of the same shapes.
+            Other settings that change shapes lead to an error when the weights are loaded.
     """
-    changed = _changes(meta, config, ("model",))
-    if fixed := [name for name in changed if name in ("model.heads", "model.kv_heads")]:
-        raise ConfigError(f"{path} contains a model with {_listed(changed, fixed)}: use the same settings")
-    return _listed(changed, changed)
+    changes = _changes(meta, config, ("model",))
+    if fixed := [name for name in changes if name in ("model.heads", "model.kv_heads")]:
+        raise ConfigError(f"{path} contains a model with {_describe(changes, fixed)}: use the same settings")
+    return _describe(changes, changes)
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
-    now, unset = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
-    unscaled = now["model"]["rope_factor"] is None and meta["config"]["model"].get("rope_factor") is None
-    # A setting that the checkpoint does not contain did not exist yet, so it had its default value.
-    pairs = {
-        f"{group}.{name}": (meta["config"][group].get(name, unset[group][name]), value)
-        for group in groups
-        for name, value in now[group].items()
-    }
-    free = (*FREE, *SCALING) if unscaled else FREE
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and name not in free}
+    """Return the settings in `groups` that differ, except for settings that are free to change."""
+    saved = meta["config"]
+    # JSON turns tuples into lists, as in the checkpoint.
+    current, defaults = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
+    ignored = FREE
+    if current["model"]["rope_factor"] is None and saved["model"].get("rope_factor") is None:
+        ignored = FREE | ROPE_SCALING
+    changes = {}
+    for group in groups:
+        for name, value in current[group].items():
+            # A setting that the checkpoint does not contain did not exist yet. The run behaved as with today's default.
+            before = saved[group].get(name, defaults[group][name])
+            if before != value and f"{group}.{name}" not in ignored:
+                changes[f"{group}.{name}"] = before, value
+    return changes
 
 
-def _listed(changed: Changes, names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={changed[name][0]} (now {changed[name][1]})" for name in names)
+def _describe(changes: Changes, names: Iterable[str]) -> str:
+    return ", ".join(f"{name}={changes[name][0]} (now {changes[name][1]})" for name in names)

@@ -36,7 +36,7 @@ QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_a_folder_is_the_same_model_here(changes, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
     settings = settings_of(folder)
-    assert huggingface.differences(folder, settings, 257) == ""
+    assert huggingface.compare_settings(folder, settings, 257) == ""
     model = GPT(settings, 257)
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
@@ -92,7 +92,7 @@ REFUSED = {
 def test_what_is_refused(changes, message, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
     with pytest.raises(ConfigError, match=message):
-        huggingface.differences(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
+        huggingface.compare_settings(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
 
 
 def config_only(folder, **changes):
@@ -143,20 +143,20 @@ def test_nulls_are_what_transformers_takes_them_for(tmp_path):
 @pytest.mark.parametrize("rows", [257, 320], ids=["the tokenizer's", "all rows here"])
 def test_vocabularies_that_just_fit(rows, tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=500.0, norm_eps=1e-6)
-    assert huggingface.differences(config_only(tmp_path / "hf", vocab_size=rows), model, 257) == ""
+    assert huggingface.compare_settings(config_only(tmp_path / "hf", vocab_size=rows), model, 257) == ""
 
 
 def test_stretched_angles_may_change_and_are_told(tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=50.0, norm_eps=1e-6)
-    changed = huggingface.differences(config_only(tmp_path / "hf", rope_parameters=LLAMA3), model, 257)
+    changed = huggingface.compare_settings(config_only(tmp_path / "hf", rope_parameters=LLAMA3), model, 257)
     assert changed == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
 
 
 def test_config_says_what_transformers_asks_for():
-    described = huggingface.config_of(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
+    described = huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
     expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
     assert expected.items() <= described.items()
-    stretched = huggingface.config_of(
+    stretched = huggingface.config_json(
         ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192), 257, 61, 256, torch.bfloat16
     )["rope_scaling"]
     assert stretched == STRETCH | {"factor": 8.0, "original_max_position_embeddings": 8192}
@@ -202,7 +202,7 @@ def test_a_single_file_goes_before_an_index_of_files_before(tmp_path):
 
 
 def test_what_may_change_is_told(tmp_path):
-    changed = huggingface.differences(write_folder(tmp_path / "hf"), ModelConfig(**SIZES, tie_embeddings=False, window=9), 257)
+    changed = huggingface.compare_settings(write_folder(tmp_path / "hf"), ModelConfig(**SIZES, tie_embeddings=False, window=9), 257)
     assert changed == "model.rope_theta=500.0 (now 10000.0), model.norm_eps=1e-06 (now 1e-05), model.window=None (now 9)"
 
 
@@ -242,11 +242,11 @@ SURVIVE = [
 @pytest.mark.parametrize("settings", SURVIVE, ids=str)
 def test_settings_survive_a_folder(settings, tmp_path):
     model = ModelConfig(**SIZES, vocab_size=300, **settings)
-    described = huggingface.config_of(model, 300, 61, 256, torch.bfloat16)
+    described = huggingface.config_json(model, 300, 61, 256, torch.bfloat16)
     (tmp_path / "config.json").write_text(json.dumps(described))
     assert settings_of(tmp_path) == model
 
 
 def test_a_model_that_transformers_has_not_is_not_exported():
     with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
-        huggingface.config_of(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
+        huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
