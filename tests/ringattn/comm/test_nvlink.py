@@ -85,14 +85,17 @@ def test_a_graph_of_a_pass_that_never_ran_raises_an_error(run_on_host: RunOnHost
 
 @pytest.mark.parametrize("schedule", ("state", "kv"))
 def test_results_are_copied_after_they_are_computed(schedule: str, run_on_host: RunOnHost) -> None:
-    """The stream that sends partial results waits for the kernels before every message."""
-    case, layout = Case.random(seq_len=24, dtype=torch.float32), Layout.zigzag(24, 4)
+    """The stream that sends partial results waits for the kernels before every message.
+
+    With six ranks, several steps of a pass send a block and a result.
+    """
+    case, layout = Case.random(seq_len=24, dtype=torch.float32), Layout.zigzag(24, 6)
 
     def on_rank(rank: int, group) -> list[str]:
         case.on_rank(layout, Mask.full(), rank, group, schedule=schedule)
         return connect.connect(group.group_name, torch.device("cpu")).streams["result"].log
 
-    for log in run_on_host(4, on_rank):
+    for log in run_on_host(6, on_rank):
         assert "copy" in log and every_message_waits_for_an_event(log)
 
 
