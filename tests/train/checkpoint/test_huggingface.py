@@ -202,7 +202,9 @@ def test_a_single_file_goes_before_an_index_of_files_before(tmp_path):
 
 
 def test_what_may_change_is_told(tmp_path):
-    changed = huggingface.compare_settings(write_folder(tmp_path / "hf"), ModelConfig(**SIZES, tie_embeddings=False, window=9), 257)
+    changed = huggingface.compare_settings(
+        write_folder(tmp_path / "hf"), ModelConfig(**SIZES, tie_embeddings=False, window=9), 257
+    )
     assert changed == "model.rope_theta=500.0 (now 10000.0), model.norm_eps=1e-06 (now 1e-05), model.window=None (now 9)"
 
 

@@ -1,35 +1,238 @@
+"""Which checkpoint a run resumes from, and which settings may differ from those of the checkpoint."""
+
 import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
-from tests.train.launch import SMALL, launch, launch_and_kill, write_corpus
+from ringattn.train.checkpoint import storage
+from ringattn.train.checkpoint.resume import (
+    apply_saved_settings,
+    check_corpus,
+    compare_model_settings,
+    compare_settings,
+    find_checkpoint,
+)
+from ringattn.train.config import Config, ConfigError, TrainerConfig
+from tests.train.jobs import one_rank
 
-pytestmark = pytest.mark.timeout(600)
+PATH = Path("runs/a/checkpoints/step_00000005")
+DIRECTORY = PATH.parent
 
 
-def losses(run) -> list[tuple[int, float, float | None]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row.get("eval_loss")) for row in rows]
+def write_checkpoint(directory: Path, step: int, init_from: str | None = None, parent: str | None = None) -> Path:
+    """Write the meta of a checkpoint, but no tensors."""
+    path = directory / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    config = {"trainer": {"init_from": init_from}}
+    (path / "meta.json").write_text(json.dumps({"step": step, "files": {}, "config": config, "origin": parent}))
+    return path
 
 
-def test_a_run_killed_twice_ends_bit_for_bit_as_one_that_was_not(tmp_path):
-    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.accumulate=2"]
-    settings += ["trainer.steps=30", "trainer.checkpoint_every=5", "trainer.keep_checkpoints=3"]
-    settings += ["data.split='train[:80%]'", "data.eval_split='train[80%:]'", "trainer.eval_every=5"]
-    whole = launch(2, tmp_path, *settings, "name=whole")
-    assert whole.returncode == 0, whole.stderr
+@pytest.fixture
+def directory(tmp_path) -> Iterator[Path]:
+    """The directory of a run's checkpoints, in a process that is the only rank."""
+    with one_rank():
+        yield tmp_path / "run" / "checkpoints"
 
-    killed = tmp_path / "outputs" / "killed"
-    for step in (10, 20):
-        checkpoint = killed / "checkpoints" / f"step_{step:08d}"
-        launch_and_kill(2, tmp_path, *settings, "name=killed", when=checkpoint)
-    last = launch(2, tmp_path, *settings, "name=killed")
-    assert last.returncode == 0, last.stderr
-    assert "resumed" in last.stdout
 
-    assert losses(killed) == losses(tmp_path / "outputs" / "whole")
-    assert [step for step, *_ in losses(killed)] == list(range(1, 31))
-    names = ["__0_0.distcp", "__1_0.distcp"]  # parameters and optimizer state of the two ranks
-    end = "checkpoints/step_00000030"
-    for name in names:
-        assert (killed / end / name).read_bytes() == (tmp_path / "outputs" / "whole" / end / name).read_bytes()
+@pytest.fixture
+def another_run(tmp_path) -> Path:
+    """A checkpoint of another run."""
+    return write_checkpoint(tmp_path / "another" / "checkpoints", 3)
+
+
+def find(directory: Path, **settings: object) -> tuple[Path | None, str | None]:
+    return find_checkpoint(directory, TrainerConfig(**settings))
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_new_run_has_no_checkpoint_to_resume_from(resume, directory):
+    assert find(directory, resume=resume) == (None, None)
+
+
+def test_a_run_resumes_from_its_newest_checkpoint(directory):
+    write_checkpoint(directory, 5)
+    newest = write_checkpoint(directory, 10, parent="/another/step_00000001")
+    assert find(directory) == (newest, "/another/step_00000001")
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_resume_names(directory):
+    earlier = write_checkpoint(directory, 5)
+    write_checkpoint(directory, 10)
+    assert find(directory, resume=str(earlier)) == (earlier, None)
+
+
+def test_a_run_must_not_overwrite_checkpoints_if_resume_is_never(directory):
+    newest = write_checkpoint(directory, 5)
+    with pytest.raises(ConfigError, match=f"trainer.resume=never, but {newest}.*another name"):
+        find(directory, resume="never")
+
+
+def test_a_branch_starts_at_the_checkpoint_and_resumes_from_its_own(directory, another_run):
+    assert find(directory, resume=str(another_run)) == (another_run, str(another_run))
+    own = write_checkpoint(directory, 4, parent=str(another_run))
+    assert find(directory, resume=str(another_run)) == (own, str(another_run))
+
+
+def test_a_run_that_did_not_branch_is_not_overwritten(directory, another_run):
+    own = write_checkpoint(directory, 4)
+    with pytest.raises(ConfigError, match=f"{own} belongs to a run that did not branch.*another name"):
+        find(directory, resume=str(another_run))
+
+
+def test_a_missing_checkpoint_is_an_error_when_the_run_has_checkpoints(directory):
+    write_checkpoint(directory, 4)
+    with pytest.raises(storage.CheckpointError, match="no such directory"):
+        find(directory, resume=str(directory / "step_00000009"))
+
+
+@pytest.mark.parametrize("init_from", [None, "/weights"])
+def test_the_weights_that_a_run_started_from_may_be_repeated_or_left_out(init_from, directory):
+    newest = write_checkpoint(directory, 4, init_from="/weights")
+    assert find(directory, init_from=init_from) == (newest, None)
+
+
+@pytest.mark.parametrize(("saved", "named"), [("/weights", "/weights"), (None, "random weights")])
+def test_other_weights_than_those_a_run_started_from_are_an_error(saved, named, directory):
+    write_checkpoint(directory, 4, init_from=saved)
+    with pytest.raises(ConfigError, match=f"trainer.init_from=/other, but .* started from {named}"):
+        find(directory, init_from="/other")
+
+
+def meta_of(config: Config, **entries: object) -> dict:
+    """The meta of a checkpoint of five steps that was saved with `config`."""
+    return json.loads(json.dumps({"step": 5, "config": asdict(config), "tokens_per_step": 100})) | entries
+
+
+def changed(name: str, value: object) -> Config:
+    config = Config()
+    group, option = name.split(".")
+    setattr(getattr(config, group), option, value)
+    return config
+
+
+def compare(now: Config, before: Config | None = None, tokens_per_step: int = 100) -> str:
+    return compare_settings(PATH, meta_of(before or Config()), now, tokens_per_step)
+
+
+def test_the_same_settings_do_not_differ():
+    assert compare(Config()) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "now"),
+    [("optim.lr", 0.1, 0.5), ("optim.betas", [0.5, 0.5], [0.5, 0.9]), ("parallel.layout", "zigzag", "striped")],
+)
+def test_settings_that_may_change_are_described_with_both_values(name, before, now):
+    assert compare(changed(name, now), changed(name, before)) == f"{name}={before} (now {now})"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("trainer.checkpoint_every", 3),
+        ("trainer.time_limit_s", 3.0),
+        ("data.path", "elsewhere"),
+        ("model.rope_scaling", "yarn"),  # It has no effect without a factor.
+    ],
+)
+def test_settings_that_do_not_affect_the_losses_are_not_described(name, value):
+    assert compare(changed(name, value)) == ""
+
+
+def test_another_number_of_tokens_per_step_is_described():
+    assert compare(Config(), tokens_per_step=200) == "tokens_per_step=100 (now 200)"
+
+
+@pytest.mark.parametrize(("name", "value"), [("model.dim", 64), ("model.rope_factor", 2.0), ("data.mask_documents", False)])
+def test_settings_that_change_the_meaning_of_weights_are_an_error(name, value):
+    with pytest.raises(ConfigError, match=rf"step_00000005 was trained with {name}=.* \(now {value}\).*another name"):
+        compare(changed(name, value))
+
+
+def test_scaling_is_compared_if_a_factor_is_set():
+    before, now = Config(), Config()
+    before.model.rope_factor = now.model.rope_factor = 2.0
+    now.model.rope_scaling = "yarn"
+    with pytest.raises(ConfigError, match="model.rope_scaling"):
+        compare(now, before)
+
+
+def test_a_setting_that_the_checkpoint_does_not_contain_had_its_default_value():
+    meta, default = meta_of(changed("optim.lr", 9.0)), Config().optim.lr
+    del meta["config"]["optim"]["lr"]
+    assert compare_settings(PATH, meta, Config(), 100) == ""
+    assert compare_settings(PATH, meta, changed("optim.lr", 0.5), 100) == f"optim.lr={default} (now 0.5)"
+
+
+def test_a_completed_run_does_not_change_its_settings():
+    before, now = changed("optim.lr", 0.1), changed("optim.lr", 0.5)
+    before.trainer.steps = now.trainer.steps = 5
+    with pytest.raises(ConfigError, match=r"completed all 5 steps, with optim.lr=0.1 \(now 0.5\).*raise trainer.steps"):
+        compare(now, before)
+
+
+def test_a_completed_run_may_be_sampled_from_on_other_ranks():
+    before, now = Config(), changed("parallel.ring", 1)
+    before.trainer.steps = now.trainer.steps = 5
+    assert "parallel.ring" in compare(now, before, tokens_per_step=200)
+
+
+def test_initial_weights_may_have_other_settings_but_not_other_heads():
+    assert compare_model_settings(PATH, meta_of(Config()), changed("model.window", 9)) == "model.window=None (now 9)"
+    assert compare_model_settings(PATH, meta_of(Config()), changed("optim.lr", 9.0)) == ""
+    with pytest.raises(ConfigError, match=r"contains a model with model.kv_heads=\d+ \(now 1\)"):
+        compare_model_settings(PATH, meta_of(Config()), changed("model.kv_heads", 1))
+
+
+def resumed(directory: Path, warmup: int | None = None, steps: int = 20) -> Config:
+    """The settings of a run after those of a checkpoint, which has a warmup of 10 steps, were applied."""
+    saved, config = changed("trainer.init_from", "/weights"), Config()
+    saved.optim.warmup_steps = 10
+    config.optim.warmup_steps, config.trainer.steps = warmup, steps
+    apply_saved_settings(PATH, directory, meta_of(saved), config)
+    return config
+
+
+@pytest.mark.parametrize(("warmup", "expected"), [(None, 10), (3, 3)])
+def test_a_resumed_run_keeps_its_warmup_unless_it_is_set(warmup, expected):
+    assert resumed(DIRECTORY, warmup).optim.warmup_steps == expected
+
+
+def test_a_resumed_run_must_not_end_within_its_warmup():
+    assert resumed(DIRECTORY, steps=10).optim.warmup_steps == 10
+    with pytest.raises(ConfigError, match="trainer.steps=9 would end within the warmup of 10 steps"):
+        resumed(DIRECTORY, steps=9)
+
+
+def test_only_a_run_itself_keeps_its_initial_weights():
+    assert resumed(DIRECTORY).trainer.init_from == "/weights"
+    assert resumed(Path("runs/b/checkpoints")).trainer.init_from is None
+
+
+CORPUS = {"tokens_per_epoch": 99, "documents": 1, "text": 2, "seq_len": 8, "seed": 0, "sequences": "shuffled"}
+
+
+def test_the_same_corpus_is_accepted():
+    check_corpus(PATH, {"corpus": CORPUS}, CORPUS)
+
+
+@pytest.mark.parametrize("name", CORPUS)
+def test_another_corpus_is_an_error(name):
+    with pytest.raises(ConfigError, match="step_00000005 was trained on another corpus.*trainer.init_from"):
+        check_corpus(PATH, {"corpus": CORPUS}, CORPUS | {name: "another"})
+
+
+def test_a_checkpoint_without_an_entry_read_its_sequences_in_order():
+    saved = {name: value for name, value in CORPUS.items() if name not in ("sequences", "text")}
+    check_corpus(PATH, {"corpus": saved}, CORPUS | {"sequences": "in order"})
+    with pytest.raises(ConfigError, match="another corpus"):
+        check_corpus(PATH, {"corpus": saved}, CORPUS)
+
+
+def test_a_checkpoint_without_a_corpus_is_an_error():
+    with pytest.raises(ConfigError, match="another corpus"):
+        check_corpus(PATH, {}, CORPUS | {"sequences": "in order"})
