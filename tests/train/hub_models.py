@@ -1,7 +1,8 @@
-"""Small models in Hugging Face's format, and what transformers computes of them."""
+"""Small models in Hugging Face's format, and their logits as computed by transformers and by our model."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from ringattn.train.checkpoint import huggingface
 from ringattn.train.config import ModelConfig
 from ringattn.train.model.gpt import GPT
 
+# The settings of our model that determine the shapes of its weights.
 SIZES = dict(layers=2, dim=32, heads=4, kv_heads=2, head_dim=16, ffn_dim=48)
-FOLDER = {
+# The config.json of a small Llama model of these sizes.
+CONFIG = {
     "model_type": "llama",
     "vocab_size": 259,
     "num_hidden_layers": 2,
@@ -28,18 +31,30 @@ FOLDER = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
-# of 16 features, in 40 tokens: some turn more than four times, some less than once, some between
-STRETCH = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 40}
-STRETCH |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-LLAMA3 = STRETCH | {"rope_theta": 50.0}
+# With rope_theta=50, some pairs of the 16 dimensions make more than four rotations within 40 tokens, some make less than one,
+# and some are in between.
+LLAMA3_SCALING = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 40}
+LLAMA3_SCALING |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = LLAMA3_SCALING | {"rope_theta": 50.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400, "rope_theta": 50.0}
 
 
-def write_folder(folder: Path, **changes) -> Path:
-    """A model of random parameters, in two files; of `changes`, None leaves something out."""
-    config = {name: value for name, value in (FOLDER | changes).items() if value is not None}
+def write_config(folder: Path, **changes: object) -> dict[str, Any]:
+    """Write a folder that contains only config.json. Its settings are CONFIG with `changes`. None removes a setting."""
+    config = {name: value for name, value in (CONFIG | changes).items() if value is not None}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def write_folder(folder: Path, **changes: object) -> Path:
+    """Write a model with random weights in two safetensors files.
+
+    Args:
+        folder: a new folder.
+        changes: settings of config.json. None removes a setting.
+    """
+    config = write_config(folder, **changes)
     generator = torch.Generator().manual_seed(0)
     names = {"model.embed_tokens.weight": (259, 32), "model.norm.weight": (32,), "lm_head.weight": (259, 32)}
     if config.get("tie_word_embeddings"):
@@ -54,7 +69,7 @@ def write_folder(folder: Path, **changes) -> Path:
         if config.get("model_type") == "qwen2":
             names |= {f"model.layers.{layer}.self_attn.{x}_proj.bias": (rows,) for x, rows in (("q", 64), ("k", 32), ("v", 32))}
     tensors = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in names.items()}
-    file_of = {name: f"model-{place % 2}.safetensors" for place, name in enumerate(tensors)}
+    file_of = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
     for file in set(file_of.values()):
         save_file({name: x for name, x in tensors.items() if file_of[name] == file}, folder / file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
@@ -65,30 +80,30 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def theirs(folder: Path, tokens: Tensor) -> Tensor:
-    """Logits (S, V) of tokens (S,) by transformers, in float64; where it is not installed the test is skipped."""
+def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
+    """Return the logits (S, V) that transformers computes for tokens (S,) in fp64. Skip the test if it is not installed."""
     transformers = pytest.importorskip("transformers")
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
-    assert not any(told.values()), told  # every tensor is read, and none is missing
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values()), info  # transformers uses every tensor of the folder, and misses none
     with torch.no_grad():
         return model(tokens[None]).logits[0]
 
 
 def logits(model: GPT, tokens: Tensor) -> Tensor:
-    """The same of our model, (S, rows of its embedding)."""
-    place = torch.arange(len(tokens))
-    seen = (place[None] <= place[:, None]) & (place[None] > place[:, None] - (model.config.window or len(tokens)))
+    """Return the logits (S, rows of the embedding) that our model computes for tokens (S,)."""
+    positions = torch.arange(len(tokens))
+    distance = positions[:, None] - positions[None]
+    allowed = (distance >= 0) & (distance < (model.config.window or len(tokens)))
 
-    def attend(q, k, v):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
 
     with torch.no_grad():
-        return model(tokens[None], place, attend, lambda hidden, head: hidden @ head.T)[0]
+        return model(tokens[None], positions, attend, lambda hidden, head: hidden @ head.T)[0]
 
 
 def settings_of(folder: Path) -> ModelConfig:
-    """The folder's model as a user sets it."""
-    read = huggingface.read_settings(folder)
-    named = {"resolved_head_dim": "head_dim", "resolved_ffn_dim": "ffn_dim"}
-    return ModelConfig(**{named.get(name, name): value for name, value in read.items()})
+    """Return the settings of the folder's model, as a user sets them."""
+    settings = huggingface.read_settings(folder)
+    return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})

@@ -17,7 +17,7 @@ from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
 from scripts.tools import export_huggingface
 from tests.distributed import run_ranks
-from tests.train.hub_models import SIZES, logits, read_tensors, settings_of, theirs, write_folder
+from tests.train.hub_models import SIZES, logits, read_tensors, settings_of, transformers_logits, write_folder
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 
@@ -87,7 +87,7 @@ def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
         tokens = torch.randint(257, (50,), generator=torch.Generator().manual_seed(1))
         ours = logits(run.model, tokens)[:, :257].double()
     assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
-    torch.testing.assert_close(ours, theirs(out, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours, transformers_logits(out, tokens), rtol=1e-4, atol=1e-4)
     assert settings_of(out).window == config.model.window == 40
 
 

@@ -1,3 +1,5 @@
+"""Models in Hugging Face's format: the same logits as transformers, the same defaults, and errors for other architectures."""
+
 import json
 
 import pytest
@@ -7,33 +9,49 @@ from safetensors.torch import load_file, save_file
 from ringattn.train.checkpoint import huggingface
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
-from tests.train.hub_models import FOLDER, LLAMA3, SIZES, STRETCH, YARN, logits, read_tensors, settings_of, theirs, write_folder
+from tests.train.hub_models import (
+    CONFIG,
+    LLAMA3,
+    LLAMA3_SCALING,
+    SIZES,
+    YARN,
+    logits,
+    read_tensors,
+    settings_of,
+    transformers_logits,
+    write_config,
+    write_folder,
+)
 
-# as Qwen 2.5's cards say it
+# The scaling of rotary positions as the model cards of Qwen 2.5 recommend it.
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"tie_word_embeddings": True},
-        {"model_type": "mistral", "sliding_window": 7},
-        {"rope_parameters": None, "rope_scaling": None, "rope_theta": 3e4},
-        {"rope_parameters": LLAMA3},
-        {"rope_parameters": None, "rope_scaling": STRETCH, "rope_theta": 50.0},
-        {"rope_parameters": YARN},
-        {"model_type": "qwen2"},
-        {"model_type": "qwen2", "rope_parameters": None, "rope_theta": 50.0, "rope_scaling": QWEN_YARN},
-        {"model_type": "qwen3"},
-        {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
-    ],
-    ids=[
-        *("Llama", "tied", "Mistral", "older names", "Llama 3.1", "Llama 3.1, older names", "yarn"),
-        *("Qwen 2", "Qwen 2 with yarn, older names", "Qwen 3", "Qwen 3 with a window"),
+        pytest.param({}, id="Llama"),
+        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
+        pytest.param({"model_type": "mistral", "sliding_window": 7}, id="Mistral"),
+        pytest.param({"rope_parameters": None, "rope_scaling": None, "rope_theta": 3e4}, id="older names"),
+        pytest.param({"rope_parameters": LLAMA3}, id="Llama 3.1"),
+        pytest.param(
+            {"rope_parameters": None, "rope_scaling": LLAMA3_SCALING, "rope_theta": 50.0}, id="Llama 3.1 with older names"
+        ),
+        pytest.param({"rope_parameters": YARN}, id="yarn"),
+        pytest.param({"model_type": "qwen2"}, id="Qwen 2"),
+        pytest.param(
+            {"model_type": "qwen2", "rope_parameters": None, "rope_theta": 50.0, "rope_scaling": QWEN_YARN},
+            id="Qwen 2 with yarn and older names",
+        ),
+        pytest.param({"model_type": "qwen3"}, id="Qwen 3"),
+        pytest.param(
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+            id="Qwen 3 with a window",
+        ),
     ],
 )
-def test_a_folder_is_the_same_model_here(changes, tmp_path):
+def test_logits_equal_those_of_transformers(changes, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
     settings = settings_of(folder)
     assert huggingface.compare_settings(folder, settings, 257) == ""
@@ -41,15 +59,17 @@ def test_a_folder_is_the_same_model_here(changes, tmp_path):
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)
     huggingface.load(folder, model)
-    assert model.embedding[259:].eq(1).all()  # rows that only fill up
+    assert model.embedding[259:].eq(1).all()  # the rows of the padding keep their values
     tokens = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(logits(model, tokens)[:, :259].double(), theirs(folder, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logits(model, tokens)[:, :259].double(), transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4
+    )
 
 
 WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
-REFUSED = {
-    "of another kind": ({"model_type": "gpt2"}, "model_type is gpt2, but only llama or mistral"),
-    "no kind": ({"model_type": None}, "supported model: KeyError: 'model_type'"),
+UNSUPPORTED = {
+    "another type": ({"model_type": "gpt2"}, "model_type is gpt2, but only llama or mistral"),
+    "no type": ({"model_type": None}, "supported model: KeyError: 'model_type'"),
     "a window in some layers": (WINDOW | {"max_window_layers": 1}, "layer_types is full_attention and sliding_attention"),
     "a window in some layers, listed": (
         WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
@@ -63,24 +83,30 @@ REFUSED = {
     "biases": ({"attention_bias": True}, "attention_bias is True, but only False"),
     "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, but only False"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, but only silu"),
-    "slow angles otherwise": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
-    "angles scaled by nothing": (
+    "another low_freq_factor": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
+    "a factor of null": (
         {"rope_parameters": LLAMA3 | {"factor": None}},
         "supported model: TypeError",
     ),
-    "sizes that are none": ({"vocab_size": "259"}, "supported model: TypeError"),
+    "a size that is no integer": ({"vocab_size": "259"}, "supported model: TypeError"),
     "no heads": ({"num_attention_heads": 0, "head_dim": None}, "supported model: ZeroDivisionError"),
-    "scaled angles": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
-    "yarn otherwise": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
-    "yarn not rounded": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
-    "yarn, sharper": ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor is 1.5, .*None or 1.1386"),
-    "yarn, scaled twice": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, but only None"),
-    "some features turned": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, .*only None or 1.0"),
-    "yarn, truncated by nothing": ({"rope_parameters": YARN | {"truncate": None}}, "truncate is None, .*only True"),
-    "angles scaled otherwise": ({"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}}, "high_freq_factor is 8.0, .*only 4.0"),
-    "scaled angles without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
-    "scaled angles, older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
-    "no sizes": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
+    "another scaling": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
+    "yarn with another beta": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
+    "yarn without rounding": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
+    "yarn with another attention_factor": (
+        {"rope_parameters": YARN | {"attention_factor": 1.5}},
+        "attention_factor is 1.5, .*None or 1.1386",
+    ),
+    "yarn with mscale": ({"rope_parameters": YARN | {"mscale": 1.0}}, "mscale is 1.0, but only None"),
+    "a partial rotation": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, .*only None or 1.0"),
+    "yarn with truncate of null": ({"rope_parameters": YARN | {"truncate": None}}, "truncate is None, .*only True"),
+    "another high_freq_factor": (
+        {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
+        "high_freq_factor is 8.0, .*only 4.0",
+    ),
+    "a scaling without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
+    "another scaling with older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
+    "a missing size": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
     "too few tokens": ({"vocab_size": 250}, "has 250 tokens, fewer than the 257 of the tokenizer: set data.tokenizer"),
     "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model of this run: set model.vocab_size=1000"),
     "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\), .*: use the same settings"),
@@ -88,81 +114,79 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_refused(changes, message, tmp_path):
+@pytest.mark.parametrize(("changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_an_error_names_what_is_not_supported_or_differs(changes, message, tmp_path):
     folder = write_folder(tmp_path / "hf", **changes)
     with pytest.raises(ConfigError, match=message):
         huggingface.compare_settings(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
 
 
-def config_only(folder, **changes):
-    """A folder of config.json alone; of `changes`, None leaves something out."""
-    folder.mkdir()
-    config = {name: value for name, value in (FOLDER | changes).items() if value is not None}
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
-SHORT_YARN = {"rope_parameters": {name: value for name, value in YARN.items() if "max" not in name}}
-LEFT_OUT = {  # as transformers takes them
+YARN_WITHOUT_LENGTH = {"rope_parameters": {name: value for name, value in YARN.items() if "max" not in name}}
+# Settings of config.json, and the values that transformers derives from them.
+DEFAULTS = {
     "rms_norm_eps": ({"rms_norm_eps": None}, "norm_eps", 1e-6),
     "tie_word_embeddings": ({"tie_word_embeddings": None}, "tie_embeddings", False),
     "rope_theta": ({"rope_parameters": None}, "rope_theta", 10_000),
     "head_dim": ({"head_dim": None}, "resolved_head_dim", 8),
     "kv_heads": ({"num_key_value_heads": None}, "kv_heads", 4),
-    "a window of Mistral's": ({"model_type": "mistral"}, "window", 4096),
-    "a window of Llama's": ({"sliding_window": 7}, "window", None),
-    "a window of Qwen's that is not in use": ({"model_type": "qwen3", "sliding_window": 7}, "window", None),
+    "window of Mistral": ({"model_type": "mistral"}, "window", 4096),
+    "window of Llama, which is not used": ({"sliding_window": 7}, "window", None),
+    "window of Qwen, which is not used": ({"model_type": "qwen3", "sliding_window": 7}, "window", None),
     "kv_heads of Mistral": ({"model_type": "mistral", "num_key_value_heads": None}, "kv_heads", 8),
     "kv_heads of Qwen 2": ({"model_type": "qwen2", "num_key_value_heads": None}, "kv_heads", 32),
     "head_dim of Qwen 2": ({"model_type": "qwen2", "head_dim": None}, "resolved_head_dim", 8),
     "head_dim of Qwen 3": ({"model_type": "qwen3", "head_dim": None}, "resolved_head_dim", 128),
-    "the length of yarn": (SHORT_YARN | {"max_position_embeddings": 99}, "rope_trained_len", 99),
-    "the length of yarn, elsewhere": (
+    "length of yarn": (YARN_WITHOUT_LENGTH | {"max_position_embeddings": 99}, "rope_trained_len", 99),
+    "length of yarn in another place": (
         {"rope_parameters": YARN, "original_max_position_embeddings": 77},
         "rope_trained_len",
         77,
     ),
-    "two rope_theta": ({"rope_theta": 7.0}, "rope_theta", 500),
+    "rope_theta in two places": ({"rope_theta": 7.0}, "rope_theta", 500),
 }
 
 
-@pytest.mark.parametrize(("changes", "name", "value"), LEFT_OUT.values(), ids=LEFT_OUT.keys())
-def test_what_config_leaves_out(changes, name, value, tmp_path):
-    assert huggingface.read_settings(config_only(tmp_path / "hf", **changes))[name] == value
+@pytest.mark.parametrize(("changes", "name", "value"), DEFAULTS.values(), ids=DEFAULTS)
+def test_missing_settings_have_the_defaults_of_transformers(changes, name, value, tmp_path):
+    write_config(tmp_path / "hf", **changes)
+    assert huggingface.read_settings(tmp_path / "hf")[name] == value
 
 
-def test_nulls_are_what_transformers_takes_them_for(tmp_path):
+def test_null_is_read_like_a_missing_setting(tmp_path):
     nulls = dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "head_dim"))
     rope = {"rope_type": None, "rope_theta": 500.0}
-    (tmp_path / "config.json").write_text(json.dumps(FOLDER | nulls | {"rope_parameters": rope}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | nulls | {"rope_parameters": rope}))
     settings = huggingface.read_settings(tmp_path)
     assert (settings["resolved_head_dim"], settings["tie_embeddings"], settings["rope_factor"]) == (8, False, None)
 
 
-@pytest.mark.parametrize("rows", [257, 320], ids=["the tokenizer's", "all rows here"])
-def test_vocabularies_that_just_fit(rows, tmp_path):
+@pytest.mark.parametrize("rows", [257, 320], ids=["as many as the tokenizer", "as many as the padded vocabulary"])
+def test_the_vocabulary_may_have_any_size_that_fits(rows, tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=500.0, norm_eps=1e-6)
-    assert huggingface.compare_settings(config_only(tmp_path / "hf", vocab_size=rows), model, 257) == ""
+    write_config(tmp_path / "hf", vocab_size=rows)
+    assert huggingface.compare_settings(tmp_path / "hf", model, 257) == ""
 
 
-def test_stretched_angles_may_change_and_are_told(tmp_path):
+def test_the_scaling_may_differ_and_is_described(tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=50.0, norm_eps=1e-6)
-    changed = huggingface.compare_settings(config_only(tmp_path / "hf", rope_parameters=LLAMA3), model, 257)
-    assert changed == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
+    write_config(tmp_path / "hf", rope_parameters=LLAMA3)
+    changes = huggingface.compare_settings(tmp_path / "hf", model, 257)
+    assert changes == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
 
 
-def test_config_says_what_transformers_asks_for():
-    described = huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
+def test_config_json_contains_what_transformers_requires():
+    written = huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
     expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
-    assert expected.items() <= described.items()
-    stretched = huggingface.config_json(
-        ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192), 257, 61, 256, torch.bfloat16
-    )["rope_scaling"]
-    assert stretched == STRETCH | {"factor": 8.0, "original_max_position_embeddings": 8192}
+    assert expected.items() <= written.items()
 
 
-def test_files_in_folders_of_the_folder_are_not_its(tmp_path):
+def test_config_json_contains_the_scaling():
+    model = ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192)
+    written = huggingface.config_json(model, 257, 61, 256, torch.bfloat16)["rope_scaling"]
+    assert written == LLAMA3_SCALING | {"factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+def test_files_in_subfolders_are_not_read(tmp_path):
     folder = write_folder(tmp_path / "hf")
     (folder / "model.safetensors.index.json").unlink()
     (folder / "original").mkdir()
@@ -172,8 +196,8 @@ def test_files_in_folders_of_the_folder_are_not_its(tmp_path):
     assert torch.equal(model.norm, read_tensors(folder)["model.norm.weight"])
 
 
-def test_quantized_parameters_are_refused(tmp_path):
-    """Their scales are tensors of their own, which nothing here would multiply by."""
+def test_quantized_weights_are_an_error(tmp_path):
+    """Quantized weights have scales in separate tensors, by which they would have to be multiplied."""
     folder = write_folder(tmp_path / "hf")
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
@@ -182,7 +206,7 @@ def test_quantized_parameters_are_refused(tmp_path):
         huggingface.load(folder, GPT(settings_of(folder), 257))
 
 
-def test_only_files_of_the_index_are_read(tmp_path):
+def test_only_files_in_the_index_are_read(tmp_path):
     folder = write_folder(tmp_path / "hf")
     expected = read_tensors(folder)["model.norm.weight"]
     save_file({"model.norm.weight": torch.full((32,), 7.0)}, folder / "other.safetensors")
@@ -191,8 +215,8 @@ def test_only_files_of_the_index_are_read(tmp_path):
     assert torch.equal(model.norm, expected)
 
 
-def test_a_single_file_goes_before_an_index_of_files_before(tmp_path):
-    """As transformers reads them; it leaves the index when it saves over it."""
+def test_a_single_file_takes_precedence_over_an_index(tmp_path):
+    """When transformers saves a single file over an older model in several files, it leaves the older index."""
     folder = write_folder(tmp_path / "hf")
     tensors = read_tensors(folder) | {"model.norm.weight": torch.full((32,), 7.0)}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
@@ -201,11 +225,10 @@ def test_a_single_file_goes_before_an_index_of_files_before(tmp_path):
     assert model.norm.eq(7).all()
 
 
-def test_what_may_change_is_told(tmp_path):
-    changed = huggingface.compare_settings(
-        write_folder(tmp_path / "hf"), ModelConfig(**SIZES, tie_embeddings=False, window=9), 257
-    )
-    assert changed == "model.rope_theta=500.0 (now 10000.0), model.norm_eps=1e-06 (now 1e-05), model.window=None (now 9)"
+def test_settings_that_may_differ_are_described(tmp_path):
+    write_config(tmp_path / "hf")
+    changes = huggingface.compare_settings(tmp_path / "hf", ModelConfig(**SIZES, tie_embeddings=False, window=9), 257)
+    assert changes == "model.rope_theta=500.0 (now 10000.0), model.norm_eps=1e-06 (now 1e-05), model.window=None (now 9)"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +240,7 @@ def test_what_may_change_is_told(tmp_path):
     ],
     ids=["shape", "missing", "broken"],
 )
-def test_files_that_are_not_as_config_says(file, message, tmp_path):
+def test_an_error_names_the_file_or_tensor_that_does_not_fit(file, message, tmp_path):
     folder = write_folder(tmp_path / "hf")
     (path,) = (path for path in folder.glob("*.safetensors") if "model.norm.weight" in load_file(path))
     if isinstance(file, bytes):
@@ -228,27 +251,26 @@ def test_files_that_are_not_as_config_says(file, message, tmp_path):
         huggingface.load(folder, GPT(settings_of(folder), 257))
 
 
-SURVIVE = [
-    *(
+@pytest.mark.parametrize(
+    "settings",
+    [
         {},
         {"window": 9},
         {"qkv_bias": True},
         {"qk_norm": True},
         {"qkv_bias": True, "window": 9},
         {"qk_norm": True, "window": 9},
-    ),
-    *({"rope_factor": 8.0, "rope_trained_len": 4096}, {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"}),
-]
-
-
-@pytest.mark.parametrize("settings", SURVIVE, ids=str)
-def test_settings_survive_a_folder(settings, tmp_path):
+        {"rope_factor": 8.0, "rope_trained_len": 4096},
+        {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"},
+    ],
+    ids=str,
+)
+def test_settings_can_be_written_and_read_again(settings, tmp_path):
     model = ModelConfig(**SIZES, vocab_size=300, **settings)
-    described = huggingface.config_json(model, 300, 61, 256, torch.bfloat16)
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(model, 300, 61, 256, torch.bfloat16)))
     assert settings_of(tmp_path) == model
 
 
-def test_a_model_that_transformers_has_not_is_not_exported():
+def test_an_architecture_that_transformers_does_not_have_is_an_error():
     with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
         huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
