@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ringattn.train import run
+from ringattn.train import setup as run_setup
 from tests.train.launch import write_corpus
 
 
@@ -30,6 +31,9 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.fixture
 def run_command_line(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A function that runs the training command with its arguments, in this process, and returns the exit status."""
+
+    # A collection of all objects takes long in this process, which has imported many packages.
+    monkeypatch.setattr(run_setup, "_free_memory", lambda device: None)
 
     def run_arguments(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])

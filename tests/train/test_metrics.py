@@ -1,14 +1,17 @@
+"""Tests of the metrics on the console, in metrics.jsonl, in the plot and in Weights & Biases."""
+
 import json
 import logging
 import os
 import re
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 from matplotlib.axes import Axes
 
-from ringattn.train import metrics, summary
+from ringattn.train import metrics
 from ringattn.train.config import Config, ConfigError, LoggerConfig, TrainerConfig
 from ringattn.train.metrics import Recorder, plot_loss, read
 from tests.distributed import run_ranks
@@ -16,7 +19,7 @@ from tests.distributed import run_ranks
 
 @pytest.fixture(autouse=True)
 def not_logged_in(tmp_path, monkeypatch):
-    """No account of this machine's user is found, and none is reached."""
+    """No test finds the account of this machine's user or reaches a server."""
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
@@ -28,12 +31,13 @@ def config(wandb: str = "off", steps: int = 100, log_every: int = 1) -> Config:
 
 
 def record(recorder: Recorder, *steps: int, **values: float) -> None:
+    """Record some steps of 1,000 tokens and half a second each."""
     for step in steps:
         recorder.log(step, tokens=1000, seconds=0.5, loss=5.0 / step, total_tokens=1000 * step, **values)
 
 
-def steps_of(directory) -> list[int]:
-    return [row["step"] for row in read(directory / "metrics.jsonl")]
+def steps_of(directory: Path) -> list[int]:
+    return [entry["step"] for entry in read(directory / "metrics.jsonl")]
 
 
 def test_rates_are_per_rank(tmp_path):
@@ -54,76 +58,83 @@ def test_rates_are_per_rank(tmp_path):
     ]
 
 
-def test_the_console_line(tmp_path, caplog):
+def test_console_shows_all_metrics(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     recorder = Recorder(config(), tmp_path, peak_flops=8e12)
     recorder.log(3, tokens=1000, seconds=0.5, flops=1e12, loss=2.5, grad_norm=1.25, lr=1e-3, peak_memory_gib=1.5)
     assert caplog.messages == [
-        "step   3/100  loss 2.5000  grad norm 1.25  lr 1.00e-03  2,000 tokens/s a rank  2 TFLOP/s  MFU 25.0%  1.50 GiB"
+        "step   3/100  loss 2.5000  grad norm 1.25  lr 1.00e-03  2,000 tokens/s per rank  2 TFLOP/s  MFU 25.0%  1.50 GiB"
         "  ETA 0:00:48"
     ]
 
 
-def test_the_console_line_leaves_out_what_is_unknown(tmp_path, caplog):
+def test_console_leaves_out_unknown_metrics(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     Recorder(config(), tmp_path).log(100, tokens=1000, seconds=0.5, loss=2.5, mfu=None)
-    assert caplog.messages == ["step 100/100  loss 2.5000  2,000 tokens/s a rank  ETA 0:00:00"]
+    assert caplog.messages == ["step 100/100  loss 2.5000  2,000 tokens/s per rank  ETA 0:00:00"]
 
 
-def test_the_console_shows_every_nth_step_and_the_last(tmp_path, caplog):
+def test_console_shows_every_nth_step_and_the_last_one(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     record(Recorder(config(steps=7, log_every=3), tmp_path), *range(1, 8))
     assert [re.match(r"step (\d)/7", message)[1] for message in caplog.messages] == ["3", "6", "7"]
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_resuming_keeps_every_step_once(tmp_path):
+def test_resumed_run_records_every_step_once(tmp_path):
     recorder = Recorder(config(), tmp_path)
     record(recorder, 1, 2, 3, 4)
     recorder.close()
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 5, "lo')  # killed while writing
+        file.write('{"step": 5, "lo')  # The run was killed while it wrote.
     resumed = Recorder(config(), tmp_path, done=2)
     record(resumed, 3, 4, 5, 6)
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_new_run_starts_a_new_file(tmp_path):
+def test_new_run_starts_a_new_file(tmp_path):
     record(Recorder(config(), tmp_path), 1, 2)
     record(Recorder(config(), tmp_path), 1)
     assert steps_of(tmp_path) == [1]
 
 
-def test_a_loss_that_is_not_finite_is_valid_json(tmp_path):
+def test_text_that_is_not_a_record_is_skipped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n7\n{"loss": 1}\n{"step": null}\n{"step": 2}\n{"step": 3\n')
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert metrics.read(tmp_path / "metrics.jsonl", until=1) == [{"step": 1}]
+    assert metrics.read(tmp_path / "missing.jsonl") == []
+
+
+def test_loss_that_is_not_finite_is_valid_json(tmp_path):
     Recorder(config(), tmp_path).log(1, tokens=1, seconds=1.0, loss=float("nan"))
-    row = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
-    assert row["loss"] is None
+    entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    assert entry["loss"] is None
 
 
-def test_rank_zero_alone_records(tmp_path):
-    run_ranks(_record_on_a_rank, 2, tmp_path / "ranks", tmp_path)
+def test_only_rank_0_records(tmp_path):
+    run_ranks(record_on_each_rank, 2, tmp_path / "ranks", tmp_path)
     assert steps_of(tmp_path / "0") == [1, 2]
     assert read(tmp_path / "0" / "metrics.jsonl")[0]["tokens_per_s_per_rank"] == 1000
     assert not (tmp_path / "1").exists()
 
 
-def _record_on_a_rank(directory) -> None:
+def record_on_each_rank(directory: Path) -> None:
     recorder = Recorder(config(), directory / str(dist.get_rank()))
     record(recorder, 1, 2)
     recorder.close()
 
 
-@pytest.mark.parametrize("rows", [0, 1, 30])
+@pytest.mark.parametrize("steps", [0, 1, 30])
 @pytest.mark.parametrize("values", [{}, {"total_tokens": None}], ids=["tokens", "steps"])
-def test_the_plot_is_a_png(tmp_path, rows, values):
+def test_plot_is_a_png(tmp_path, steps, values):
     recorder = Recorder(config(), tmp_path)
-    for step in range(1, rows + 1):
+    for step in range(1, steps + 1):
         recorder.log(step, tokens=10, seconds=1.0, **({"loss": 5 / step, "total_tokens": 10 * step} | values))
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_held_out_losses_are_drawn_over_steps_and_contexts(tmp_path, monkeypatch, caplog):
+def test_plot_shows_held_out_losses_over_steps_and_by_context_length(tmp_path, monkeypatch, caplog):
     recorder = Recorder(config(log_every=100), tmp_path)
     caplog.set_level(logging.INFO)
     for step in range(1, 7):
@@ -133,15 +144,30 @@ def test_held_out_losses_are_drawn_over_steps_and_contexts(tmp_path, monkeypatch
         ("3", "2.0000"),
         ("6", "1.0000"),
     ]
-    drawn = {}
-    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: drawn.update({len(drawn): (list(x), list(y))}))
+    plotted = []
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: plotted.append((list(x), list(y))))
     monkeypatch.setattr(Axes, "legend", Mock())
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert list(drawn.values())[1:] == [([3, 6], [2, 1]), ([0, 1], [7 / 6, 5 / 6])]
+    assert plotted[-2:] == [([3, 6], [2, 1]), ([0, 1], [7 / 6, 5 / 6])]
+
+
+def test_smoothed_loss_is_the_mean_over_a_fiftieth_of_the_steps():
+    assert metrics._smooth([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
+    losses = [float(step) for step in range(100)]
+    assert metrics._smooth(losses) == [0.0, *(step - 0.5 for step in range(1, 100))]
+
+
+def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: events.append("sync") or fsync(file))
+    monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
+    metrics.write_atomically(tmp_path / "a", "text")
+    assert events == ["sync", "rename"] and (tmp_path / "a").read_text() == "text"
 
 
 @pytest.mark.parametrize("choice", ["auto", "offline"])
-def test_wandb_offline_stays_in_the_directory_and_silent(tmp_path, capfd, choice):
+def test_offline_wandb_writes_only_to_the_directory(tmp_path, capfd, choice):
+    """Without a login, "auto" means offline."""
     directory = tmp_path / "run"
     recorder = Recorder(config(choice), directory)
     record(recorder, 1, 2)
@@ -151,7 +177,8 @@ def test_wandb_offline_stays_in_the_directory_and_silent(tmp_path, capfd, choice
     assert capfd.readouterr() == ("", "")
 
 
-def test_wandb_resumes_the_same_run_and_restarts_another(tmp_path):
+def test_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("wandb.init", Mock())
     identities = []
     for done in (0, 1, 0):
         Recorder(config("offline"), tmp_path, done=done).close()
@@ -159,71 +186,47 @@ def test_wandb_resumes_the_same_run_and_restarts_another(tmp_path):
     assert identities[0] == identities[1] != identities[2]
 
 
-def test_wandb_online_needs_a_login(tmp_path):
-    with pytest.raises(ConfigError, match="not logged in; run `wandb login`, or use offline or auto"):
+def test_online_wandb_requires_a_login(tmp_path):
+    with pytest.raises(ConfigError, match="logger.wandb=online .*`wandb login`"):
         Recorder(config("online"), tmp_path)
 
 
-def test_wandb_that_fails_does_not_stop_training(tmp_path, monkeypatch, caplog):
-    import wandb
-
+def test_training_continues_if_wandb_cannot_start(tmp_path, monkeypatch, caplog):
     def fail(*args, mode, **kwargs):
-        raise OSError(f"no {mode} for you")
+        raise OSError(f"{mode} is impossible")
 
-    monkeypatch.setattr(metrics, "_logged_in", lambda wandb: True)
-    monkeypatch.setattr(wandb, "init", fail)
+    monkeypatch.setattr(metrics, "_is_logged_in", lambda wandb: True)
+    monkeypatch.setattr("wandb.init", fail)
     record(Recorder(config("auto"), tmp_path), 1)
     assert steps_of(tmp_path) == [1]
-    assert [f"W&B cannot start {mode}: no {mode} for you" in caplog.text for mode in ("online", "offline")] == [True] * 2
+    assert all(f"{mode} is impossible" in caplog.text for mode in ("online", "offline"))
 
 
-def test_wandb_that_breaks_off_does_not_stop_training(tmp_path, caplog):
-    class Broken:
-        def log(self, row):
-            raise RuntimeError("gone")
-
+def test_training_continues_if_wandb_fails_later(tmp_path, caplog):
     recorder = Recorder(config(), tmp_path)
-    recorder._wandb = Broken()
+    recorder._wandb = Mock(log=Mock(side_effect=RuntimeError("the connection was lost")))
     record(recorder, 1, 2)
     recorder.close()
     assert steps_of(tmp_path) == [1, 2]
-    assert caplog.text.count("gone") == 1
+    assert caplog.text.count("the connection was lost") == 1
 
 
-def test_a_file_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: events.append("synced") or fsync(file))
-    monkeypatch.setattr(os, "replace", lambda *names: events.append("named") or replace(*names))
-    metrics.write_whole(tmp_path / "a", "text")
-    assert events == ["synced", "named"] and (tmp_path / "a").read_text() == "text"
-
-
-@pytest.mark.parametrize(("mode", "choice"), [("disabled", "off"), ("offline", "offline"), (None, "auto")])
-def test_wandbs_own_environment_is_obeyed(mode, choice, tmp_path, monkeypatch):
-    import wandb
-
-    begun = {}
+@pytest.mark.parametrize(
+    ("mode", "started"), [("disabled", None), ("offline", "offline"), ("dryrun", "offline"), (None, "online")]
+)
+def test_auto_follows_the_environment_of_wandb(mode, started, tmp_path, monkeypatch):
+    """The user is logged in. The jobs of a sweep form a group."""
+    init = Mock()
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if mode:
         monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.setenv("WANDB_PROJECT", "ours")
-    monkeypatch.setattr(metrics, "_logged_in", lambda wandb: True)
-    monkeypatch.setattr(wandb, "init", lambda **options: begun.update(options) or Mock())
-    directory = tmp_path / "run" / "3"
-    Recorder(config("auto"), directory).close()
-    if choice == "off":
-        assert not begun
+    monkeypatch.setattr(metrics, "_is_logged_in", lambda wandb: True)
+    monkeypatch.setattr("wandb.init", init)
+    Recorder(config("auto"), tmp_path / "run" / "3").close()
+    if started is None:
+        assert not init.called
     else:
-        assert begun["mode"] == ("offline" if choice == "offline" else "online")
-        assert (begun["project"], begun["name"], begun["group"]) == ("ours", "run/3", "run")
-
-
-def test_the_losses_of_a_summary_are_of_the_last_steps(tmp_path):
-    rows = [{"step": step, "loss": float(step), "eval_loss": 10.0 + step} for step in range(1, 21)]
-    (tmp_path / "metrics.jsonl").write_text("".join(map(metrics._json_line, rows)))
-    assert summary._losses(tmp_path, 20) == {"final_loss": 19.5, "eval_loss": 30.0}
-
-
-def test_lines_that_are_no_rows_are_left_out(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n[1]\n7\n{"loss": 1}\n{"step": null}\n{"step": 2}\n{"step": 3\n')
-    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+        options = init.call_args.kwargs
+        expected = dict(mode=started, project="ours", name="run/3", group="run")
+        assert {name: options[name] for name in expected} == expected

@@ -1,17 +1,21 @@
+"""Tests of how a run stops on SIGTERM and at its time limit, and of the lock on its directory."""
+
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import time
+from pathlib import Path
 
 import datasets
+import filelock
 import pytest
-import torch
+import torch.distributed as dist
 
-from ringattn.train import metrics, preemption, run
-from ringattn.train import trainer as trainer_module
-from ringattn.train.preemption import Stopped, is_asked, listening
+from ringattn.train import metrics, preemption, trainer
+from ringattn.train.config import Config, ConfigError
+from ringattn.train.preemption import TrainingStopped, acquire_run_directory, handle_sigterm, stop_requested
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import SCRIPT, SMALL, command, descendants, environment, write_corpus
@@ -20,96 +24,100 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)
-def nothing_asked(monkeypatch):
-    monkeypatch.setattr(preemption, "_terminated", False)
+def no_request(monkeypatch):
+    """No test starts with a request that an earlier test has made."""
+    monkeypatch.setattr(preemption, "_sigterm_received", False)
 
 
-def test_sigterm_is_heard_however_often_it_comes():
-    before = signal.getsignal(signal.SIGTERM)
-    with listening():
-        assert not is_asked(None)
-        os.kill(os.getpid(), signal.SIGTERM)  # by whoever ends the job, and by torchrun
+def test_repeated_sigterm_is_one_request():
+    """torchrun forwards a SIGTERM that its ranks may have received themselves."""
+    previous = signal.getsignal(signal.SIGTERM)
+    with handle_sigterm():
+        assert not stop_requested(None)
         os.kill(os.getpid(), signal.SIGTERM)
-    assert is_asked(None) and signal.getsignal(signal.SIGTERM) is before
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
 
 
-def test_time_runs_from_the_launch(monkeypatch):
-    monkeypatch.setattr(preemption, "LAUNCHED", time.monotonic() - 100)
-    assert [is_asked(limit) for limit in (None, 1e4, 99)] == [False, False, True]
+def test_time_limit_counts_from_the_launch(monkeypatch):
+    monkeypatch.setattr(preemption, "LAUNCH_TIME", time.monotonic() - 100)
+    assert [stop_requested(limit) for limit in (None, 1e4, 99)] == [False, False, True]
 
 
-def ask_at(step: int, rank: int):
-    """A `take_step` in which SIGTERM comes at this step, to this rank."""
-    take_step = trainer_module.take_step
+def receive_sigterm(step: int, rank: int):
+    """A replacement for `take_step` in which one rank receives SIGTERM before one step."""
+    take_step = trainer.take_step
 
-    def asked(run, number, *arguments):
-        if number == step and torch.distributed.get_rank() == rank:
+    def take_step_with_signal(run, number, *arguments):
+        if number == step and dist.get_rank() == rank:
             os.kill(os.getpid(), signal.SIGTERM)
         return take_step(run, number, *arguments)
 
-    return asked
+    return take_step_with_signal
 
 
-def small_job(corpus: str, ring: int):
+def small_job(corpus: str, ring: int) -> Config:
     config = job(corpus, 1, ring=ring)
     config.trainer.steps, config.trainer.eval_every = 4, 2
     return config
 
 
-def stop_on_one_rank(corpus: str, directory) -> None:
+def stop_and_resume(corpus: str, directory: Path) -> None:
+    """On every rank: stop after step 2, resume, and take the same steps without an interruption."""
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
-    take_step, trainer_module.take_step = trainer_module.take_step, ask_at(2, rank=1)
-    with pytest.raises(Stopped):
-        trainer_module.train(small_job(corpus, 2), directory / "stopped")
-    trainer_module.take_step, preemption._terminated = take_step, False
+    take_step, trainer.take_step = trainer.take_step, receive_sigterm(2, rank=1)
+    with pytest.raises(TrainingStopped):
+        trainer.train(small_job(corpus, 2), directory / "stopped")
+    assert [path.name for path in (directory / "stopped" / "checkpoints").iterdir()] == ["step_00000002"]
+    trainer.take_step, preemption._sigterm_received = take_step, False
     for name in ("stopped", "whole"):
-        trainer_module.train(small_job(corpus, 2), directory / name)
+        trainer.train(small_job(corpus, 2), directory / name)
 
 
-def test_all_ranks_stop_where_one_is_asked_and_go_on_bit_for_bit(tmp_path):
-    run_ranks(stop_on_one_rank, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)
+def test_sigterm_to_one_rank_stops_all_and_resuming_is_exact(tmp_path):
+    run_ranks(stop_and_resume, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)
     stopped, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("stopped", "whole"))
-    assert [row["loss"] for row in stopped] == [row["loss"] for row in whole] and len(whole) == 4
-    assert "eval_loss" in whole[1] and "eval_loss" not in stopped[1]  # those who ask may not wait for long
+    assert [record["loss"] for record in stopped] == [record["loss"] for record in whole] and len(whole) == 4
+    assert "eval_loss" in whole[1] and "eval_loss" not in stopped[1], "a run that should stop does not evaluate"
 
 
-def test_a_last_step_is_no_stop(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(trainer_module, "take_step", ask_at(4, rank=0))
+def test_sigterm_in_the_last_step_does_not_stop_the_run(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "take_step", receive_sigterm(4, rank=0))
     with one_rank():
-        summary = trainer_module.train(small_job(write_corpus(tmp_path / "corpus"), 1), tmp_path / "run")
+        summary = trainer.train(small_job(corpus, 1), tmp_path / "run")
     assert summary["steps"] == 4 and (tmp_path / "run" / "summary.json").exists()
 
 
-def limited_after(step: int):
-    """A `take_step` after whose so manieth run the launch is over its time."""
-    take_step = trainer_module.take_step
+def exceed_time_limit(step: int):
+    """A replacement for `take_step` in which the time limit passes before one step."""
+    take_step = trainer.take_step
 
-    def limited(run, number, *arguments):
+    def take_step_after_limit(run, number, *arguments):
         if number == step:
-            preemption.LAUNCHED -= 1e6
+            preemption.LAUNCH_TIME -= 1e6
         return take_step(run, number, *arguments)
 
-    return limited
+    return take_step_after_limit
 
 
-@pytest.mark.parametrize(("step", "message"), [(2, "as asked, after step 2, which is saved"), (4, "as asked, before ")])
-def test_a_time_limit_ends_a_sweep(step, message, tmp_path, monkeypatch, capfd):
-    """In the last step, too, after which the job is done, but not the next."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr(preemption, "LAUNCHED", preemption.LAUNCHED)
-    monkeypatch.setattr(trainer_module, "take_step", limited_after(step))
+@pytest.mark.parametrize(("step", "message"), [(2, "step 2 is saved"), (4, "before ")], ids=["in a job", "between two jobs"])
+def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_line, monkeypatch, capfd):
+    """If the limit passes in the last step of a job, this job is complete, and the next one does not start."""
+    monkeypatch.setattr(preemption, "LAUNCH_TIME", preemption.LAUNCH_TIME)
+    monkeypatch.setattr(trainer, "take_step", exceed_time_limit(step))
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    monkeypatch.chdir(tmp_path)
-    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=4"]
-    monkeypatch.setattr(sys, "argv", ["train/run.py", "-m", *settings, "trainer.time_limit_s=1e5", "data.seed=0,1"])
-    assert run.main() == 0
-    assert capfd.readouterr().out.count(f"stopped     {message}") == 1
-    assert [path.name for path in (tmp_path / "outputs" / "a").glob("*/checkpoints/*")] == [f"step_0000000{step}"]
-    assert (tmp_path / "outputs" / "a" / "0" / "summary.json").exists() == (step == 4)
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=4", "trainer.time_limit_s=1e5"]
+    assert run_command_line("-m", *settings, "data.seed=0,1") == 0
+    (stopped,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("stopped ")]
+    assert message in stopped
+    directory = tmp_path / "outputs" / "a"
+    assert [path.name for path in directory.glob("*/checkpoints/*")] == [f"step_0000000{step}"]
+    assert (directory / "0" / "summary.json").exists() == (step == 4)
+    assert "stopped" in (directory / "sweep.md").read_text()
 
 
-def test_sigterm_to_all_processes_saves(tmp_path):
+def test_sigterm_to_all_processes_of_torchrun_saves_a_checkpoint(tmp_path):
+    """A scheduler sends SIGTERM to torchrun and to its ranks, and torchrun forwards it to the ranks."""
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=100000"]
     directory = tmp_path / "outputs" / "a"
     with open(tmp_path / "log", "w") as log:
@@ -123,19 +131,58 @@ def test_sigterm_to_all_processes_saves(tmp_path):
         while not metrics.read(directory / "metrics.jsonl"):
             assert process.poll() is None, (tmp_path / "log").read_text()
             time.sleep(0.02)
-        ranks = descendants(process.pid)
-        for each in (process.pid, *ranks):  # as a scheduler does; torchrun then hands it on
-            os.kill(each, signal.SIGTERM)
+        for pid in (process.pid, *descendants(process.pid)):
+            os.kill(pid, signal.SIGTERM)
         process.wait(60)
     steps = len(metrics.read(directory / "metrics.jsonl"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
-    assert f"stopped     as asked, after step {steps}, which is saved" in (tmp_path / "log").read_text()
+    assert f"step {steps} is saved" in (tmp_path / "log").read_text()
 
 
-def ask_rank_1() -> None:
-    preemption._terminated = torch.distributed.get_rank() == 1
-    assert preemption.any_asked(None)
+def request_on_rank_1() -> None:
+    preemption._sigterm_received = dist.get_rank() == 1
+    assert preemption.any_rank_stop_requested(None)
 
 
-def test_one_rank_that_was_asked_between_two_jobs_is_enough(tmp_path):
-    run_ranks(ask_rank_1, 2, tmp_path / "store")
+def test_request_of_one_rank_between_two_jobs_is_enough(tmp_path):
+    run_ranks(request_on_rank_1, 2, tmp_path / "store")
+
+
+def test_second_launch_in_the_same_directory_is_an_error(corpus, tmp_path, run_command_line, only_error):
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=1"]
+    (tmp_path / "outputs" / "a").mkdir(parents=True)
+    with filelock.FileLock(tmp_path / "outputs" / "a" / ".lock"):
+        assert run_command_line(*settings) == 1
+        assert "outputs/a" in only_error()
+    assert run_command_line(*settings) == 0
+
+
+def hold_lock(directory: Path) -> None:
+    with one_rank(), acquire_run_directory(directory):
+        (directory / "locked").touch()
+        time.sleep(100)
+
+
+def test_lock_is_released_when_its_process_is_killed(tmp_path):
+    holder = multiprocessing.get_context("forkserver").Process(target=hold_lock, args=(tmp_path,))
+    holder.start()
+    while not (tmp_path / "locked").exists():
+        time.sleep(0.01)
+    with one_rank():
+        with pytest.raises(ConfigError, match=str(tmp_path)), acquire_run_directory(tmp_path):
+            pass
+        holder.kill()
+        holder.join()
+        with acquire_run_directory(tmp_path):
+            pass
+
+
+def test_training_does_not_require_a_file_system_with_locks(tmp_path, monkeypatch):
+    def unsupported(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    entered = []
+    with one_rank(), acquire_run_directory(tmp_path):
+        entered.append(True)
+    assert entered

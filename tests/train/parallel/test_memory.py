@@ -29,7 +29,9 @@ def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
     needed = memory.estimate(small, False, vocab_size=256, tokens=1, ranks=8, bf16=True)["gathered parameters and gradients"]
-    assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)  # parameters of 12 blocks, and gradients of two groups of four
+    assert needed == pytest.approx(
+        2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02
+    )  # parameters of 12 blocks, and gradients of two groups of four
 
 
 def test_small_blocks_are_gathered_together():
@@ -43,7 +45,9 @@ def test_small_blocks_are_gathered_together():
 def test_what_cannot_fit_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
     memory.check({"activations": 79 * memory.GIB}, torch.device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 80.0: use more"):
+    with pytest.raises(
+        ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 80.0: use more"
+    ):
         memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, torch.device("cuda", 0))
 
 

@@ -1,0 +1,82 @@
+"""Tests of the summary of a run, of its sample, and of the table of a sweep."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ringattn.train import summary
+from ringattn.train.config import Config, ConfigError
+from ringattn.train.summary import Outcome, sweep_table
+
+SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123}
+SUMMARY |= {"mfu": None, "peak_memory_gib": 1.0}
+
+
+@pytest.fixture
+def run(monkeypatch) -> SimpleNamespace:
+    """A run of 20 steps with 1,000 tokens each on four ranks, of which two share a sequence."""
+    monkeypatch.setattr(summary.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(summary.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(summary, "broadcast_object", lambda value: value)
+    monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.5)
+    config = Config()
+    config.trainer.steps, config.trainer.sample_tokens = 20, 0
+    mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
+    return SimpleNamespace(config=config, mesh=mesh, tokens_per_step=1000, peak_flops=8e12, device=None)
+
+
+def records(first: int) -> list[dict[str, float]]:
+    """The records of the steps from `first` to 20, of which step 11 is slow."""
+    return [
+        {
+            "step": step,
+            "loss": float(step),
+            "eval_loss": 10.0 + step,
+            "seconds": 100.0 if step == 11 else 0.1 * step,
+            "tflops_per_rank": 2.0 if step > 11 else 1.0,
+        }
+        for step in range(first, 21)
+    ]
+
+
+def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
+    result = summary.summarise(run, records(1), done=0)
+    assert (result["final_loss"], result["eval_loss"]) == (19.5, 30.0)
+    assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
+
+
+@pytest.mark.parametrize("first", [1, 11], ids=["resumed run", "branch without earlier records"])
+def test_rates_are_medians_of_this_launch_without_its_first_step(run, first):
+    result = summary.summarise(run, records(first), done=10)
+    assert result["seconds_per_step"] == pytest.approx(1.6), "the median of steps 12 to 20"
+    assert result["tokens_per_s"] == pytest.approx(1000 / 1.6)
+    assert (result["tflops_per_rank"], result["mfu"]) == (2.0, 0.25)
+
+
+def test_single_step_has_rates(run):
+    result = summary.summarise(run, records(1), done=19)
+    assert result["seconds_per_step"] == pytest.approx(2.0)
+
+
+def test_run_without_steps_and_metrics_is_an_error(run, tmp_path):
+    """Such a run branched from a checkpoint that has completed all steps."""
+    with pytest.raises(ConfigError, match="20.*trainer.steps"):
+        summary.complete_summary(run, tmp_path)
+
+
+def test_sweep_table():
+    outcomes = [
+        Outcome(["a=1", "b=2"], SUMMARY),
+        Outcome(["a=1", "b=3"]),
+        Outcome(["a=1", "b=4"], is_stopped=True),
+    ]
+    assert sweep_table(outcomes).splitlines() == [
+        "Common to all: a=1",
+        "",
+        "| overrides | final loss | eval loss | tokens/s | TFLOP/s per rank | MFU | peak GiB per rank |",
+        "|---|---|---|---|---|---|---|",
+        "| b=2 | 2.5000 | 2.7500 | 12,346 | 0.0123 | - | 1.00 |",
+        "| b=3 | failed | - | - | - | - | - |",
+        "| b=4 | stopped | - | - | - | - | - |",
+    ]
+    assert [outcome.is_error for outcome in outcomes] == [False, True, False]

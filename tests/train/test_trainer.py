@@ -1,0 +1,275 @@
+"""Tests of the sequence of a run: what it writes, how it resumes, and which checkpoints and settings do not fit each other."""
+
+import json
+import math
+import shutil
+import statistics
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import tokenizers
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ringattn.train import metrics, trainer
+from ringattn.train import setup as run_setup
+from ringattn.train.checkpoint import storage
+from ringattn.train.config import ConfigError
+from ringattn.train.parallel.ranks import disconnect_ranks
+from tests.train.hub_models import write_folder
+from tests.train.launch import SMALL
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def settings(corpus, monkeypatch) -> list[str]:
+    """The arguments of a small run, which plots no losses, because that would take a large part of the time of the tests."""
+    monkeypatch.setattr(metrics, "plot_loss", lambda path, output: None)
+    return [*SMALL, f"data.path={corpus}", "model.layers=1", "data.seq_len=32"]
+
+
+@pytest.fixture
+def outputs(tmp_path) -> Path:
+    return tmp_path / "outputs"
+
+
+def summary_of(directory: Path) -> dict:
+    return json.loads((directory / "summary.json").read_text())
+
+
+def test_run_writes_its_files(corpus, outputs, run_command_line, capfd):
+    assert run_command_line(*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3", "trainer.sample_tokens=5") == 0
+    output = capfd.readouterr().out
+    assert "step 3/3" in output and "sample" in output
+    files = {path.name for path in (outputs / "a").iterdir()}
+    assert {".hydra", "checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
+
+
+def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_line, only_error):
+    """Every message names the checkpoint, the setting, its earlier value and its value now."""
+    settings = [*settings, "name=a", "trainer.steps=3", "trainer.batch_size=1"]
+    assert run_command_line(*settings) == 0
+    for overrides, named in (
+        (["trainer.steps=4", "model.dim=64"], "model.dim=32 (now 64)"),
+        (["trainer.steps=4", "model.rope_theta=3"], "model.rope_theta=10000.0 (now 3.0)"),
+        (["optim.lr=0.5"], "optim.lr=0.002 (now 0.5)"),
+        (["trainer.seed=1"], "trainer.seed=0 (now 1)"),
+        (["optim.warmup_steps=1"], "optim.warmup_steps=0 (now 1)"),
+        (["trainer.steps=2"], "trainer.steps=3 (now 2)"),
+        (["trainer.steps=4", "data.seed=1"], "data.seed"),
+        (["trainer.resume=never"], "trainer.resume=never"),
+    ):
+        assert run_command_line(*settings, *overrides) == 1
+        error = only_error()
+        assert "step_00000003" in error and named in error
+    # The schedule has no effect on a run that has no steps left.
+    assert run_command_line(*settings, "parallel.schedule=kv") == 0
+    assert run_command_line(*settings, "name=b", "trainer.steps=1", "trainer.resume=never") == 0
+
+    (outputs / "a" / "checkpoints" / "step_00000003" / "__0_0.distcp").write_bytes(b"damaged")
+    assert run_command_line(*settings, "trainer.steps=4") == 1
+    assert "step_00000003" in only_error()
+
+
+def test_completed_run_keeps_its_summary_and_samples_again(settings, outputs, run_command_line, capfd):
+    settings = [*settings, "name=a", "trainer.steps=2"]
+    assert run_command_line(*settings) == 0
+    assert not (outputs / "a" / "sample.txt").exists()
+    summary = summary_of(outputs / "a")
+    assert run_command_line(*settings, "trainer.sample_tokens=3", "trainer.sample_prompt=7 is") == 0
+    assert "all 2 steps" in capfd.readouterr().out and summary_of(outputs / "a") == summary
+    assert (outputs / "a" / "sample.txt").read_text(encoding="utf-8").startswith("7 is")
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no code catches this exception."""
+
+
+def test_run_that_was_killed_before_its_summary_gets_one(settings, outputs, run_command_line, monkeypatch):
+    """The run had been extended from one step to two, so the summary of one step must not remain."""
+    settings = [*settings, "name=a"]
+    assert run_command_line(*settings, "trainer.steps=1") == 0
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "write_results", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            run_command_line(*settings, "trainer.steps=2")
+    disconnect_ranks()
+    assert not (outputs / "a" / "summary.json").exists()
+    assert run_command_line(*settings, "trainer.steps=2") == 0
+    (last,) = metrics.read(outputs / "a" / "metrics.jsonl")[-1:]
+    summary = summary_of(outputs / "a")
+    assert (summary["steps"], summary["final_loss"]) == (2, last["loss"])
+
+
+def test_going_back_to_fewer_steps_restores_their_summary(settings, outputs, run_command_line):
+    settings = [*settings, "name=a", "trainer.keep_checkpoints=9"]
+    assert run_command_line(*settings, "trainer.steps=1") == 0
+    first = summary_of(outputs / "a")
+    assert run_command_line(*settings, "trainer.steps=2") == 0
+    assert run_command_line(*settings, "trainer.steps=1", "trainer.resume=outputs/a/checkpoints/step_00000001") == 0
+    again = summary_of(outputs / "a")
+    assert (again["steps"], again["final_loss"]) == (1, first["final_loss"])
+
+
+def test_more_steps_do_not_change_the_warmup(settings, outputs, run_command_line, capfd):
+    settings = [*settings, "name=a", "trainer.checkpoint_every=0"]
+    assert run_command_line(*settings, "trainer.steps=10") == 0
+    assert run_command_line(*settings, "trainer.steps=20", "optim.lr=1e-3") == 0
+    assert "optim.lr=0.002 (now 0.001)" in capfd.readouterr().out
+    records = metrics.read(outputs / "a" / "metrics.jsonl")
+    assert records[0]["lr"] == 2e-3, "the warmup has one step"
+    # Half a cosine from 1e-3 at step 1 to 1e-4 at step 20. With a tenth of 20 steps, the warmup would end at step 2.
+    assert records[10]["lr"] == pytest.approx(1e-3 * (0.1 + 0.9 * (1 + math.cos(math.pi * 10 / 19)) / 2))
+    assert summary_of(outputs / "a")["final_loss"] == pytest.approx(statistics.fmean(record["loss"] for record in records[-2:]))
+
+
+def test_steps_must_include_the_warmup_of_the_checkpoint(settings, run_command_line, only_error):
+    settings = [*settings, "trainer.checkpoint_every=2", "trainer.keep_checkpoints=9"]
+    assert run_command_line(*settings, "name=a", "trainer.steps=6", "optim.warmup_steps=5") == 0
+    branch = ["name=b", "trainer.resume=outputs/a/checkpoints/step_00000002", "trainer.steps=4"]
+    assert run_command_line(*settings, *branch) == 1
+    error = only_error()
+    assert "trainer.steps=4" in error and "5" in error and "optim.warmup_steps" in error
+
+
+def test_branch_resumes_from_its_own_checkpoints(settings, outputs, run_command_line, only_error, monkeypatch, capfd):
+    """Run b branches from a checkpoint of run a. The same command then resumes b, and b can go back to its own checkpoints."""
+    settings = [*settings, "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
+    assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
+    first, second = (f"outputs/a/checkpoints/step_0000000{step}" for step in (1, 2))
+    assert run_command_line(*settings, "name=c", "trainer.steps=1") == 0
+    branch = [*settings, "name=b", f"trainer.resume={first}"]
+    assert run_command_line(*branch, "trainer.steps=3") == 0
+    assert "trainer.steps=2 (now 3)" in capfd.readouterr().out
+    assert summary_of(outputs / "b")["steps"] == 3
+    assert run_command_line(*branch, "trainer.steps=4") == 0
+    assert f"{outputs}/b/checkpoints/step_00000003" in capfd.readouterr().out
+    for name, other in (("b", second), ("c", first)):
+        assert run_command_line(*settings, f"name={name}", f"trainer.resume={other}", "trainer.steps=5") == 1
+        assert f"trainer.resume={other}" in only_error()
+
+    own = outputs / "b" / "checkpoints"
+    back = [*settings, "name=b", f"trainer.resume={own}/step_00000002", "trainer.steps=3"]
+    assert run_command_line(*back) == 0
+    assert f"{own}/step_00000002" in capfd.readouterr().out
+    assert sorted(path.name for path in own.iterdir()) == ["step_00000002", "step_00000003"]
+    assert run_command_line(*branch, "trainer.steps=3") == 0
+    # If the run is killed before its first checkpoint, the next launch finds the checkpoint that this one went back to.
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "take_step", Mock(side_effect=ConfigError("killed")))
+        assert run_command_line(*back) == 1
+    assert storage.latest(own) == own / "step_00000002"
+
+
+def test_another_layout_or_batch_size_is_reported(settings, run_command_line, capfd):
+    assert run_command_line(*settings, "name=a", "trainer.steps=1") == 0
+    changed = ["trainer.steps=2", "parallel.layout=zigzag", "trainer.batch_size=1"]
+    assert run_command_line(*settings, "name=a", *changed) == 0
+    output = capfd.readouterr().out
+    for change in ("tokens_per_step=64 (now 32)", "parallel.layout=auto (now zigzag)", "trainer.steps=1 (now 2)"):
+        assert change in output
+
+
+def parameters_of(path: Path) -> dict[str, torch.Tensor]:
+    """The parameters in a checkpoint."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith("model.")}
+    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return tensors
+
+
+def test_run_from_weights_of_a_checkpoint(settings, outputs, tmp_path, run_command_line, only_error, capfd):
+    settings = [*settings, "trainer.steps=2"]
+    assert run_command_line(*settings, "name=a") == 0
+    path = "outputs/a/checkpoints/step_00000002"
+    started = [*settings, "name=b", "data.seq_len=24", "model.window=7", f"trainer.init_from={path}"]
+    # With this learning rate, two steps do not change the weights.
+    assert run_command_line(*started, "optim.lr=1e-30") == 0
+    assert "model.window=None (now 7)" in capfd.readouterr().out
+    before, after = (parameters_of(outputs / name / "checkpoints" / "step_00000002") for name in "ab")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+    # Later launches resume from the run's own checkpoint, with or without init_from.
+    later = [override for override in started if "init_from" not in override] + ["trainer.steps=3"]
+    assert run_command_line(*later) == 0
+    assert run_command_line(*later, f"trainer.init_from={tmp_path / path}") == 0
+    assert run_command_line(*later, "trainer.init_from=outputs/c") == 1
+    assert path in only_error()
+    assert run_command_line(*settings, "name=d", "model.ffn_dim=8", f"trainer.init_from={path}") == 1
+    assert "(8, 32)" in only_error()
+    assert run_command_line(*settings, "name=d", "model.heads=8", "model.kv_heads=4", f"trainer.init_from={path}") == 1
+    assert "model.heads=4 (now 8), model.kv_heads=2 (now 4)" in only_error()
+
+
+def test_other_text_of_the_same_lengths_is_another_corpus(settings, tmp_path, run_command_line, only_error):
+    assert run_command_line(*settings, "name=a", "trainer.steps=1") == 0
+    for file in (tmp_path / "corpus").iterdir():
+        file.write_text(file.read_text().upper())
+    assert run_command_line(*settings, "name=a", "trainer.steps=2") == 1
+    error = only_error()
+    assert "step_00000001" in error and "trainer.init_from" in error
+
+
+def write_tokenizer(path: Path, letters: str) -> Path:
+    vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "?", *letters])}
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="?")
+    tokenizers.Tokenizer(model).save(str(path))
+    return path
+
+
+def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_command_line, only_error):
+    """A tokenizer is identified by its contents, not by its path."""
+    own, other = (write_tokenizer(tmp_path / name, letters) for name, letters in (("own.json", "abc"), ("other.json", "acb")))
+    settings = [*settings, "trainer.steps=1"]
+    assert run_command_line(*settings, "name=a", f"data.tokenizer={own}") == 0
+    started = [*settings, "name=b", "trainer.init_from=outputs/a/checkpoints/step_00000001"]
+    assert run_command_line(*started, f"data.tokenizer={other}") == 1
+    error = only_error()
+    assert f"data.tokenizer={other}" in error and str(own) in error
+    (tmp_path / "moved.json").write_bytes(own.read_bytes())
+    assert run_command_line(*started, f"data.tokenizer={tmp_path / 'moved.json'}") == 0
+
+    folder = write_folder(tmp_path / "hf", tie_word_embeddings=True)
+    shutil.copy(own, folder / "tokenizer.json")
+    started = [*settings, "name=c", f"trainer.init_from={folder}"]
+    started += ["model.layers=2", "model.head_dim=16", "model.ffn_dim=48", "model.vocab_size=259"]
+    assert run_command_line(*started) == 1
+    error = only_error()
+    assert "data.tokenizer=bytes" in error and f"{folder}/tokenizer.json" in error
+    assert run_command_line(*started, f"data.tokenizer={own}") == 0
+
+
+def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_command_line, only_error, monkeypatch):
+    folder = write_folder(tmp_path / "hf")
+    monkeypatch.setattr(run_setup, "load", lambda *_: pytest.fail("the text was read"))
+    assert run_command_line(*settings, "name=a", f"trainer.init_from={folder}") == 1
+    error = only_error()
+    assert str(folder) in error and "model." in error
+
+
+def test_divergence_is_reported_in_one_line(settings, run_command_line, only_error):
+    assert run_command_line(*settings, "trainer.steps=5", "optim.warmup_steps=0", "optim.lr=1e30") == 1
+    assert "step 2" in only_error()
+
+
+def test_checkpoint_without_a_newer_setting(settings, outputs, run_command_line, only_error):
+    """If a checkpoint was saved before a setting existed, the setting had its default value."""
+    settings = [*settings, "name=a"]
+    assert run_command_line(*settings, "trainer.steps=1") == 0
+    path = outputs / "a" / "checkpoints" / "step_00000001" / "meta.json"
+    meta = json.loads(path.read_text())
+    for name in ("rope_factor", "rope_trained_len", "rope_scaling", "qkv_bias", "qk_norm"):
+        del meta["config"]["model"][name]
+    # Without a factor, this setting has no effect.
+    meta["config"]["model"]["rope_trained_len"] = 8192
+    path.write_text(json.dumps(meta))
+    assert run_command_line(*settings, "trainer.steps=2", "model.rope_factor=8", "model.rope_trained_len=64") == 1
+    assert "model.rope_factor=None (now 8.0)" in only_error()
+    assert run_command_line(*settings, "trainer.steps=2") == 0
+
+
+def test_actions_run_regularly_and_after_the_last_step():
+    assert [step for step in range(1, 8) if trainer.runs_after_step(step, every=3, steps=7)] == [3, 6, 7]
+    assert [step for step in range(1, 4) if trainer.runs_after_step(step, every=0, steps=3)] == [3]
