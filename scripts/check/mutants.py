@@ -182,6 +182,8 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
         return f"timeout after {TIMEOUT} s"
     if done.returncode == 0:
         return ""
+    if done.returncode < 0:
+        return f"pytest was ended by signal {-done.returncode}"
     failed = re.search(r"^(?:FAILED|ERROR) (\S.*?)(?: - |$)", done.stdout, re.MULTILINE)
     if not failed:
         raise RuntimeError(f"pytest {' '.join(tests)} ended with status {done.returncode}:\n{done.stdout}\n{done.stderr}")
