@@ -1,14 +1,15 @@
-"""Turn documents into tokens and pack them into full sequences. Any sequence can be read directly, by its number.
+"""Turn documents into tokens, and pack the tokens into sequences without padding. Each sequence can be read by its number.
 
-    documents  --tokenise-->  EOS + tokens of each document, cached on disk
-    epoch e    =  all documents, in an order drawn from (seed, e), joined into one stream of T tokens
-    sequence   =  S tokens of the stream, and the token after them as the last label: floor((T - 1) / S) per epoch,
-                  which are read in a second order drawn from (seed, e)
+    document    its tokens after one EOS, cached on disk
+    epoch e     all documents in a random order, which depends on the seed and e, as one stream of T tokens
+    sequence    S consecutive tokens of the stream. Their labels are the tokens that follow them, so an epoch has
+                floor((T - 1) / S) sequences. They are read in a second random order, which also depends on the seed and e.
 
-EOS is the first token of every document, so that the last token of a document is followed by EOS. There is no padding. The end
-of an epoch that does not fill a sequence is dropped. A document that does not fit into a sequence continues in the next one.
-Without the second order, consecutive steps and all entries of a batch would often come from the same long document. The number
-of sequences consumed so far is the only state, so one integer is enough to resume.
+EOS is the first token of every document, so the label of a document's last token is EOS. A document that does not fit into one
+sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not fill a sequence.
+
+Without the second order, consecutive steps and all entries of a batch would often come from the same long document. The only
+state is the number of sequences that have been consumed, so a run needs one integer to resume.
 """
 
 import functools
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 
 import datasets
 import numpy as np
+import pyarrow
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -32,18 +34,23 @@ from ringattn.train.data import sources
 from ringattn.train.data.tokenizer import Tokenizer
 
 TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
-NUM_SAMPLED = 64  # documents whose tokens identify a corpus
-_loads = itertools.count()  # numbers the corpora that this process loads, in the same order on every rank
+
+# The number of documents whose tokens are part of a corpus's fingerprint.
+NUM_SAMPLED = 64
+
+# Gives every corpus that this process loads a number. All ranks load the same corpora in the same order.
+_corpus_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Batch:
     """B sequences of S tokens.
 
-    tokens: (B, S) int64.
-    labels: (B, S) int64, the token after each token; EOS after the last token of a document. Labels are computed before the
-        sequence is sharded, so no rank needs a token of another rank.
-    documents: for each sequence the lengths of the parts of documents in it, in order; they sum to S.
+    Attributes:
+        tokens: (B, S) int64.
+        labels: (B, S) int64, the token that follows each token. Labels are computed before the sequence is sharded, so no rank
+            needs a token of another rank.
+        documents: for each sequence, the lengths of the parts of documents that it contains. They sum to S.
     """
 
     tokens: torch.Tensor
@@ -52,16 +59,25 @@ class Batch:
 
 
 class PackedDataset:
-    """Sequences 0, 1, 2, ... without end. Each one depends only on the documents, seq_len, seed and its number."""
+    """An endless series of sequences.
+
+    Sequence number i depends only on the arguments of the constructor and on i.
+
+    Attributes:
+        splits: the number of documents in each split of the source.
+        lengths: (documents,) int64, the number of tokens in each document.
+        tokens_per_epoch: the number of tokens in all documents.
+        sequences_per_epoch: the number of sequences that these tokens fill.
+    """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True):
         """Create the sequences of tokenised documents.
 
         Args:
-            documents: one row per document, with its `tokens` (int32, EOS first) and their number `length`.
-            seq_len: S, the number of tokens per sequence.
-            seed: of the order of documents and of sequences.
-            shuffle: whether the sequences of an epoch are read in random order, and not in the order of the stream.
+            documents: one row per document, with the columns `tokens` (int32, EOS first) and `length` (the number of tokens).
+            seq_len: the number S of tokens per sequence.
+            seed: the seed of the random orders.
+            shuffle: whether the sequences of an epoch are read in a random order, instead of the order of the stream.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -69,11 +85,12 @@ class PackedDataset:
         self.seq_len = seq_len
         self.seed = seed
         self.shuffle = shuffle
-        self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}  # documents in each
+        self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
-        self._documents = documents.with_format("arrow")  # rows are views of the cached file, not copies
+        # In this format, rows are views of the cached file instead of copies.
+        self._documents = documents.with_format("arrow")
         self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
             raise ConfigError(
@@ -83,37 +100,51 @@ class PackedDataset:
 
     @functools.cached_property
     def sampled(self) -> int:
-        """A checksum of the tokens of some documents, which identifies the text."""
-        chosen = np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int)
-        rows = (self._documents[int(index)]["tokens"][0].values.to_numpy() for index in chosen)
-        return functools.reduce(lambda crc, row: zlib.crc32(row.tobytes(), crc), rows, 0)
+        """A checksum of the tokens of up to NUM_SAMPLED documents. Another text would most likely have another checksum."""
+        crc = 0
+        for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
+            crc = zlib.crc32(self._document(index).to_numpy().tobytes(), crc)
+        return crc
 
     def batch(self, indices: Iterable[int]) -> Batch:
-        """Return the sequences with these numbers, in this order."""
+        """Return the sequences with the numbers `indices`, in this order."""
         tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
         return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return one sequence: tokens (S,) int64, labels (S,) int64, and the lengths of its parts of documents."""
+        """Return the sequence with the number `index`.
+
+        Returns:
+            The tokens (S,) int64, the labels (S,) int64, and the lengths of the parts of documents.
+        """
         epoch, position = divmod(index, self.sequences_per_epoch)
         order, ends, sequences = self._order_of(epoch)
-        position = int(sequences[position])
-        start, stop = position * self.seq_len, (position + 1) * self.seq_len
-        # The documents that contain token `start` and token `stop`; the latter is the last label.
+        start = int(sequences[position]) * self.seq_len
+        stop = start + self.seq_len
+        # The first document contains token `start` of the stream. The last document contains token `stop`, the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         parts = []
         for i in range(first, last + 1):
-            tokens = self._documents[int(order[i])]["tokens"][0].values
-            begin = int(ends[i]) - len(tokens)
-            parts.append(tokens[max(start - begin, 0) : stop + 1 - begin].to_numpy())
+            tokens = self._document(order[i])
+            document_start = int(ends[i]) - len(tokens)
+            parts.append(tokens[max(start - document_start, 0) : stop + 1 - document_start].to_numpy())
         stream = np.concatenate(parts).astype(np.int64)
         edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
+    def _document(self, index: int) -> pyarrow.Array:
+        """Return the tokens of a document, which are not copied."""
+        return self._documents[int(index)]["tokens"][0].values
+
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of documents in this epoch, the position where each document ends, and the order of sequences."""
+        """Return the random orders of an epoch.
+
+        Returns:
+            The order of the documents, the position in the stream at which each of them ends, and the order of the sequences.
+        """
         if self._epoch_order[0] != epoch:
-            # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
+            # numpy guarantees that Philox yields the same raw words on every machine and in every release. It does not
+            # guarantee the same permutations, so they are computed here.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
             sequences = np.arange(self.sequences_per_epoch)
@@ -124,19 +155,21 @@ class PackedDataset:
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> PackedDataset:
-    """Return the corpus of `config`. It is tokenised once and kept in the cache of `datasets`. All ranks must call it.
+    """Load a corpus. All ranks call this function.
+
+    The first call tokenises the documents. Later calls find the tokens in the cache of the library `datasets`.
 
     Args:
-        config: where the documents come from, seq_len and seed.
-        tokenizer: encodes the documents.
-        shuffle: whether the sequences of an epoch are read in random order.
+        config: the settings of the corpus.
+        tokenizer: the tokenizer that encodes the documents.
+        shuffle: whether the sequences of an epoch are read in a random order.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
     """
     with _rank_zero_first():
         try:
-            documents, column = sources.documents(config)
+            documents, column = sources.read_documents(config)
             json_column = config.column if config.source == "jsonl" else None
             tokens = documents.map(
                 _tokenise,
@@ -150,7 +183,7 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
             )
         except ConfigError:
             raise
-        except Exception as error:  # the class depends on the reader
+        except Exception as error:  # The type of the error depends on the reader.
             raise sources.cannot_read(config, error) from error
     if len(tokens) == 0:
         raise ConfigError(f"{config.description} contains no text: provide files or rows that are not empty")
@@ -158,10 +191,18 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedDataset) -> PackedDataset | None:
-    """Return the held-out text of `config`, or None if it has none. All ranks must call it.
+    """Load the held-out text. All ranks call this function.
+
+    Args:
+        config: the settings of the training text, which also say which text is held out.
+        tokenizer: the tokenizer that encodes the documents.
+        training: the training text.
+
+    Returns:
+        The held-out text, whose sequences are read in the order of the stream, or None if no text is held out.
 
     Raises:
-        ConfigError: as for `load`, or the training text contains some of the held-out text.
+        ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
     """
     if config.held_out is None:
         return None
@@ -181,18 +222,25 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
 
 
 def _code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns text into tokens. The cache itself identifies functions and classes only by name."""
+    """Return the source code that turns text into tokens.
+
+    The source code is part of the key of the cache. Without it, the cache would identify functions and classes only by their
+    names, and return tokens that an earlier version of the code has produced.
+    """
     return inspect.getsource(_tokenise) + inspect.getsource(sources.json_text) + inspect.getsource(type(tokenizer))
 
 
 def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_column: str | None) -> dict[str, list]:
-    """Return rows of TOKENS. Rows without text are left out.
+    """Tokenise documents. Documents without text are left out.
 
     Args:
-        texts: of the documents.
-        tokenizer: encodes them.
-        code: is part of the cache key, so that tokens of other code are not reused.
-        json_column: the column of the text if `texts` are lines of JSON; None if they are the text itself.
+        texts: the texts of the documents, or lines of JSON that contain them.
+        tokenizer: the tokenizer that encodes the documents.
+        code: the source code of this function, which is only a part of the key of the cache.
+        json_column: the name under which a line of JSON contains the text, or None if `texts` are not lines of JSON.
+
+    Returns:
+        The columns of TOKENS.
     """
     if json_column is not None:
         texts = [sources.json_text(line, json_column) for line in texts]
@@ -202,14 +250,14 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
 
 @contextmanager
 def _rank_zero_first() -> Iterator[None]:
-    """Run the body on rank 0 first, which fills the cache and shows its progress.
+    """Run the body first on rank 0, which fills the cache and shows the progress, and then on the other ranks.
 
-    The other ranks wait, however long that takes.
+    The other ranks wait without a time limit. A collective would have a time limit, so they poll the store instead.
     """
     if not dist.is_initialized():
         yield
         return
-    store, filled = _get_default_store(), f"corpus/{next(_loads)}"
+    store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:
         datasets.disable_progress_bars()
         while not store.check([filled]):

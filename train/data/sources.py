@@ -1,6 +1,6 @@
-"""Where documents come from: Python's standard library, text, JSON lines, Parquet files, or a dataset of the Hugging Face hub.
+"""The sources of documents: Python's standard library, text files, JSON lines, Parquet files, and the Hugging Face hub.
 
-`documents` returns one row per document for every source. The library `datasets` reads the files and caches what it has read.
+The library `datasets` reads the files of every source. It returns one row per document, and caches the rows.
 """
 
 import glob
@@ -17,17 +17,23 @@ from datasets.arrow_writer import SchemaInferenceError
 
 from ringattn.train.config import ConfigError, DataConfig
 
-# Folders of the standard library that contain tests or other people's packages.
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
+# Folders within the standard library whose files are not documents, because they contain tests or installed packages.
+EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 
-def documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
-    """Return the documents, one per row, and the name of the column that contains their text.
+def read_documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
+    """Read the documents of a corpus.
+
+    Returns:
+        The documents, one per row, and the name of the column that contains their text. If the source is "jsonl", the column
+        contains lines of JSON, and `json_text` extracts the text from a line.
 
     Raises:
-        ConfigError: a file or the column is missing, or the column contains no text.
+        ConfigError: a file or the column is missing, or the column does not contain text.
+        Exception: a file or a dataset cannot be read. The type of the error depends on the reader.
     """
-    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # releases before 4 would ask, or follow an environment variable
+    # Releases of `datasets` before 4 would otherwise ask, or read an environment variable, whether to run code of a dataset.
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     rows, column = _read(config)
     if column not in rows.features:
         raise no_column(config.description, column, rows.features)
@@ -43,7 +49,8 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
         case "text":
             return _text_files(files(config), config.split, errors="strict"), "text"
         case "jsonl":
-            # The JSON reader of `datasets` requires the same columns in all files, so read lines and parse them later.
+            # The JSON reader of `datasets` requires that all files have the same columns. Therefore lines are read as text
+            # here, and parsed when they are tokenised.
             return _text_files(files(config), config.split, errors="strict", sample_by="line"), "text"
         case "parquet":
             return _parquet_column(config), config.column
@@ -53,16 +60,18 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
 
 
 def _text_files(names: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:
-    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)  # skips the byte-order mark that some files begin with
+    # This encoding skips the byte-order mark at the beginning of a file.
+    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)
     return datasets.load_dataset("text", data_files=names, sample_by=sample_by, split=split, **encoding)
 
 
 def _parquet_column(config: DataConfig) -> datasets.Dataset:
-    """Read only the text column, because files may differ in their other columns."""
+    """Read only the text column of Parquet files, because the files may differ in their other columns."""
     names = files(config)
     try:
         return datasets.load_dataset("parquet", data_files=names, split=config.split, columns=[config.column])
     except Exception:
+        # The message of the reader does not say which file lacks the column.
         for file in itertools.chain.from_iterable(map(glob.glob, names)):
             columns = pyarrow.parquet.read_schema(file).names
             if config.column not in columns:
@@ -73,11 +82,14 @@ def _parquet_column(config: DataConfig) -> datasets.Dataset:
 def library_files() -> list[str]:
     """Return the source files of Python's standard library, sorted."""
     root = Path(sysconfig.get_path("stdlib"))
-    return sorted(str(file) for file in root.rglob("*.py") if not NOT_LIBRARY & {*file.relative_to(root).parts})
+    return sorted(str(file) for file in root.rglob("*.py") if not EXCLUDED_FOLDERS & {*file.relative_to(root).parts})
 
 
 def files(config: DataConfig) -> list[str]:
-    """Return the files that `data.path` matches, as sorted absolute paths that are escaped for glob.
+    """Return the files that `data.path` matches.
+
+    Returns:
+        The sorted absolute paths. Characters that have a meaning for glob are escaped.
 
     Raises:
         ConfigError: data.path is missing, is a folder, or matches no file.
@@ -95,17 +107,18 @@ def files(config: DataConfig) -> list[str]:
 
 
 def _hub_name(config: DataConfig) -> str:
-    # A bare name could select a reader of local files, one of which unpickles them, so only owner/name is accepted.
+    # `datasets` interprets a name without an owner as a reader of local files. One of these readers unpickles its files, which
+    # may run any code.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path or "") or Path(config.path).exists():
         raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
     return config.path
 
 
 def json_text(line: str, column: str) -> str | None:
-    """Return the text in a line of JSON; None if the line is empty or the text is null.
+    """Return the text that a line of JSON contains under the name `column`, or None if the line is empty or the text is null.
 
     Raises:
-        ConfigError: the line is not a JSON object with this column, or the column contains no text.
+        ConfigError: the line is not a JSON object, or it does not contain text under this name.
     """
     if not line.strip():
         return None
@@ -126,18 +139,30 @@ def json_text(line: str, column: str) -> str | None:
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Return whether two corpora have no document in common.
 
+    Corpora of different files are disjoint. Corpora of the same files are disjoint if their splits are.
+
     Args:
-        training, held_out: the corpora.
-        sizes: the number of documents in each split of the training files.
+        training: the settings of the training text.
+        held_out: the settings of the held-out text, which has the same source.
+        sizes: the number of documents in each split of the training text.
     """
-    read = files if training.path and training.source != "hub" else lambda config: [config.path]
-    if read(training) == read(held_out):
+    if training.path and training.source != "hub":
+        first, second = files(training), files(held_out)
+    else:
+        first, second = [training.path], [held_out.path]
+    if first == second:
         return not splits_overlap(training.split, held_out.split, sizes)
-    return not set(read(training)) & set(read(held_out))
+    return not set(first) & set(second)
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits, in the notation of `datasets`, have a row in common; `sizes` has the rows of whole splits."""
+    """Return whether two splits have a row in common.
+
+    Args:
+        first: a split in the notation of `datasets`, for example "train[:90%]".
+        second: another split.
+        sizes: the number of rows in each complete split.
+    """
     whole = "+".join(sizes)
     specs = [datasets.ReadInstruction.from_spec(whole if split == "all" else split) for split in (first, second)]
     parts = [spec.to_absolute(sizes) for spec in specs]
@@ -150,15 +175,16 @@ def no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:
 
 
 def no_text(where: str, column: str, found: object) -> ConfigError:
-    """Return the error for a column that contains something other than text."""
+    """Return the error for a column that does not contain text."""
     return ConfigError(f"{where}: column {column!r} contains {found}, but text is required: set data.column")
 
 
 def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
-    """Return the error for documents that cannot be read, with the reason in one line."""
+    """Return the error for a corpus that cannot be read. Its message contains the first cause of `error` in one line."""
     while error.__cause__:
         error = error.__cause__
-    if isinstance(error, SchemaInferenceError):  # raised for files without any row
+    # This error means that the files contain no row.
+    if isinstance(error, SchemaInferenceError):
         reason = "there is no text in it"
     else:
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"

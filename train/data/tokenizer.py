@@ -1,4 +1,4 @@
-"""Convert text to token ids and back, with raw bytes or with a `tokenizer.json`."""
+"""Tokenizers: the bytes of a text, or the tokens of a `tokenizer.json`."""
 
 import zlib
 from pathlib import Path
@@ -13,9 +13,12 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"
 
 
 class Tokenizer(Protocol):
-    """Token ids are 0 to vocab_size - 1. `eos` is the first token of every document, and `encode` never produces it.
+    """Converts text to token ids and back.
 
-    `fingerprint` is a checksum that identifies the tokenizer.
+    Attributes:
+        vocab_size: the number of token ids, which are 0 to vocab_size - 1.
+        eos: the id of the end-of-text token, which is the first token of every document. `encode` never returns it.
+        fingerprint: a checksum that identifies the tokenizer.
     """
 
     vocab_size: int
@@ -23,14 +26,14 @@ class Tokenizer(Protocol):
     fingerprint: int
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text`, int32 (N,), without `eos`."""
+        """Return the token ids of `text` as int32 (N,), without `eos`."""
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`. `eos` and incomplete characters raise no error."""
+        """Return the text of `tokens`. No token raises an error, not even `eos` or a part of a character."""
 
 
 class BytesTokenizer:
-    """The ids are the UTF-8 bytes of the text, and 256 is `eos`."""
+    """The tokenizer whose token ids are the UTF-8 bytes of the text. The id of `eos` is 256."""
 
     vocab_size = 257
     eos = 256
@@ -44,15 +47,16 @@ class BytesTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json`, read by the optional package `tokenizers`.
+    """The tokenizer in a `tokenizer.json`, which the optional package `tokenizers` reads.
 
     Raises:
-        ConfigError: the file cannot be read or has no end-of-text token.
+        ConfigError: the package is missing, the file cannot be read, or it has no end-of-text token.
     """
 
     def __init__(self, path: str | Path):
         self._tokenizer = _read(path)
-        # Documents are encoded completely and as plain text: a "<|endoftext|>" inside a document is not an end-of-text token.
+        # Documents are encoded completely and as plain text. The characters "<|endoftext|>" within a document are therefore not
+        # encoded as the end-of-text token.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -60,7 +64,8 @@ class JsonTokenizer:
         names = [name for name in END_OF_TEXT if name in ids]
         if not names:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
-        self._tokenizer.add_special_tokens(names)  # even if the file does not mark them as special
+        # The file may contain these tokens without marking them as special.
+        self._tokenizer.add_special_tokens(names)
         self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
 
     def encode(self, text: str) -> np.ndarray:
@@ -71,10 +76,13 @@ class JsonTokenizer:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer of raw bytes for the name "bytes", or else the tokenizer in the file `name`.
+    """Return the tokenizer that `data.tokenizer` names.
+
+    Args:
+        name: "bytes", or the path of a `tokenizer.json`.
 
     Raises:
-        ConfigError: the file cannot be read or has no end-of-text token.
+        ConfigError: the package `tokenizers` is missing, the file cannot be read, or it has no end-of-text token.
     """
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
 
@@ -85,10 +93,16 @@ def fingerprint(path: str | Path) -> int:
 
 
 def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: str) -> None:
-    """Check that the tokenizer of the setting `name` has the `expected` fingerprint; None if no fingerprint is known.
+    """Check that a tokenizer has the expected fingerprint.
+
+    Args:
+        name: the value of `data.tokenizer`.
+        tokenizer: the tokenizer.
+        expected: the expected fingerprint, or None to accept any tokenizer.
+        why: why this fingerprint is expected, for the message of the error.
 
     Raises:
-        ConfigError: the fingerprint differs. The message contains `why` another tokenizer is required.
+        ConfigError: the tokenizer has another fingerprint.
     """
     if expected is not None and tokenizer.fingerprint != expected:
         raise ConfigError(
@@ -108,6 +122,8 @@ def _read(path: str | Path):
         raise ConfigError(f"data.tokenizer={path} is not a file: it must be `bytes` or the path of a tokenizer.json")
     try:
         return Reader.from_file(str(file))
-    except Exception as error:  # the package raises bare Exception
+    except Exception as error:  # The package raises errors of no other type.
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"data.tokenizer={path} cannot be read: {reason}; give a tokenizer.json") from error
+        raise ConfigError(
+            f"data.tokenizer={path} cannot be read: {reason}; it must be `bytes` or the path of a tokenizer.json"
+        ) from error

@@ -1,4 +1,8 @@
+"""Tokenizers: text to token ids and back, and errors for files that are not tokenizers."""
+
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,12 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.train.config import ConfigError
-from ringattn.train.data.tokenizer import BytesTokenizer, load_tokenizer
+from ringattn.train.data.tokenizer import BytesTokenizer, check_tokenizer, fingerprint, load_tokenizer
 
 
 @pytest.fixture
-def tokenizer_json(tmp_path):
-    """Write a word tokenizer with the given special token; it would truncate and pad if it were let."""
+def tokenizer_json(tmp_path) -> Callable[[str], str]:
+    """A function that writes a tokenizer of words, with the given special token, and returns its path.
+
+    The file asks for truncation and padding, which must not take place.
+    """
 
     def write(special: str) -> str:
         words = {"<unk>": 0, "def": 1, "ring": 2, special: 3}
@@ -27,9 +34,9 @@ def tokenizer_json(tmp_path):
     return write
 
 
-@settings(deadline=None)
+@settings(max_examples=50)
 @given(st.text())
-def test_bytes_round_trip(text):
+def test_bytes_can_be_decoded_to_the_same_text(text):
     tokenizer = BytesTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens.dtype == np.int32
@@ -37,28 +44,28 @@ def test_bytes_round_trip(text):
     assert tokenizer.decode([*tokens.tolist(), tokenizer.eos]) == text
 
 
-def test_bytes_vocabulary_ends_with_eos():
+def test_the_last_token_of_bytes_is_eos():
     tokenizer = load_tokenizer("bytes")
     assert (tokenizer.vocab_size, tokenizer.eos) == (257, 256)
 
 
-def test_bytes_decode_survives_half_a_character():
+def test_a_part_of_a_character_can_be_decoded():
     assert BytesTokenizer().decode(list("é".encode())[:1]) == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_json_encodes_whole_documents(tokenizer_json):
+def test_documents_are_neither_truncated_nor_padded(tokenizer_json):
     tokenizer = load_tokenizer(tokenizer_json("<|endoftext|>"))
     assert (tokenizer.vocab_size, tokenizer.eos) == (4, 3)
     assert tokenizer.encode("def ring def ring").tolist() == [1, 2, 1, 2]
     assert tokenizer.decode([1, 2, 3]) == "def ring"
 
 
-def test_json_eos_written_in_a_text_is_text(tokenizer_json):
+def test_eos_within_a_document_is_encoded_as_text(tokenizer_json):
     tokenizer = load_tokenizer(tokenizer_json("<|endoftext|>"))
     assert tokenizer.eos not in tokenizer.encode("def <|endoftext|> ring")[[0, -1]]
 
 
-def test_json_eos_that_is_not_called_special(tmp_path):
+def test_eos_need_not_be_marked_as_special(tmp_path):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "def": 1, "ring": 2}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.add_tokens(["<|endoftext|>"])
@@ -68,23 +75,38 @@ def test_json_eos_that_is_not_called_special(tmp_path):
     assert tokenizer.encode("def <|endoftext|> ring").tolist() == [1, 0, 2]
 
 
-def test_json_without_end_of_text(tokenizer_json):
-    with pytest.raises(ConfigError, match="has no end-of-text token"):
+def test_a_tokenizer_must_have_an_end_of_text_token(tokenizer_json):
+    with pytest.raises(ConfigError, match="has no end-of-text token: add one of .*endoftext"):
         load_tokenizer(tokenizer_json("[PAD]"))
 
 
-def test_json_missing_file(tmp_path):
+def test_the_fingerprint_depends_on_the_contents_of_the_file(tokenizer_json, tmp_path):
+    path = tokenizer_json("<|endoftext|>")
+    copy = tmp_path / "copy.json"
+    copy.write_bytes(Path(path).read_bytes())
+    assert load_tokenizer(path).fingerprint == fingerprint(copy)
+    assert load_tokenizer(path).fingerprint != load_tokenizer(tokenizer_json("<eos>")).fingerprint
+
+
+def test_another_fingerprint_than_expected_is_an_error():
+    check_tokenizer("bytes", BytesTokenizer(), BytesTokenizer.fingerprint, "unused")
+    check_tokenizer("bytes", BytesTokenizer(), None, "unused")
+    with pytest.raises(ConfigError, match="data.tokenizer=bytes, but the model needs another: .*set data.tokenizer"):
+        check_tokenizer("bytes", BytesTokenizer(), 7, "the model needs another")
+
+
+def test_a_missing_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="is not a file"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
-def test_json_unreadable_file(tmp_path):
+def test_a_file_in_another_format_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("not json")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
-def test_json_without_the_package(monkeypatch):
+def test_a_missing_package_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         load_tokenizer("tokenizer.json")

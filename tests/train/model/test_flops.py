@@ -1,3 +1,5 @@
+"""Model FLOPs of a step, calculated by hand, and the peak FLOP/s of GPUs."""
+
 import pytest
 import torch
 
@@ -5,8 +7,10 @@ from ringattn.train.config import ModelConfig
 from ringattn.train.model.flops import matmul_parameters, peak_flops, step_flops
 from ringattn.train.model.gpt import GPT
 
-# dim 8, 2 query and 1 key head of 4, ffn 16: 8*8 + 2*8*4 + 8*8 + 3*8*16 = 576 a layer; output 64 * 8 = 512
-LAYER, OUTPUT = 576, 512
+# The weights of a layer with dim 8, two query heads and one key head of dim 4, and ffn_dim 16: 8*8 + 2*8*4 + 8*8 + 3*8*16.
+LAYER = 576
+# The weights of the output matrix: a padded vocabulary of 64 times dim 8.
+OUTPUT = 512
 
 
 def model(**changes) -> GPT:
@@ -16,18 +20,18 @@ def model(**changes) -> GPT:
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_lookups_do_not_count_and_the_output_does(tied):
+def test_only_weights_of_matrix_products_are_counted(tied):
     assert matmul_parameters(model(tie_embeddings=tied)) == 3 * LAYER + OUTPUT
 
 
 @pytest.mark.parametrize("head_dim", [4, None])
-def test_step_by_hand(head_dim):
-    tokens, pairs = 20, 2 * 10 * 11 // 2  # two causal sequences of ten
+def test_flops_of_a_step_equal_those_calculated_by_hand(head_dim):
+    tokens, pairs = 20, 2 * 10 * 11 // 2  # two sequences of ten tokens with causal attention
     expected = 6 * (3 * LAYER + OUTPUT) * 20 + 12 * 4 * 2 * 3 * 110
     assert step_flops(model(head_dim=head_dim), tokens, pairs) == expected == 300_480
 
 
-def test_no_pairs_leave_the_matrices():
+def test_without_pairs_only_matrices_are_counted():
     assert step_flops(model(layers=1), tokens=1, pairs=0) == 6 * (LAYER + OUTPUT)
 
 
@@ -51,11 +55,11 @@ def test_no_pairs_leave_the_matrices():
         ("Radeon", None),
     ],
 )
-def test_peak_by_name(monkeypatch, name, teraflops):
+def test_the_peak_follows_from_the_name_of_the_gpu(monkeypatch, name, teraflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     expected = teraflops and pytest.approx(teraflops * 1e12)
     assert peak_flops(torch.device("cuda", 0)) == expected
 
 
-def test_no_peak_for_a_cpu():
+def test_a_cpu_has_no_known_peak():
     assert peak_flops(torch.device("cpu")) is None

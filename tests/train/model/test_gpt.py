@@ -1,3 +1,5 @@
+"""The architecture of the GPT: its size, its initial weights, causality, and relative positions."""
+
 from functools import partial
 
 import pytest
@@ -22,7 +24,7 @@ def build(**settings) -> GPT:
 
 
 def attend(q, k, v):
-    """Causal attention of a whole sequence, by PyTorch."""
+    """PyTorch's causal attention over a whole sequence."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
@@ -42,13 +44,13 @@ SIZES |= {"qwen2.5-7b": 7.616e9, "qwen3-0.6b": 0.596e9, "qwen3-8b": 8.191e9}
 
 
 @pytest.mark.parametrize(("name", "parameters"), SIZES.items())
-def test_sizes(name, parameters):
+def test_configs_have_the_published_number_of_parameters(name, parameters):
     with torch.device("meta"):
         model = GPT(composed(f"model={name}").model, vocab_size=257)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(parameters, rel=0.001)
 
 
-def test_the_future_is_not_seen():
+def test_logits_do_not_depend_on_later_tokens():
     model, tokens = build(), random_tokens(17)
     changed = tokens.clone()
     changed[:, 11:] = (changed[:, 11:] + 1) % VOCAB
@@ -56,7 +58,7 @@ def test_the_future_is_not_seen():
     assert not torch.allclose(logits(model, tokens)[:, 11:], logits(model, changed)[:, 11:])
 
 
-def test_only_distances_between_positions_matter():
+def test_logits_depend_only_on_distances_between_positions():
     model, tokens = build(), random_tokens(16)
     shifted = torch.arange(16) + 1000
     torch.testing.assert_close(logits(model, tokens), logits(model, tokens, shifted), rtol=1e-3, atol=1e-4)
@@ -64,21 +66,21 @@ def test_only_distances_between_positions_matter():
     assert not torch.allclose(logits(model, tokens), logits(model, tokens, stretched), rtol=1e-3, atol=1e-4)
 
 
-def test_ring_attention_of_one_rank_is_the_same_attention():
+def test_ring_attention_on_one_rank_gives_the_same_logits():
     model, tokens = build(), random_tokens(33)
     ring = partial(ring_attention, layout=Layout.zigzag(seq_len=33, ranks=1), mask=Mask.causal())
     torch.testing.assert_close(logits(model, tokens, attend=ring), logits(model, tokens), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_embeddings(tied):
+def test_a_tied_model_has_no_output_matrix(tied):
     model = build(tie_embeddings=tied)
     names = dict(model.named_parameters())
     assert ("head" in names) is not tied
     assert model.embedding.shape == (64, 32)
 
 
-def test_init_keeps_the_residual_stream_small():
+def test_initial_weights_have_the_documented_standard_deviations():
     config = ModelConfig(layers=8, dim=256, heads=4, kv_heads=4)
     block = Block(config)
     block.init_weights(torch.Generator().manual_seed(0))
@@ -88,6 +90,13 @@ def test_init_keeps_the_residual_stream_small():
     assert block.attention_norm.eq(1).all()
 
 
-def test_ffn_dim_is_8_3_of_dim_rounded_up():
-    assert Block(ModelConfig(dim=128)).gate.weight.shape == (384, 128)
-    assert Block(ModelConfig(dim=4096, heads=32, kv_heads=8, ffn_dim=14336)).gate.weight.shape == (14336, 4096)
+@pytest.mark.parametrize(
+    ("config", "ffn_dim"),
+    [
+        pytest.param(ModelConfig(dim=128), 384, id="eight thirds of dim, rounded up to a multiple of 128"),
+        pytest.param(ModelConfig(dim=4096, heads=32, kv_heads=8, ffn_dim=14336), 14336, id="as set"),
+    ],
+)
+def test_ffn_has_its_dimension_by_default_or_as_set(config, ffn_dim):
+    with torch.device("meta"):
+        assert Block(config).gate.weight.shape == (ffn_dim, config.dim)

@@ -1,3 +1,5 @@
+"""Cross-entropy in chunks equals PyTorch's, with gradients, for any chunk size, dtype and distribution over ranks."""
+
 from functools import partial
 
 import pytest
@@ -9,7 +11,7 @@ from ringattn.train.model.loss import IGNORE, cross_entropy, token_losses
 
 
 def problem(tokens: int, vocab_size: int, dtype=torch.float32):
-    """hidden (2, tokens, 16), head (64, 16), labels with a third ignored."""
+    """Return hidden (2, tokens, 16), head (64, 16), and labels, a third of which are IGNORE."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(2, tokens, 16, generator=generator).to(dtype).requires_grad_()
     head = torch.randn(64, 16, generator=generator).to(dtype).requires_grad_()
@@ -26,7 +28,7 @@ def expected(hidden, head, labels, vocab_size, num_valid):
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
 @pytest.mark.parametrize("vocab_size", [57, 64])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
-def test_loss_and_gradients(chunk, vocab_size, dtype, tolerance):
+def test_loss_and_gradients_equal_those_of_pytorch(chunk, vocab_size, dtype, tolerance):
     hidden, head, labels = problem(63, vocab_size, dtype)
     loss = cross_entropy(hidden, head, labels, vocab_size, num_valid=50, chunk=chunk)
     reference = expected(hidden, head, labels, vocab_size, 50)
@@ -39,15 +41,15 @@ def test_loss_and_gradients(chunk, vocab_size, dtype, tolerance):
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_the_loss_of_every_token(chunk):
+def test_the_loss_of_every_token_equals_that_of_pytorch(chunk):
     hidden, head, labels = problem(63, 57)
     losses = token_losses(hidden.detach(), head.detach(), labels, 57, chunk)
     reference = F.cross_entropy((hidden @ head[:57].T).mT, labels, ignore_index=IGNORE, reduction="none")
     torch.testing.assert_close(losses, reference.detach())
 
 
-def test_compiled_it_is_the_same(monkeypatch):
-    """Traced whole, for chunks of two sizes; what a compiler makes of the trace is its own affair."""
+def test_compiled_code_gives_the_same_loss_and_gradients(monkeypatch):
+    """The operations can be traced without a graph break, for chunks of two sizes. The backend only replays the trace."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
     loss_module._compiled.cache_clear()
     results = []
@@ -59,32 +61,32 @@ def test_compiled_it_is_the_same(monkeypatch):
     torch.testing.assert_close(results[1], results[0])
 
 
-def test_ignored_tokens_get_no_gradient_and_padding_rows_neither():
+def test_ignored_tokens_and_padding_rows_have_no_gradient():
     hidden, head, labels = problem(40, 50)
     cross_entropy(hidden, head, labels, 50, num_valid=10).backward()
     assert hidden.grad[labels == IGNORE].eq(0).all() and hidden.grad[labels != IGNORE].ne(0).any(-1).all()
     assert head.grad[50:].eq(0).all()
 
 
-def test_shares_of_ranks_sum_to_the_mean_however_unevenly_valid_tokens_are_spread():
+def test_losses_of_ranks_with_unequal_numbers_of_tokens_sum_to_the_mean():
     hidden, head, labels = problem(40, 64)
     labels[:, :30] = IGNORE
     num_valid = int((labels != IGNORE).sum())
     rows = torch.arange(40).split([5, 25, 10])
-    shares = [cross_entropy(hidden[:, r], head, labels[:, r], 64, num_valid) for r in rows]
+    losses = [cross_entropy(hidden[:, r], head, labels[:, r], 64, num_valid) for r in rows]
     mean = F.cross_entropy((hidden @ head.T).flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    torch.testing.assert_close(sum(shares), mean)
+    torch.testing.assert_close(sum(losses), mean)
 
 
-def test_no_valid_token():
+def test_without_valid_tokens_the_loss_and_its_gradients_are_zero():
     hidden, head, labels = problem(5, 64)
     loss = cross_entropy(hidden, head, torch.full_like(labels, IGNORE), 64, num_valid=1)
     loss.backward()
     assert loss == 0 and hidden.grad.eq(0).all() and head.grad.eq(0).all()
 
 
-def test_whole_logits_are_never_held():
-    """The largest tensor made is a chunk of logits."""
+def test_logits_of_all_tokens_never_exist_at_once():
+    """No tensor is larger than the hidden states or the logits of a chunk."""
     hidden, head, labels = problem(512, 64)
     sizes = []
 

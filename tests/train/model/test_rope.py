@@ -1,3 +1,5 @@
+"""Rotary positions: the documented angles, exact distances far away, and the scaling of Llama 3.1 and yarn."""
+
 import math
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ def frequencies(config: ModelConfig) -> torch.Tensor:
     return config.rope_theta ** (-torch.arange(0, config.resolved_head_dim, 2) / config.resolved_head_dim)
 
 
-def test_pairs_turn_by_the_documented_angle():
+def test_pairs_are_rotated_by_the_documented_angle():
     cos, sin = rope(torch.tensor([0, 7]), ModelConfig(head_dim=4, rope_theta=100.0))
     x = torch.tensor([1.0, 0.0, 0.0, 2.0]).expand(1, 2, 1, 4)
     a, b = torch.tensor(7.0), torch.tensor(0.7)  # theta ** (-2 i / 4) is 1 and 0.1
@@ -21,7 +23,7 @@ def test_pairs_turn_by_the_documented_angle():
     torch.testing.assert_close(rotate(x, cos, sin)[0, 1, 0], expected)
 
 
-def test_positions_a_batch_row_and_fp32_angles():
+def test_every_batch_entry_may_have_positions_of_its_own():
     positions = torch.tensor([[0, 1, 2], [500_000, 500_001, 500_002]])
     cos, sin = rope(positions, ModelConfig(head_dim=8))
     assert cos.shape == (2, 3, 1, 4) and cos.dtype == torch.float32
@@ -30,7 +32,7 @@ def test_positions_a_batch_row_and_fp32_angles():
     torch.testing.assert_close(cos[1], rope(positions[1], ModelConfig(head_dim=8))[0][0])
 
 
-def test_neighbours_far_on_are_as_far_apart_as_the_first():
+def test_angles_between_distant_neighbours_are_exact():
     far = torch.tensor([2**24 + 1, 2**24 + 2])
     config = ModelConfig(head_dim=8)
     (cos, sin), (cos_of_one, sin_of_one) = rope(far, config), rope(torch.tensor([1]), config)
@@ -41,11 +43,11 @@ def test_neighbours_far_on_are_as_far_apart_as_the_first():
 LLAMA = ModelConfig(head_dim=64, rope_factor=8.0, rope_trained_len=8192)
 
 
-def test_llama3_slows_pairs_by_their_turns():
-    """In 8,192 tokens: above four turns as before, below one slower by the factor, half-way between by the mean of both."""
-    turns = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.5])
+def test_llama3_slows_pairs_down_by_their_number_of_rotations():
+    """Pairs keep their frequency above four rotations within 8,192 tokens, and are slowed by the full factor below one."""
+    rotations = torch.tensor([100.0, 4.0, 2.5, 1.0, 0.5])
     expected = torch.tensor([1, 1, (1 + 1 / 8) / 2, 1 / 8, 1 / 8])
-    torch.testing.assert_close(slowdown(turns * 2 * math.pi / 8192, LLAMA), expected)
+    torch.testing.assert_close(slowdown(rotations * 2 * math.pi / 8192, LLAMA), expected)
     plain, slower = (rope(torch.tensor([5000]), x)[0] for x in (replace(LLAMA, rope_factor=None), LLAMA))
     assert torch.equal(plain[..., :4], slower[..., :4]) and not torch.isclose(plain[..., -4:], slower[..., -4:]).any()
 
@@ -53,14 +55,17 @@ def test_llama3_slows_pairs_by_their_turns():
 QWEN = ModelConfig(head_dim=128, rope_theta=1e6, rope_factor=4.0, rope_trained_len=32_768, rope_scaling="yarn")
 
 
-def test_yarn_slows_pairs_by_their_place():
-    """Of Qwen's 64 pairs the 23.6th turns 32 times in 32,768 tokens and the 39.65th once: 23 to 40 are between."""
+def test_yarn_slows_pairs_down_by_their_index():
+    """Of Qwen's 64 pairs, pair 23.6 makes 32 rotations within 32,768 tokens and pair 39.65 makes one. Those between are slowed.
+
+    The two indices are rounded outwards, to 23 and 40.
+    """
     slower = slowdown(frequencies(QWEN), QWEN)
     assert torch.equal(slower[:24], torch.ones(24)) and torch.equal(slower[40:], torch.full((24,), 1 / 4))
     torch.testing.assert_close(slower[24:40], 1 - torch.arange(1, 17) / 17 * 3 / 4)
 
 
-def test_yarn_sharpens_attention():
+def test_yarn_scales_queries_and_keys():
     assert yarn_scale(1.0) == 1.0 and yarn_scale(4.0) == pytest.approx(1.138629)
     cos, sin = rope(torch.tensor([0, 99_999]), QWEN)
     torch.testing.assert_close(cos**2 + sin**2, torch.full_like(cos, yarn_scale(4.0) ** 2))
@@ -69,7 +74,7 @@ def test_yarn_sharpens_attention():
 @pytest.mark.parametrize("trained_len", [64, 512, 32_768, 10**7])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_frequencies_are_those_of_transformers(kind, head_dim, trained_len):
+def test_frequencies_equal_those_of_transformers(kind, head_dim, trained_len):
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -77,7 +82,7 @@ def test_frequencies_are_those_of_transformers(kind, head_dim, trained_len):
     rope_parameters = {"rope_type": kind, "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": trained_len}
     if kind == "llama3":
         rope_parameters |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    theirs = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope_parameters)
-    expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu")
+    config_of_transformers = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope_parameters)
+    expected, scale = ROPE_INIT_FUNCTIONS[kind](config_of_transformers, "cpu")
     torch.testing.assert_close(frequencies(config) * slowdown(frequencies(config), config), expected)
     assert scale == (yarn_scale(8.0) if kind == "yarn" else 1.0)

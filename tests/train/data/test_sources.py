@@ -1,0 +1,185 @@
+"""Where documents come from, and one-line errors for files, columns and rows that cannot be used."""
+
+import json
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from ringattn.train.config import ConfigError, DataConfig
+from ringattn.train.data import sources
+from ringattn.train.data.packing import load
+from ringattn.train.data.tokenizer import BytesTokenizer
+
+
+def config(source: str, **settings: object) -> DataConfig:
+    return DataConfig(source=source, seq_len=4, **settings)
+
+
+def lengths(config: DataConfig) -> list[int]:
+    """The number of tokens in every document. A document has one EOS and one token per byte."""
+    return load(config, BytesTokenizer()).lengths.tolist()
+
+
+def assert_one_line_error(config: DataConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(config, BytesTokenizer())
+    assert "\n" not in str(error.value)
+
+
+def test_the_standard_library_excludes_tests_and_installed_packages():
+    files = sources.library_files()
+    assert files == sorted(files)
+    assert any(file.endswith("/json/decoder.py") for file in files)
+    assert not [file for file in files if "/site-packages/" in file or "/test/" in file or "/idlelib/" in file]
+
+
+def test_every_text_file_is_a_document(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "one.txt").write_text("first\n\nstill first")
+    (tmp_path / "folder" / "two [2].txt").write_text("zweites é")
+    (tmp_path / "empty.txt").write_text("\ufeff")  # A byte-order mark alone is not text.
+    corpus = config("text", path=f"{tmp_path}/**/*.txt")
+    assert sorted(lengths(corpus)) == [11, 19]
+    documents, column = sources.read_documents(corpus)
+    assert sorted(documents[column]) == ["", "first\n\nstill first", "zweites é"]
+
+
+@pytest.fixture(params=["jsonl", "parquet"])
+def rows(request, tmp_path) -> tuple[str, str]:
+    """A source, and the path of a file with two rows of text and a row without text."""
+    texts = ["alpha", None, "beta"]
+    if request.param == "jsonl":
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"body": t, "id": 1}) + "\n" for t in texts))
+    else:
+        pa.parquet.write_table(pa.table({"body": texts, "id": [1, 2, 3]}), tmp_path / "rows.parquet")
+    return request.param, str(tmp_path / f"rows.{request.param}")
+
+
+def test_every_row_with_text_is_a_document(rows):
+    source, path = rows
+    corpus = load(config(source, path=path, column="body"), BytesTokenizer())
+    assert corpus.lengths.tolist() == [6, 5]
+    assert corpus.batch([0]).tokens.tolist() in ([[256, *b"alp"]], [[256, *b"bet"]])
+
+
+def test_a_split_selects_rows(rows):
+    source, path = rows
+    assert lengths(config(source, path=path, column="body", split="train[:1]")) == [6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        pytest.param({"column": "text"}, "no column 'text': set data.column to one of body, id", id="missing column"),
+        pytest.param({"column": "id"}, "column 'id' contains (Value.*|1), but text is required", id="column of numbers"),
+        pytest.param({"column": "body", "split": "test"}, "cannot be read: .*test", id="missing split"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_an_error(rows, settings, message):
+    source, path = rows
+    assert_one_line_error(config(source, path=path, **settings), message)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_a_path_must_match_a_file(source, tmp_path):
+    assert_one_line_error(config(source, path=f"{tmp_path}/*.none"), "matches no file")
+    assert_one_line_error(config(source, path=str(tmp_path)), "is a folder: pass its files")
+    assert_one_line_error(config(source), "requires data.path")
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+def test_a_file_in_another_format_is_an_error(source, tmp_path):
+    (tmp_path / "broken").write_bytes(b"\xff\xfe{ no such format")
+    assert_one_line_error(config(source, path=str(tmp_path / "broken")), "cannot be read: .*check the file")
+
+
+def test_an_empty_file_of_rows_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "there is no text in it")
+
+
+def test_files_may_differ_in_other_columns(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a\u2028b", "meta": {"n": 1}}\n\n')
+    (tmp_path / "b.jsonl").write_text('{"other": [1, 2], "text": "four"}\n{"text": null, "meta": "x"}\n')
+    pa.parquet.write_table(pa.table({"text": ["ab"], "n": [1]}), tmp_path / "a.parquet")
+    pa.parquet.write_table(pa.table({"m": ["x"], "text": ["four"], "n": ["x"]}), tmp_path / "b.parquet")
+    assert lengths(config("jsonl", path=f"{tmp_path}/*.jsonl")) == [6, 5]
+    assert lengths(config("parquet", path=f"{tmp_path}/*.parquet")) == [3, 5]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        pytest.param('{"text": "a"', "the line .* is not valid JSON", id="truncated"),
+        pytest.param("[1]", "is not a JSON object", id="list"),
+        pytest.param('{"body": "a"}', "no column 'text': set data.column to one of body", id="another column"),
+        pytest.param('{"text": ["a"]}', "column 'text' contains .'a'., but text is required", id="not text"),
+    ],
+)
+def test_an_error_shows_the_line_that_cannot_be_used(line, message, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "first"}\n' + line + "\n")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), message)
+
+
+def test_an_error_names_the_parquet_file_without_the_column(tmp_path):
+    pa.parquet.write_table(pa.table({"text": ["ab"]}), tmp_path / "a.parquet")
+    pa.parquet.write_table(pa.table({"body": ["ab"]}), tmp_path / "b.parquet")
+    assert_one_line_error(config("parquet", path=f"{tmp_path}/*.parquet"), "b.parquet has no column 'text': .* body")
+
+
+def test_an_unknown_source_is_an_error():
+    assert_one_line_error(config("web"), "data.source=web is unknown")
+
+
+def test_an_unreachable_hub_is_an_error(monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert_one_line_error(config("hub", path="someone/no-such-corpus"), "cannot be read: .*check the name, the split and")
+
+
+@pytest.mark.parametrize("path", [None, "pandas", "a/b/c", "https://host/file"], ids=str)
+def test_a_dataset_of_the_hub_has_an_owner_and_a_name(path):
+    assert_one_line_error(config("hub", path=path), "the form owner/name")
+
+
+def test_a_local_folder_is_not_a_dataset_of_the_hub(tmp_path, monkeypatch):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert_one_line_error(config("hub", path="owner/name"), "the form owner/name")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [
+        ("train", "test", False),
+        ("train+test[:1]", "test", True),
+        ("all", "test[8:]", True),
+        ("train[:90%]", "train[90%:]", False),
+        ("train[:90%]", "train[-1:]", False),
+        ("train[:9]", "train[8:]", True),
+    ],
+)
+def test_splits_overlap_if_they_have_a_row_in_common(first, second, overlap):
+    assert sources.splits_overlap(first, second, {"train": 10, "test": 9}) == overlap
+
+
+@pytest.mark.parametrize(
+    ("training", "held_out", "disjoint"),
+    [
+        pytest.param(("a*.txt", "train[1:]"), ("b*.txt", "train"), True, id="other files"),
+        pytest.param(("*.txt", "train[:50%]"), ("./*.txt", "train[50%:]"), True, id="two parts of the same files"),
+        pytest.param(("*.txt", "train[:50%]"), ("./*.txt", "train"), False, id="overlapping parts of the same files"),
+        pytest.param(("*.txt", "train[1:]"), ("a*.txt", "train[:1]"), False, id="one file in common"),
+    ],
+)
+def test_corpora_are_disjoint_if_no_document_is_in_both(training, held_out, disjoint, tmp_path):
+    for name in ("a1", "a2", "b1"):
+        (tmp_path / f"{name}.txt").write_text(name)
+    first, second = (config("text", path=f"{tmp_path}/{path}", split=split) for path, split in (training, held_out))
+    assert sources.are_disjoint(first, second, {"train": 3}) == disjoint
+
+
+def test_other_datasets_of_the_hub_are_disjoint():
+    first, second = (config("hub", path=path, split="train") for path in ("owner/a", "owner/b"))
+    assert sources.are_disjoint(first, second, {"train": 3})
