@@ -23,8 +23,6 @@ LAYERS = (
 UNTESTED = {
     "train/checkpoint/init.py": "tests/train/checkpoint/test_huggingface.py",
     "train/data/sources.py": "tests/train/data/test_packing.py",
-    "train/parallel/shard.py": "tests/train/parallel/test_mesh.py",
-    "train/parallel/ranks.py": "tests/train/parallel/test_mesh.py",
     "scripts/bench/peers.py": "tests/scripts/bench/test_kernels.py",
 }
 SHORT = 60  # Modules of at most this many lines need no test file of their own.

@@ -1,3 +1,5 @@
+"""Estimates of GPU memory: how they grow, how close they are to measured peaks, and what follows from them."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,7 @@ def test_sharded_state_is_16_bytes_per_parameter():
     assert needed["parameters, gradients and optimizer state in fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
-def test_more_ranks_and_checkpointing_need_less_and_longer_shards_more():
+def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
     assert total(8192, 8) < total(8192, 4) < total(16384, 4)
     assert total(8192, 8, recompute=True) < total(8192, 8)
 
@@ -29,9 +31,8 @@ def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
     needed = memory.estimate(small, False, vocab_size=256, tokens=1, ranks=8, bf16=True)["gathered parameters and gradients"]
-    assert needed == pytest.approx(
-        2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02
-    )  # parameters of 12 blocks, and gradients of two groups of four
+    # The parameters of 12 blocks in bf16, and the gradients of two groups of four blocks in bf16 and fp32.
+    assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)
 
 
 def test_small_blocks_are_gathered_together():
@@ -42,24 +43,29 @@ def test_small_blocks_are_gathered_together():
     assert memory.blocks_per_group(tiny, bf16=True) == 3
 
 
-def test_what_cannot_fit_is_refused(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch) -> torch.device:
+    """A fake GPU with 80 GiB."""
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
-    memory.check({"activations": 79 * memory.GIB}, torch.device("cuda", 0))
+    return torch.device("cuda", 0)
+
+
+def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(gpu):
+    memory.check({"activations": 79 * memory.GIB}, gpu)
     with pytest.raises(
         ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 80.0: use more"
     ):
-        memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, torch.device("cuda", 0))
+        memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, gpu)
 
 
 @pytest.mark.parametrize(("needed", "tight"), [(60, False), (70, True)], ids=["comfortable", "tight"])
-def test_a_full_gpu_is_tight_and_a_cpu_never(needed, tight, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * memory.GIB))
-    assert memory.is_tight({"activations": needed * memory.GIB}, torch.device("cuda", 0)) == tight
-    assert not memory.is_tight({"activations": 1e30}, torch.device("cpu"))
+def test_memory_is_tight_if_little_of_it_remains_free(needed, tight, gpu):
+    assert memory.is_tight({"activations": needed * memory.GIB}, gpu) == tight
 
 
-def test_a_cpu_is_not_checked():
+def test_a_cpu_always_has_enough_memory():
     memory.check({"activations": 1e30}, torch.device("cpu"))
+    assert not memory.is_tight({"activations": 1e30}, torch.device("cpu"))
 
 
 def test_ulysses_saves_one_more_attention_output():

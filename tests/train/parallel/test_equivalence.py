@@ -1,0 +1,197 @@
+"""Training on several ranks equals training on one rank, for every mesh, layout, schedule and with recomputation."""
+
+import json
+import os
+from pathlib import Path
+from unittest.mock import patch
+
+import datasets
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.train import evaluate, metrics, step, trainer
+from ringattn.train import setup as run_setup
+from ringattn.train.config import Config, TrainerConfig
+from ringattn.train.generate import generate
+from tests.distributed import run_ranks
+from tests.train.jobs import STEPS, job, one_rank
+from tests.train.launch import write_corpus
+
+# Ways in which four ranks share a step: the number of data-parallel ranks, and the settings of `parallel`.
+MESHES = {
+    "dp 2 x ring 2": (2, dict(ring=2)),
+    "ring 4, striped, kv": (1, dict(ring=4, ulysses=1, layout="striped", schedule="kv", activation_checkpointing=True)),
+    "ring 2 x ulysses 2": (1, dict(ring=4, ulysses=2, layout="auto", activation_checkpointing=True)),
+}
+SLOW_MESHES = {
+    "dp 4": (4, dict(ring=1)),
+    "ring 4": (1, dict(ring=4)),
+    "ring 4, contiguous, state": (
+        1,
+        dict(ring=4, ulysses=1, layout="contiguous", schedule="state", activation_checkpointing=True),
+    ),
+    "ring 4, zigzag, kv": (1, dict(ring=4, layout="zigzag", schedule="kv", activation_checkpointing=True)),
+}
+RINGS = [1, 2, 4]
+
+
+def prepare(directory: Path) -> None:
+    """Prepare a rank for runs that use the cache in `directory`."""
+    os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+
+
+@patch.object(evaluate, "SHORTEST_CONTEXT", 8)
+def first_step(config: Config) -> dict:
+    """Return the losses on held-out text before the first step, and the gradients of all parameters in that step."""
+    run = run_setup.build(config)
+    losses = evaluate.evaluate(run)
+    run.optimizer.zero_grad = lambda: None
+    step.take_step(run, 1, consumed=0)
+    return {"losses": losses, "gradients": {name: x.grad.full_tensor() for name, x in run.model.named_parameters()}}
+
+
+def write_first_steps(corpus: str, directory: Path, meshes: dict) -> None:
+    prepare(directory)
+    results = {name: first_step(job(corpus, dp, **settings)) for name, (dp, settings) in meshes.items()}
+    if dist.get_rank() == 0:
+        torch.save(results, directory / f"{len(meshes)}_meshes.pt")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("equivalence")
+
+
+@pytest.fixture(scope="module")
+def corpus(directory) -> str:
+    return write_corpus(directory / "corpus")
+
+
+@pytest.fixture(scope="module")
+def first_step_of_one_rank(corpus, directory) -> dict:
+    with one_rank():
+        prepare(directory)
+        return first_step(job(corpus, 1, ring=1))
+
+
+@pytest.fixture(scope="module")
+def first_steps(corpus, directory, first_step_of_one_rank) -> dict:
+    run_ranks(write_first_steps, 4, directory / "store", corpus, directory, MESHES)
+    return torch.load(directory / f"{len(MESHES)}_meshes.pt")
+
+
+@pytest.fixture(scope="module")
+def slow_first_steps(corpus, directory, first_step_of_one_rank) -> dict:
+    run_ranks(write_first_steps, 4, directory / "slow_store", corpus, directory, SLOW_MESHES)
+    return torch.load(directory / f"{len(SLOW_MESHES)}_meshes.pt")
+
+
+def assert_equal_steps(result: dict, expected: dict) -> None:
+    assert list(expected["losses"]) == ["eval_loss", "eval_loss/0", "eval_loss/8", "eval_loss/16", "eval_loss/32"]
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert result["gradients"].keys() == expected["gradients"].keys() and len(expected["gradients"]) == 2 + 2 * 9
+    for name, gradient in expected["gradients"].items():
+        scale = float(gradient.abs().max())
+        assert scale > 0
+        # Sums in another order differ by rounding in fp32.
+        torch.testing.assert_close(result["gradients"][name], gradient, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_gradients_and_evaluations_equal_those_of_one_rank(mesh, first_steps, first_step_of_one_rank):
+    assert_equal_steps(first_steps[mesh], first_step_of_one_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", SLOW_MESHES)
+def test_gradients_and_evaluations_of_more_meshes_equal_those_of_one_rank(mesh, slow_first_steps, first_step_of_one_rank):
+    assert_equal_steps(slow_first_steps[mesh], first_step_of_one_rank)
+
+
+@pytest.mark.slow
+def test_recomputation_does_not_change_gradients(corpus, directory, first_step_of_one_rank):
+    with one_rank():
+        prepare(directory)
+        result = first_step(job(corpus, 1, ring=1, layout="striped", schedule="kv", activation_checkpointing=True))
+    assert_equal_steps(result, first_step_of_one_rank)
+
+
+def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
+    """Return a prompt and the eight most likely tokens after it, by a model with random weights."""
+    run = run_setup.build(config)
+    options = dict(group=run.mesh.sequence.get_group(), device=run.device, temperature=0.0)
+    # No token equals `eos`, because the vocabulary ends before it. Therefore no text ends early.
+    return generate(run.model, prompt, 8, **options, vocab_size=256, eos=256)
+
+
+@patch.object(evaluate, "SHORTEST_CONTEXT", 8)
+def write_runs(corpus: str, directory: Path) -> None:
+    """Train with every ring that divides the number of ranks, and generate some text."""
+    prepare(directory)
+    ranks = dist.get_world_size()
+    for ring in (ring for ring in RINGS if ranks % ring == 0):
+        config, path = job(corpus, ranks // ring, ring=ring), directory / f"ranks{ranks}_ring{ring}"
+        trainer.train(config, path)
+        tokens = [greedy_tokens(config, prompt) for prompt in ([], [65], list(range(40, 80)))]
+        if dist.get_rank() == 0:
+            (path / "tokens.json").write_text(json.dumps(tokens))
+    if ranks == 4:
+        config = job(corpus, 1, ring=4)
+        config.data.eval_split = None
+        config.trainer.eval_every, config.trainer.eval_tokens = TrainerConfig.eval_every, TrainerConfig.eval_tokens
+        trainer.train(config, directory / "without_evaluation")
+
+
+@pytest.fixture(scope="module")
+def runs(corpus, directory) -> Path:
+    run_ranks(write_runs, 4, directory / "runs_store", corpus, directory)
+    with one_rank():
+        write_runs(corpus, directory)
+    return directory
+
+
+def read_records(path: Path) -> list[dict[str, float]]:
+    return metrics.read(path / "metrics.jsonl")
+
+
+def losses(path: Path) -> torch.Tensor:
+    return torch.tensor([record["loss"] for record in read_records(path)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", RINGS)
+def test_losses_of_twenty_steps_equal_those_of_one_rank(ring, runs):
+    expected, result = losses(runs / "ranks1_ring1"), losses(runs / f"ranks4_ring{ring}")
+    assert len(result) == STEPS and expected[-1] < 0.8 * expected[0]
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", RINGS)
+def test_held_out_text_is_evaluated_regularly_and_at_the_end(ring, runs):
+    expected, result = (
+        {record["step"]: record["eval_loss"] for record in read_records(runs / name) if "eval_loss" in record}
+        for name in ("ranks1_ring1", f"ranks4_ring{ring}")
+    )
+    assert list(result) == [8, 16, 20] and result[20] < result[8]
+    assert result == pytest.approx(expected, rel=1e-4)
+    summary = json.loads((runs / f"ranks4_ring{ring}" / "summary.json").read_text())
+    assert summary["eval_loss"] == result[20]
+
+
+@pytest.mark.slow
+def test_evaluations_do_not_change_the_training(runs):
+    assert read_records(runs / "ranks4_ring4")[0].keys() == read_records(runs / "without_evaluation")[-1].keys()
+    assert torch.equal(losses(runs / "ranks4_ring4"), losses(runs / "without_evaluation"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ring", RINGS)
+def test_generated_text_equals_that_of_one_rank(ring, runs):
+    expected, result = (
+        json.loads((runs / name / "tokens.json").read_text()) for name in ("ranks1_ring1", f"ranks4_ring{ring}")
+    )
+    assert result == expected
+    assert [len(tokens) for tokens in expected] == [8, 9, 48]

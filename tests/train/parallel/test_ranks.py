@@ -1,0 +1,115 @@
+"""The ranks of a job: they agree on values and errors, and each has a device."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn.train.checkpoint.storage import CheckpointError
+from ringattn.train.config import ConfigError
+from ringattn.train.parallel.mesh import build_mesh
+from ringattn.train.parallel.ranks import (
+    CUBLAS_WORKSPACE,
+    broadcast_object,
+    connect_ranks,
+    disconnect_ranks,
+    pick_device,
+    set_deterministic,
+    sync_errors,
+)
+from tests.distributed import run_ranks
+from tests.train.jobs import one_rank
+
+
+def test_a_process_without_torchrun_is_the_only_rank(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    store = connect_ranks()
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        assert store.add("count", 2) == 2
+        build_mesh("cpu", 1)
+    finally:
+        disconnect_ranks()
+    assert not dist.is_initialized()
+    # A mesh must not outlive the process group on which it was built.
+    assert build_mesh.cache_info().currsize == 0
+
+
+def test_values_and_errors_of_one_rank_reach_all_ranks(tmp_path):
+    run_ranks(_check_values_and_errors, 3, tmp_path / "ranks")
+
+
+def _check_values_and_errors() -> None:
+    rank = dist.get_rank()
+    assert broadcast_object({"rank": rank}) == {"rank": 0}
+    with sync_errors():
+        pass
+    # The error of the lowest rank that raised one is raised everywhere, with its type.
+    with pytest.raises(CheckpointError, match="rank 1 cannot read its file"), sync_errors():
+        if rank > 0:
+            raise CheckpointError(f"rank {rank} cannot read its file")
+
+
+def test_an_error_keeps_its_cause_on_its_own_rank():
+    with one_rank(), pytest.raises(ConfigError) as error, sync_errors():
+        raise ConfigError("outer") from ValueError("inner")
+    assert isinstance(error.value.__cause__.__cause__, ValueError)
+
+
+def test_errors_are_raised_as_usual_without_a_process_group():
+    with pytest.raises(ConfigError, match="one file is missing"), sync_errors():
+        raise ConfigError("one file is missing")
+
+
+def test_other_errors_end_only_their_own_rank():
+    with one_rank(), pytest.raises(ZeroDivisionError), sync_errors():
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("cuda_in_use", [False, True])
+def test_deterministic_cublas_must_be_set_before_cuda_is_in_use(cuda_in_use, monkeypatch, caplog):
+    monkeypatch.setenv(CUBLAS_WORKSPACE, "")
+    monkeypatch.delenv(CUBLAS_WORKSPACE)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: cuda_in_use)
+    with one_rank():
+        try:
+            set_deterministic(True)
+            assert torch.are_deterministic_algorithms_enabled()
+        finally:
+            set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert (CUBLAS_WORKSPACE in os.environ) != cuda_in_use
+    assert ("CUBLAS_WORKSPACE_CONFIG=:4096:8 before" in caplog.text) == cuda_in_use
+
+
+@pytest.fixture
+def gpus(monkeypatch) -> SimpleNamespace:
+    """A fake host with two GPUs, which records the current device."""
+    host = SimpleNamespace(current=None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(host, "current", device))
+    return host
+
+
+def test_every_rank_has_its_own_gpu(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert pick_device("auto") == gpus.current == torch.device("cuda", 1)
+
+
+def test_fewer_gpus_than_ranks_are_an_error(gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="has 2 usable GPUs for 3 ranks.*launch fewer ranks, or set trainer.device=cpu"):
+        pick_device("cuda")
+
+
+def test_ranks_on_cpus_divide_the_cores(gpus, monkeypatch):
+    threads = []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert pick_device("cpu") == torch.device("cpu")
+    assert threads == [2] and gpus.current is None

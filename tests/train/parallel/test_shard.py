@@ -1,0 +1,97 @@
+"""What is applied to a model before training: random weights and shards, compilation, activation checkpointing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringattn.attention
+from ringattn.train import setup as run_setup
+from ringattn.train import step
+from ringattn.train.config import ModelConfig
+from ringattn.train.model.gpt import GPT, Block
+from ringattn.train.parallel import memory
+from ringattn.train.parallel.mesh import build_mesh
+from ringattn.train.parallel.shard import compile_blocks, shard_model
+from tests.distributed import run_ranks
+from tests.train.jobs import SEQUENCES, job, one_rank
+
+MODEL = ModelConfig(layers=3, dim=32, heads=4, kv_heads=2, qkv_bias=True)
+
+
+def build(blocks_per_group: int = 2) -> GPT:
+    """A sharded model, whose three blocks form groups of the given size."""
+    memory.GROUP_BYTES = blocks_per_group * memory._block_bytes(MODEL, bf16=False)
+    with torch.device("meta"):
+        model = GPT(MODEL, 257)
+    shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=3, bf16=False)
+    return model
+
+
+@pytest.fixture
+def expected(monkeypatch) -> dict[str, torch.Tensor]:
+    """The weights of the model on one rank."""
+    monkeypatch.setattr(memory, "GROUP_BYTES", memory.GROUP_BYTES)  # restored after the test, because `build` changes it
+    with one_rank():
+        return {name: x.full_tensor().clone() for name, x in build().state_dict().items()}
+
+
+def test_weights_do_not_depend_on_the_number_of_ranks(expected, tmp_path):
+    torch.save(expected, tmp_path / "expected.pt")
+    run_ranks(_check_weights, 3, tmp_path / "store", tmp_path / "expected.pt")
+
+
+def _check_weights(path: Path) -> None:
+    expected = torch.load(path)
+    for blocks_per_group in (1, 3):
+        model = build(blocks_per_group)
+        for name, parameter in model.state_dict().items():
+            assert torch.equal(parameter.full_tensor(), expected[name]), name
+    # Every rank holds only its own shard.
+    assert len(model.embedding.to_local()) in (106, 107)  # of 320 rows
+    check_gradients_are_summed(model)
+
+
+def check_gradients_are_summed(model: GPT) -> None:
+    """FSDP would average the gradients by default. Every rank contributes a gradient of one here."""
+    positions = torch.arange(2)
+    model(torch.zeros(1, 2, dtype=torch.int64), positions, lambda q, k, v: q, lambda hidden, head: head.sum()).backward()
+    assert model.head is None
+    assert model.embedding.grad.full_tensor().eq(dist.get_world_size()).all()
+
+
+def test_every_block_has_its_own_weights_and_biases_of_zero(expected):
+    assert expected["blocks.0.query.bias"].eq(0).all()
+    assert not torch.equal(expected["blocks.0.query.weight"], expected["blocks.1.query.weight"])
+
+
+def test_everything_but_attention_is_compiled(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function: compiled.append(function.__name__) or function)
+    with torch.device("meta"):
+        compile_blocks(GPT(MODEL, 257))
+    assert compiled == ["before", "after"] * 3
+
+
+@pytest.mark.parametrize("activation_checkpointing", [True, None], ids=["as set", "because memory is short"])
+def test_activation_checkpointing_never_computes_attention_twice(activation_checkpointing, corpus, monkeypatch):
+    calls = {"attention": 0, "rest": 0}
+    forward, after = ringattn.attention.Ring.forward, Block.after
+
+    def count_attention(*args, **kwargs):
+        calls["attention"] += 1
+        return forward(*args, **kwargs)
+
+    def count_rest(*args):
+        calls["rest"] += 1
+        return after(*args)
+
+    monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
+    monkeypatch.setattr(ringattn.attention.Ring, "forward", count_attention)
+    monkeypatch.setattr(Block, "after", count_rest)
+    with one_rank():
+        run = run_setup.build(job(corpus, 1, activation_checkpointing=activation_checkpointing))
+        step.take_step(run, 1, consumed=0)
+    micro_steps, layers = SEQUENCES, 2
+    assert calls == {"attention": micro_steps * layers, "rest": 2 * micro_steps * layers}
