@@ -1,25 +1,25 @@
-"""Generation with caches against running the whole sequence again for every token."""
+"""Tests of generation: with caches, the model generates the same tokens as if every token recomputed the whole sequence."""
 
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from ringattn import Mask
 from ringattn.train.generate import generate
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
 from tests.train.model.test_gpt import VOCAB, build
+from tests.train.plain import plain_attention
 
 EOS = VOCAB - 1
 PROMPTS = ([], [7], list(range(30)))
 NUM_TOKENS = 20
 
 
-def trained(window: int | None) -> GPT:
-    """A model whose next token depends on what it has read: with small weights it would repeat itself."""
+def random_model(window: int | None) -> GPT:
+    """A model whose next token depends on the earlier ones. With small weights, it would repeat one token."""
     model = build(window=window, tie_embeddings=False)
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
@@ -27,20 +27,12 @@ def trained(window: int | None) -> GPT:
     return model
 
 
-def recomputed(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS) -> list[int]:
-    """The likeliest tokens, up to `eos`, by PyTorch's attention over the whole sequence each time."""
-
-    def attend(q, k, v):
-        lo, hi = Mask.causal(model.config.window).intervals(q.shape[1])
-        keys = torch.arange(q.shape[1])
-        mask = (lo[0, :, None] <= keys) & (keys < hi[0, :, None])
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-
+def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS) -> list[int]:
+    """The prompt and the most likely tokens up to `eos`, computed with PyTorch's attention over the whole sequence."""
+    attend = plain_attention(Mask.causal(model.config.window))
     tokens = [eos, *prompt]
     for _ in range(num_tokens):
-        rows = torch.tensor([tokens])
-        logits = model(rows, torch.arange(len(tokens)), attend, lambda hidden, head: head @ hidden[0, -1])
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens)), attend, lambda hidden, head: head @ hidden[0, -1])
         token = int(logits[:VOCAB].argmax())
         if token == eos:
             break
@@ -48,52 +40,57 @@ def recomputed(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS) -
     return tokens[1:]
 
 
-def generated(model: GPT, prompt: list[int], eos: int = EOS, **options) -> list[int]:
+def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, **options) -> list[int]:
+    """The generated tokens, which must be equal on all ranks."""
     device, group = torch.device("cpu"), dist.group.WORLD
     tokens = generate(model, prompt, NUM_TOKENS, group=group, device=device, vocab_size=VOCAB, eos=eos, **options)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, tokens)
-    assert everyone == [tokens] * len(everyone)
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, tokens)
+    assert gathered == [tokens] * len(gathered)
     return tokens
 
 
-def check(expected: dict, early: tuple[int, list[int]], path: Path) -> None:
-    """On every rank: the same greedy tokens as without caches; rank 0 writes what it drew at a temperature."""
-    assert generated(trained(None), PROMPTS[1], eos=early[0], temperature=0.0) == early[1]
+def check_tokens(expected: dict, early: tuple[int, list[int]], path: Path) -> None:
+    """On every rank: compare the most likely tokens with the expected ones. Rank 0 also saves tokens that are sampled."""
+    assert generate_on_ranks(random_model(None), PROMPTS[1], eos=early[0], temperature=0.0) == early[1]
     for (window, i), tokens in expected.items():
-        assert generated(trained(window), PROMPTS[i], temperature=0.0) == tokens
-    drawn = generated(trained(None), [1, 2, 3], temperature=1.0, seed=5)
+        assert generate_on_ranks(random_model(window), PROMPTS[i], temperature=0.0) == tokens
+    sampled = generate_on_ranks(random_model(None), [1, 2, 3], temperature=1.0, seed=5)
     if dist.get_rank() == 0:
-        torch.save(drawn, path / f"{dist.get_world_size()}.pt")
+        torch.save(sampled, path / f"{dist.get_world_size()}.pt")
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict:
+    """The expected tokens, by the window of the model and the number of the prompt."""
     return {
-        (window, i): recomputed(trained(window), prompt, NUM_TOKENS) for window in (None, 6) for i, prompt in enumerate(PROMPTS)
+        (window, i): generate_without_cache(random_model(window), prompt, NUM_TOKENS)
+        for window in (None, 6)
+        for i, prompt in enumerate(PROMPTS)
     }
 
 
 @pytest.fixture(scope="module")
 def early() -> tuple[int, list[int]]:
-    """An `eos` that the model writes before it has to end, and the tokens up to there."""
-    texts = ((eos, recomputed(trained(None), PROMPTS[1], NUM_TOKENS, eos)) for eos in range(VOCAB))
+    """A token for `eos` that the model generates before the limit, and the tokens up to there."""
+    texts = ((eos, generate_without_cache(random_model(None), PROMPTS[1], NUM_TOKENS, eos)) for eos in range(VOCAB))
     return next((eos, tokens) for eos, tokens in texts if 3 < len(tokens) < NUM_TOKENS)
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("drawn")
+    return tmp_path_factory.mktemp("sampled")
 
 
 @pytest.mark.parametrize("ranks", (1, 2, 3, 4), ids=lambda n: f"P{n}")
-def test_the_tokens_are_those_of_the_whole_recomputed(ranks: int, expected: dict, early: tuple, directory: Path) -> None:
-    run_ranks(check, ranks, directory / f"ranks{ranks}", expected, early, directory)
-    drawn = torch.load(directory / f"{ranks}.pt")
-    assert len(set(drawn)) > 5 and drawn == torch.load(directory / "1.pt")
+def test_caches_do_not_change_the_generated_tokens(ranks: int, expected: dict, early: tuple, directory: Path) -> None:
+    """Sampled tokens do not depend on the number of ranks either."""
+    run_ranks(check_tokens, ranks, directory / f"ranks{ranks}", expected, early, directory)
+    sampled = torch.load(directory / f"{ranks}.pt")
+    assert len(set(sampled)) > 5 and sampled == torch.load(directory / "1.pt")
 
 
-def test_the_text_is_not_trivial(expected: dict) -> None:
-    """Else the comparison above would show nothing."""
+def test_expected_tokens_vary(expected: dict) -> None:
+    """If the model repeated one token, the comparison above would not notice errors in the caches."""
     assert all(len(set(tokens[-NUM_TOKENS:])) > 3 for tokens in expected.values())
     assert expected[None, 2] != expected[6, 2]

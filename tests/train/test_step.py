@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn import Mask
-from ringattn.kernels import interval_mask
 from ringattn.planning import rank_plan
 from ringattn.train import setup as run_setup
 from ringattn.train import step
@@ -19,6 +18,7 @@ from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
+from tests.train.plain import plain_attention
 
 WINDOW = 40
 
@@ -32,12 +32,8 @@ def write_short_documents(directory: Path) -> str:
 
 
 def plain_loss(model: GPT, batch: Batch) -> torch.Tensor:
-    """The mean loss of a batch of 61 tokens per sequence, computed with PyTorch's attention under a dense mask."""
-    allowed = interval_mask.dense(*Mask.causal(WINDOW, batch.documents).intervals(61), 61)[:, None]
-
-    def attend(q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True).transpose(1, 2)
+    """The mean loss of a batch of 61 tokens per sequence, computed with PyTorch's attention."""
+    attend = plain_attention(Mask.causal(WINDOW, batch.documents))
 
     def loss_fn(hidden, head):
         return F.cross_entropy((hidden @ head[:257].T).flatten(0, 1), batch.labels.flatten())
