@@ -25,8 +25,7 @@ SHORTEST_CONTEXT = 128
 def evaluate(run: Run) -> dict[str, float]:
     """Compute the loss on the held-out text. All ranks call this function together and return the same losses.
 
-    Evaluation uses the first sequences of `run.held_out` with at least `trainer.eval_tokens` tokens in total, always the same
-    ones.
+    Evaluation always uses the same sequences of `run.held_out`, with at least `trainer.eval_tokens` tokens in total.
 
     Returns:
         `eval_loss`, the mean loss in nats per token, and `eval_loss/c` for c of 0, SHORTEST_CONTEXT, 2 SHORTEST_CONTEXT, and so

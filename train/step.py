@@ -48,10 +48,14 @@ def take_step(
     dist.all_reduce(totals, group=run.mesh.dp.get_group())
     num_labels, num_pairs = totals.tolist()
 
+    # Each loss is divided by the number of labels of the whole step, so the sum over all ranks and micro-steps is the mean loss
+    # per token.
+    options = dict(vocab_size=run.tokenizer.vocab_size, compiled=uses_compile(run.config, run.device))
+    loss_fn = partial(cross_entropy, num_valid=max(num_labels, 1), **options)
     # One all-reduce sums both the loss and the number of ranks that should stop.
     sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
-        loss = rank_loss(run, batch, mask, num_labels)
+        loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn)
         # The backward pass runs in this thread. A thread of autograd would have to be woken for every backward pass, and would
         # compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
@@ -126,18 +130,6 @@ def count_pairs(mask: Mask, batch: Batch) -> int:
     pairs = mask.pairs(batch.tokens.shape[1])
     # A mask without documents has one entry, which applies to every sequence.
     return sum(pairs) * (len(batch.tokens) // len(pairs))
-
-
-def rank_loss(run: Run, batch: Batch, mask: Mask, num_labels: int) -> Tensor:
-    """Return the summed loss of this rank's tokens of the batch, divided by `num_labels`.
-
-    `num_labels` is the number of labels of the whole step on all ranks, so the sum over all ranks and micro-steps is the mean
-    loss per token.
-    """
-    options = dict(
-        vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=uses_compile(run.config, run.device)
-    )
-    return forward(run, batch, mask, layout_of(run.config, run.mesh, mask), partial(cross_entropy, **options))
 
 
 def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
