@@ -86,15 +86,15 @@ class DataConfig:
     # The kind of text: "stdlib" (the source code of Python's standard library), "text" (one document per file), "jsonl" (one
     # document per line), "parquet" (one document per row) or "hub" (a dataset of the Hugging Face hub).
     source: str = "stdlib"
-    # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path, which
-    # only "stdlib" accepts.
+    # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
+    # except "stdlib" require a path.
     path: str | None = None
     # The configuration of a dataset of the hub that has several. None: its default configuration.
     subset: str | None = None
-    # The part of the text to train on: a split such as "train", or a slice of one such as "train[:95%]".
+    # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
     split: str = "train"
-    # The split of the held-out text, or a slice of one such as "train[95%:]". None: "train" if `eval_path` is set. Without
-    # `eval_split` and `eval_path` there is no held-out text and no evaluation.
+    # The split of the held-out text, or a slice of a split such as "train[95%:]". None: "train" if `eval_path` is set. If
+    # neither `eval_split` nor `eval_path` is set, there is no held-out text and no evaluation.
     eval_split: str | None = None
     # The files or the dataset of the held-out text. None: those of `path`.
     eval_path: str | None = None
@@ -131,8 +131,9 @@ class ParallelConfig:
 
     # The number of ranks that share one sequence. It must divide the number of ranks. None: all ranks.
     ring: int | None = None
-    # The number of ranks, of those that share a sequence, that exchange heads by all-to-all (Ulysses). A larger number means
-    # a ring with fewer hops. None: the number for which the cost model predicts the shortest time.
+    # The number of ranks that exchange heads by all-to-all (Ulysses). The ranks that share a sequence form several such groups,
+    # which are connected by rings. A larger number means rings with fewer hops. None: the number for which the cost model
+    # predicts the shortest time.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". "auto" picks, for the mask of every
     # step, the layout with the least work for the busiest rank.
@@ -169,7 +170,7 @@ class OptimConfig:
     schedule: str = "cosine"
     # The number of steps in which the learning rate rises linearly to `lr`. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
-    # For "wsd", the fraction of all steps, at the end of the run, in which the learning rate falls.
+    # The fraction of all steps in which the learning rate falls, at the end of the run. This setting applies only to "wsd".
     decay_fraction: float = 0.2
     # The learning rate of the last step, as a fraction of `lr`.
     min_lr_ratio: float = 0.1
@@ -203,8 +204,8 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
     eval_every: int = 500
-    # The smallest number of tokens of an evaluation. Whole sequences are evaluated, always the same ones. If the held-out
-    # text is shorter, all of it is evaluated.
+    # The minimum number of tokens per evaluation. Every evaluation uses the same whole sequences. If the held-out text is
+    # shorter, all of it is evaluated.
     eval_tokens: int = 65_536
     # The number of seconds after its launch at which a run stops. The run completes its current step, saves a checkpoint and
     # exits. None: no limit.

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":
-    # Python puts the folder of a script first on the search path, where it would find our train/data as "data". The root of the
-    # repository takes the place of that folder, so that `import ringattn` works without an installation.
+    # Python puts the folder of a script first on its search path, so `import data` in another package would import train/data.
+    # The root of the repository replaces that folder, so that `import ringattn` works without an installation.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent)] + [entry for entry in sys.path if entry != str(folder)]
 

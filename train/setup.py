@@ -45,7 +45,8 @@ class Run:
     init_from: Path | None  # the initial weights of a new run; None for random weights
     init_from_changes: str  # the settings that differ from those that the initial weights were trained with
     parent: str | None = None  # the checkpoint of another run that this run branched from
-    prefetched: tuple[int, list[Batch]] | None = None  # the number of sequences before the latest batches, and these batches
+    # The latest batches, and the number of sequences that were consumed before them.
+    prefetched: tuple[int, list[Batch]] | None = None
 
     @property
     def sequences_per_step(self) -> int:

@@ -35,7 +35,7 @@ def take_step(
 
     Returns:
         The record of the step, and whether any rank should stop. The record contains `loss` (nats per token), `grad_norm`
-        (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Both are equal on all ranks.
+        (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Every rank returns the same values.
 
     Raises:
         Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
