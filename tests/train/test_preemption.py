@@ -1,5 +1,6 @@
 """Tests of how a run stops on SIGTERM and at its time limit, and of the lock on its directory."""
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -178,11 +179,13 @@ def test_lock_is_released_when_its_process_is_killed(tmp_path):
 
 
 def test_training_does_not_require_a_file_system_with_locks(tmp_path, monkeypatch):
+    """Without locks, nothing prevents a second launch. A marker file would, but it would outlive a process that is killed."""
+
     def unsupported(*_):
-        raise OSError(38, "Function not implemented")
+        raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", unsupported)
-    entered = []
-    with one_rank(), acquire_run_directory(tmp_path):
-        entered.append(True)
-    assert entered
+    launches = []
+    with one_rank(), acquire_run_directory(tmp_path), acquire_run_directory(tmp_path):
+        launches.append("second")
+    assert launches == ["second"]
