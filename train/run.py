@@ -26,7 +26,7 @@ if __name__ == "__main__":
     # Python puts the folder of a script first on its search path, so `import data` in another package would import train/data.
     # The root of the repository replaces that folder, so that `import ringattn` works without an installation.
     folder = Path(__file__).resolve().parent
-    sys.path[:] = [str(folder.parent)] + [entry for entry in sys.path if entry != str(folder)]
+    sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
 import hydra
 import torch.distributed as dist
