@@ -5,16 +5,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ringattn.train.checkpoint import storage
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a model as "model.<name>". The tensors are not copied.
-
-    A weight that two modules share is returned once, under its first name.
-    """
-    return {f"model.{name}": tensor.detach() for name, tensor in _model_tensors(model).items()}
+    """Return the parameters and persistent buffers of a model as "model.<name>". The tensors are not copied."""
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
 
 
 def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
@@ -23,41 +21,18 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
     An optimizer that has not made a step yet receives the zeros that its first step would create. A checkpoint can then be
     loaded into it.
 
-    `torch.distributed.checkpoint.state_dict` is not used here, because it returns shared weights under each of their names, and
-    because its way to create the state of a new optimizer is a step with gradients of zero, which counts as a step.
-
     Returns:
         `model_state(model)`, and "optim.<parameter>.<exp_avg | exp_avg_sq | step>" for every parameter.
     """
-    names = {id(tensor): name for name, tensor in _model_tensors(model).items()}
-    tensors = model_state(model)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                state.update(_zero_state(parameter, on_device=bool(group["fused"] or group["capturable"])))
-            tensors |= {f"optim.{names[id(parameter)]}.{key}": value for key, value in state.items()}
+    # The state dict of the model must be made first, because it makes FSDP reshard the parameters that an evaluation has left
+    # gathered. The optimizer knows only the sharded parameters.
+    tensors, is_new = model_state(model), not optimizer.state
+    for name, state in get_optimizer_state_dict(model, optimizer)["state"].items():
+        if is_new:
+            # PyTorch creates the state by a step with gradients of zero, which has incremented this number.
+            state["step"].zero_()
+        tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors
-
-
-def _model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter and persistent buffer once, by its first name."""
-    tensors, known = {}, set()
-    # Unlike named_parameters, state_dict makes FSDP reshard the parameters that an evaluation has left gathered.
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in known:
-            known.add(id(tensor))
-            tensors[name] = tensor
-    return tensors
-
-
-def _zero_state(parameter: Tensor, on_device: bool) -> dict[str, Tensor]:
-    """Return the state that AdamW creates in its first step. `on_device`: whether it counts steps on the parameter's device."""
-    return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
-        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-    }
 
 
 def rng_state() -> dict[str, Tensor]:

@@ -16,20 +16,18 @@ from tests.distributed import run_ranks
 
 
 class Tiny(nn.Module):
-    """A model that is difficult to shard: odd numbers of rows, a shared weight, a parameter of one element, and buffers."""
+    """A model that is difficult to shard: odd numbers of rows, a parameter of one element, and buffers."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(7, 5)
         self.hidden = nn.Linear(5, 5)
-        self.head = nn.Linear(5, 7, bias=False)
-        self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.hidden(self.embed(tokens)) * self.scale)
+        return self.hidden(self.embed(tokens)) @ self.embed.weight.T * self.scale
 
 
 def build(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
