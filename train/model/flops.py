@@ -1,7 +1,8 @@
 """Model FLOPs of a training step, and the peak of a device. Their quotient is the model FLOPs utilisation (MFU).
 
-A multiply-add counts as 2 FLOPs, and the backward pass as twice the forward pass. Every token is multiplied with every weight
-of a matrix once. Every (query, key) pair is multiplied with every dimension of a head twice, in Q K^T and in P V:
+A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. The forward pass needs one
+multiply-add per token and weight of a matrix. It needs two multiply-adds per (query, key) pair and dimension of a head, in
+Q K^T and in P V. The FLOPs of a training step are therefore
 
     6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
 
@@ -14,7 +15,7 @@ import torch
 
 from ringattn.train.model.gpt import GPT
 
-# Dense bf16 FLOP/s from the data sheets of the vendor. The first pattern that matches the name of the GPU counts.
+# The dense bf16 FLOP/s of GPUs, from NVIDIA's data sheets. The first pattern that matches the name of a GPU applies to it.
 PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -31,7 +32,7 @@ PEAK_FLOPS = (
 def matmul_parameters(model: GPT) -> int:
     """Return the number of weights that tokens are multiplied with, on all ranks together.
 
-    These are all matrices except an embedding that is not also the output matrix.
+    These are the weights of all matrices. The embedding counts only if it is also the output matrix.
     """
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     return matrices - (0 if model.head is None else model.embedding.numel())
@@ -51,12 +52,12 @@ def step_flops(model: GPT, tokens: int, pairs: int) -> int:
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:
-    """Return the rates of one device: `tflops_per_rank`, and `mfu` relative to its `peak` FLOP/s, or None without a peak."""
+    """Return the rates of one device: `tflops_per_rank`, and `mfu`, which is None if the `peak` FLOP/s is unknown."""
     return {"tflops_per_rank": flops_per_s / 1e12, "mfu": flops_per_s / peak if peak else None}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s of one device; None for a CPU and for a GPU that is not listed."""
+    """Return the dense bf16 FLOP/s of one device, or None for a CPU and for a GPU that is not in PEAK_FLOPS."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

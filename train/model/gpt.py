@@ -66,9 +66,10 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.after(x, attend(*self.before(x, cos, sin)))
 
-    # Everything before and after attention processes each token by itself, so it can be compiled without any communication.
+    # `before` and `after` process every token independently, so they can be compiled although attention communicates.
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rotated queries, the rotated keys, and the values."""
         h = self.norm(x, self.attention_norm)
         q, k, v = (project(h).unflatten(-1, (-1, self.head_dim)) for project in (self.query, self.key, self.value))
         if self.config.qk_norm:
@@ -76,11 +77,13 @@ class Block(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin), v
 
     def after(self, x: Tensor, attention: Tensor) -> Tensor:
+        """Add the attention output (B, N, Hq, D) and the result of the SwiGLU to the residual stream `x` (B, N, dim)."""
         x = x + self.output(attention.flatten(-2))
         h = self.norm(x, self.ffn_norm)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Apply RMSNorm over the last dimension."""
         return F.rms_norm(x, x.shape[-1:], weight, self.config.norm_eps)
 
 
@@ -109,7 +112,7 @@ class GPT(nn.Module):
         Args:
             tokens: int64 (B, N), this rank's tokens of the sequence.
             positions: int64 (N,) or (B, N), the positions of these tokens in the whole sequence.
-            attend: attention over the whole sequence, see the module's docstring; one function, or one per layer.
+            attend: the function for attention over the whole sequence, or one such function per layer.
             finish: finish(hidden, head) receives the normalised hidden states (B, N, dim) and the output matrix (padded
                 vocabulary, dim).
 

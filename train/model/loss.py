@@ -6,14 +6,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-IGNORE = -100  # the label of tokens that do not contribute to the loss
-CHUNK = 2048  # tokens whose logits exist at the same time
+# The label of tokens that do not contribute to the loss.
+IGNORE = -100
+
+# The number of tokens whose logits exist at the same time.
+CHUNK = 2048
 
 
 def cross_entropy(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, num_valid: int, chunk: int = CHUNK, compiled: bool = False
 ) -> Tensor:
-    """Return the sum over this rank's valid labels of -log softmax(head hidden)[label], divided by num_valid.
+    """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] over its labels / num_valid.
 
     The sum of this loss over all ranks and micro-steps of an optimizer step is the mean over their valid tokens, even if ranks
     have different numbers of tokens. The backward pass recomputes the logits, which costs a fourth matrix product in addition
@@ -22,14 +25,15 @@ def cross_entropy(
     Args:
         hidden: (B, N, dim).
         head: (V, dim), in hidden's dtype. Rows from `vocab_size` on are padding and receive no probability.
-        labels: int64 (B, N). The label IGNORE means that a token does not contribute.
+        labels: int64 (B, N), the correct next tokens. A token with the label IGNORE does not contribute.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
-        chunk: tokens per chunk. The memory is about 14 bytes * chunk * V, or 4 to 8 bytes * chunk * V if compiled.
+        chunk: the number of tokens per chunk. The logits of a chunk need about 14 * chunk * V bytes, or 4 to 8 * chunk * V
+            bytes if compiled.
         compiled: whether `torch.compile` fuses the operations between the matrix products.
 
     Returns:
-        A fp32 scalar.
+        The loss, an fp32 scalar.
     """
     loss = _CrossEntropy.apply(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)
     return loss / num_valid
@@ -38,19 +42,20 @@ def cross_entropy(
 def token_losses(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int = CHUNK, compiled: bool = False
 ) -> Tensor:
-    """Return -log softmax(head hidden)[label] for every token, fp32 (B, N), without gradients. It is 0 for the label IGNORE.
+    """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients.
 
-    Arguments as for `cross_entropy`.
+    The loss of a token with the label IGNORE is 0. The arguments have the same meaning as those of `cross_entropy`.
     """
     losses = _compiled(_losses) if compiled else _losses
     flat, flat_labels = hidden.flatten(0, 1), labels.flatten()
-    of_chunks = [losses(flat[rows] @ head.T, flat_labels[rows], vocab_size)[1] for rows in _chunks(len(flat), chunk)]
-    empty = hidden.new_zeros(0, dtype=torch.float32)  # a rank may have no tokens, and torch.cat requires a tensor
-    return torch.cat([empty, *of_chunks]).view(labels.shape)
+    results = [hidden.new_zeros(0, dtype=torch.float32)]  # A rank may have no tokens, and torch.cat requires a tensor.
+    for rows in _chunks(len(flat), chunk):
+        results.append(losses(flat[rows] @ head.T, flat_labels[rows], vocab_size)[1])
+    return torch.cat(results).view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """loss = sum_t (lse_t - logit_t[label_t]) and d logits = softmax - onehot, over valid tokens t."""
+    """The loss is the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of logits is softmax - onehot."""
 
     @staticmethod
     def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled):
@@ -58,8 +63,8 @@ class _CrossEntropy(torch.autograd.Function):
         lse = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in _chunks(len(labels), chunk):
-            lse[rows], of_rows = losses(hidden[rows] @ head.T, labels[rows], vocab_size)
-            loss += of_rows.sum()
+            lse[rows], row_losses = losses(hidden[rows] @ head.T, labels[rows], vocab_size)
+            loss += row_losses.sum()
         ctx.save_for_backward(hidden, head, labels, lse)
         ctx.vocab_size, ctx.chunk, ctx.compiled = vocab_size, chunk, compiled
         return loss
@@ -69,7 +74,7 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, head, labels, lse = ctx.saved_tensors
         gradients = _compiled(_gradients) if ctx.compiled else _gradients
         dhidden = torch.empty_like(hidden)
-        # In bf16, the sum over many chunks would lose small contributions.
+        # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
         dhead = torch.zeros_like(head, dtype=torch.float32)
         for rows in _chunks(len(labels), ctx.chunk):
             dlogits = gradients(hidden[rows] @ head.T, labels[rows], lse[rows], dloss, ctx.vocab_size)
