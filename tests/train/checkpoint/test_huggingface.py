@@ -1,14 +1,19 @@
 """Models in Hugging Face's format: the same logits as transformers, the same defaults, and errors for other architectures."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from ringattn.train.checkpoint import huggingface
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
+from ringattn.train.parallel.mesh import build_mesh
+from ringattn.train.parallel.shard import shard_model
+from tests.distributed import run_ranks
 from tests.train.hub_models import (
     CONFIG,
     LLAMA3,
@@ -64,6 +69,28 @@ def test_logits_equal_those_of_transformers(changes, tmp_path):
     torch.testing.assert_close(
         logits(model, tokens)[:, :259].double(), transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4
     )
+
+
+def test_every_rank_loads_its_own_rows(tmp_path):
+    """The vocabulary of 259 tokens is padded to 320 rows, of which three ranks hold 107, 107 and 106 rows."""
+    folder = write_folder(tmp_path / "hf", model_type="qwen2")
+    model = GPT(settings_of(folder), 257)
+    torch.nn.init.zeros_(model.embedding)
+    torch.nn.init.zeros_(model.head)
+    huggingface.load(folder, model)
+    torch.save(model.state_dict(), tmp_path / "expected.pt")
+    run_ranks(_load_on_a_rank, 3, tmp_path / "ranks", folder, tmp_path / "expected.pt")
+
+
+def _load_on_a_rank(folder: Path, expected: Path) -> None:
+    with torch.device("meta"):
+        model = GPT(settings_of(folder), 257)
+    shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=0, bf16=False)
+    for parameter in (model.embedding, model.head):
+        torch.nn.init.zeros_(parameter)
+    huggingface.load(folder, model)
+    for name, tensor in torch.load(expected).items():
+        assert torch.equal(model.state_dict()[name].full_tensor(), tensor), name
 
 
 WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}

@@ -23,6 +23,15 @@ def test_pairs_are_rotated_by_the_documented_angle():
     torch.testing.assert_close(rotate(x, cos, sin)[0, 1, 0], expected)
 
 
+def test_angles_are_exact_at_large_positions():
+    """With frequencies in fp32, the angle at this position would be wrong by about 0.05."""
+    position, theta, dim = 1_000_000, 10_000.0, 8
+    cos, sin = rope(torch.tensor([position]), ModelConfig(head_dim=dim, rope_theta=theta))
+    angles = [position * theta ** (-2 * i / dim) for i in range(dim // 2)]
+    torch.testing.assert_close(cos[0, 0, 0], torch.tensor([math.cos(angle) for angle in angles]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin[0, 0, 0], torch.tensor([math.sin(angle) for angle in angles]), rtol=0, atol=1e-6)
+
+
 def test_every_batch_entry_may_have_positions_of_its_own():
     positions = torch.tensor([[0, 1, 2], [500_000, 500_001, 500_002]])
     cos, sin = rope(positions, ModelConfig(head_dim=8))

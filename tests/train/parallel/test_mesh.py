@@ -26,12 +26,15 @@ def groups_of(rank: int, ranks: int, sequence: int, ulysses: int) -> dict[str, l
 
 @pytest.mark.parametrize(
     ("rank", "dp", "sequence", "ring", "ulysses"),
-    [(0, [0, 4], [0, 1, 2, 3], [0, 2], [0, 1]), (7, [3, 7], [4, 5, 6, 7], [5, 7], [6, 7])],
+    [
+        (0, [0, 8], [0, 1, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6], [0, 1]),
+        (15, [7, 15], [8, 9, 10, 11, 12, 13, 14, 15], [9, 11, 13, 15], [14, 15]),
+    ],
 )
 def test_ranks_that_exchange_heads_are_consecutive(rank, dp, sequence, ring, ulysses):
-    """Eight ranks form two sequences of four ranks. The four ranks form rings of two, and pairs that exchange heads."""
-    expected = {"dp": dp, "sequence": sequence, "ring": ring, "ulysses": ulysses, "all": list(range(8))}
-    assert groups_of(rank, ranks=8, sequence=4, ulysses=2) == expected
+    """Of 16 ranks, eight share a sequence. They form rings of four ranks, and pairs of ranks that exchange heads."""
+    expected = {"dp": dp, "sequence": sequence, "ring": ring, "ulysses": ulysses, "all": list(range(16))}
+    assert groups_of(rank, ranks=16, sequence=8, ulysses=2) == expected
 
 
 @pytest.mark.parametrize(("set_by_user", "expected"), [(None, [50, 70]), ("600", [600, 600])])
