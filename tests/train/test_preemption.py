@@ -59,7 +59,7 @@ def receive_sigterm(step: int, rank: int):
 
 def small_job(corpus: str, ring: int) -> Config:
     config = job(corpus, 1, ring=ring)
-    config.trainer.steps, config.trainer.eval_every = 4, 2
+    config.trainer.steps, config.trainer.eval_every, config.trainer.accumulate = 4, 2, 1
     return config
 
 

@@ -141,6 +141,15 @@ def test_only_the_first_failure_is_reported(tmp_path):
     assert "rank 1 failed:" in stderr and "RuntimeError: an unexpected error" in stderr
 
 
+def test_second_failure_exits_without_a_message(monkeypatch, capfd):
+    exit_process = Mock()
+    monkeypatch.setattr(os, "_exit", exit_process)
+    store = dist.HashStore()
+    for text in ("rank 1 failed", "rank 0 failed"):
+        run.terminate(store, text, 3)
+    assert capfd.readouterr().err == "rank 1 failed\n" and exit_process.call_args_list == [((3,),), ((3,),)]
+
+
 def kill_rank_1(rank: int) -> None:
     """Let rank 1 be killed after its first step."""
     take_step = trainer.take_step
@@ -161,8 +170,9 @@ def test_other_ranks_report_a_killed_rank_in_one_line(tmp_path):
     assert re.search(r"^rank 0 failed: .*rank", stderr, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_torchrun_runs_the_script(tmp_path):
-    """The command of the README, on two ranks."""
+    """The command of the README, on two ranks. test_preemption.py has a quick test with torchrun."""
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=2"]
     result = launch(2, tmp_path, *settings)
     assert result.returncode == 0 and own_errors(result.stderr).count("error") == 0, result.stderr
