@@ -68,7 +68,7 @@ def test_console_shows_all_metrics(tmp_path, caplog):
     ]
 
 
-def test_console_leaves_out_unknown_metrics(tmp_path, caplog):
+def test_console_omits_unknown_metrics(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     Recorder(config(), tmp_path).log(100, tokens=1000, seconds=0.5, loss=2.5, mfu=None)
     assert caplog.messages == ["step 100/100  loss 2.5000  2,000 tokens/s per rank  ETA 0:00:00"]
@@ -214,7 +214,7 @@ def test_training_continues_if_wandb_fails_later(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("mode", "started"), [("disabled", None), ("offline", "offline"), ("dryrun", "offline"), (None, "online")]
 )
-def test_auto_follows_the_environment_of_wandb(mode, started, tmp_path, monkeypatch):
+def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch):
     """The user is logged in. The jobs of a sweep form a group."""
     init = Mock()
     monkeypatch.delenv("WANDB_MODE", raising=False)

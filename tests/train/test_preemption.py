@@ -158,14 +158,14 @@ def test_second_launch_in_the_same_directory_is_an_error(corpus, tmp_path, run_c
     assert run_command_line(*settings) == 0
 
 
-def hold_lock(directory: Path) -> None:
+def keep_lock(directory: Path) -> None:
     with one_rank(), acquire_run_directory(directory):
         (directory / "locked").touch()
         time.sleep(100)
 
 
 def test_lock_is_released_when_its_process_is_killed(tmp_path):
-    holder = multiprocessing.get_context("forkserver").Process(target=hold_lock, args=(tmp_path,))
+    holder = multiprocessing.get_context("forkserver").Process(target=keep_lock, args=(tmp_path,))
     holder.start()
     while not (tmp_path / "locked").exists():
         time.sleep(0.01)

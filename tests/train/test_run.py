@@ -54,7 +54,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("overrides", "named"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_reported_in_one_line(overrides, named, corpus, run_command_line, only_error, monkeypatch):
+def test_mistake_is_reported_without_a_traceback(overrides, named, corpus, run_command_line, only_error, monkeypatch):
     if "trainer.device=cuda" in overrides and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     monkeypatch.setenv("NETRC", "/dev/null")
@@ -78,7 +78,7 @@ EXTERNAL = {
 
 
 @pytest.mark.parametrize(("error", "reason"), EXTERNAL.values(), ids=EXTERNAL.keys())
-def test_external_error_is_reported_in_one_line(error, reason, monkeypatch):
+def test_external_error_is_reported_without_a_traceback(error, reason, monkeypatch):
     """An error of a disk or of another rank needs no traceback."""
     terminate = Mock()
     monkeypatch.setattr(run, "terminate", terminate)
@@ -163,7 +163,7 @@ def kill_rank_1(rank: int) -> None:
         trainer.take_step = take_last_step
 
 
-def test_other_ranks_report_a_killed_rank_in_one_line(tmp_path):
+def test_other_ranks_report_a_killed_rank(tmp_path):
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=100000", "trainer.checkpoint_every=0"]
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=kill_rank_1)
     assert not succeeded and "Traceback" not in stderr

@@ -24,7 +24,7 @@ def test_all_ranks_use_the_number_of_ulysses_ranks_of_rank_0(tmp_path):
 
 
 @pytest.mark.parametrize(("window", "ranks", "ulysses"), [(None, 4, 4), (None, 16, 8), (1024, 4, 1), (1024, 16, 1)])
-def test_number_of_ulysses_ranks_follows_the_cost_model(window, ranks, ulysses, monkeypatch):
+def test_number_of_ulysses_ranks_comes_from_the_cost_model(window, ranks, ulysses, monkeypatch):
     """On the GPUs of one host, and of two hosts with eight GPUs each. A window makes the ring cheaper than the all-to-all."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(min(ranks, 8)))
     monkeypatch.setattr(run_setup, "attention_flops", lambda device: 5.8e14)

@@ -119,7 +119,7 @@ def test_divergence_is_an_error_that_names_the_step(corpus):
     assert all(part in str(error.value) for part in ("step 2", "optim.lr", "optim.warmup_steps"))
 
 
-def test_auto_layout_follows_the_documents():
+def test_auto_layout_depends_on_the_documents():
     """On 2 x 2 ranks, the layout is chosen for the ring of two, and split among the two ranks that exchange heads."""
     mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
     config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
@@ -131,7 +131,7 @@ def test_auto_layout_follows_the_documents():
     assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}
 
 
-def test_mask_follows_the_settings():
+def test_mask_uses_the_settings():
     """Documents limit attention only if `data.mask_documents` is true; the window always does."""
     batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((3, 1),))
     config = Config(model=ModelConfig(window=2))

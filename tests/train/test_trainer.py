@@ -73,7 +73,7 @@ def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_
     assert "step_00000003" in only_error()
 
 
-def test_completed_run_keeps_its_summary_and_samples_again(settings, outputs, run_command_line, capfd):
+def test_completed_run_keeps_its_summary_and_writes_a_new_sample(settings, outputs, run_command_line, capfd):
     settings = [*settings, "name=a", "trainer.steps=2"]
     assert run_command_line(*settings) == 0
     assert not (outputs / "a" / "sample.txt").exists()
@@ -109,8 +109,8 @@ def test_going_back_to_fewer_steps_restores_their_summary(settings, outputs, run
     first = summary_of(outputs / "a")
     assert run_command_line(*settings, "trainer.steps=2") == 0
     assert run_command_line(*settings, "trainer.steps=1", "trainer.resume=outputs/a/checkpoints/step_00000001") == 0
-    again = summary_of(outputs / "a")
-    assert (again["steps"], again["final_loss"]) == (1, first["final_loss"])
+    restored = summary_of(outputs / "a")
+    assert (restored["steps"], restored["final_loss"]) == (1, first["final_loss"])
 
 
 def test_more_steps_do_not_change_the_warmup(settings, outputs, run_command_line, capfd):
@@ -249,7 +249,7 @@ def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_com
     assert str(folder) in error and "model." in error
 
 
-def test_divergence_is_reported_in_one_line(settings, run_command_line, only_error):
+def test_divergence_is_reported_without_a_traceback(settings, run_command_line, only_error):
     assert run_command_line(*settings, "trainer.steps=5", "optim.warmup_steps=0", "optim.lr=1e30") == 1
     assert "step 2" in only_error()
 
