@@ -15,10 +15,9 @@ from pathlib import Path
 
 import datasets
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ringattn.train import run
-from tests.distributed import run_ranks
+from tests.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train" / "run.py"
@@ -54,13 +53,18 @@ def launch_ranks(
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
+    arguments = directory, port, list(arguments), prepare
+    processes = start_ranks(_run_as_rank, ranks, directory / "store", *arguments).processes
     try:
-        run_ranks(_run_as_rank, ranks, directory / "store", directory, port, list(arguments), prepare)
-        succeeded = True
-    except mp.ProcessExitedException:
-        succeeded = False
+        # `run_ranks` would terminate the other ranks when one of them fails, and they could not report what they noticed.
+        for process in processes:
+            process.join()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
     stdout, stderr = ("".join(path.read_text() for path in sorted(directory.glob(f"rank*.{end}"))) for end in ("out", "err"))
-    return succeeded, stdout, stderr
+    return all(process.exitcode == 0 for process in processes), stdout, stderr
 
 
 def _run_as_rank(directory: Path, port: int, arguments: list[str], prepare: Callable[[int], None] | None) -> None:
