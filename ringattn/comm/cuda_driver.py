@@ -50,23 +50,16 @@ class _Copy2D(ctypes.Structure):
 
 
 @cache
-def _functions() -> tuple:
+def _driver() -> ctypes.CDLL:
     # The library is loaded on first use, because machines without a GPU have no driver.
-    library = ctypes.CDLL("libcuda.so.1")
-    pointer, word = ctypes.c_uint64, ctypes.c_uint32
-    signatures = {
-        "cuMemcpyAsync": (pointer, pointer, ctypes.c_size_t, ctypes.c_void_p),
-        "cuStreamWriteValue32_v2": (ctypes.c_void_p, pointer, word, ctypes.c_uint),
-        "cuStreamBatchMemOp_v2": (ctypes.c_void_p, ctypes.c_uint, ctypes.POINTER(_Operation), ctypes.c_uint),
-        "cuMemcpy2DAsync_v2": (ctypes.POINTER(_Copy2D), ctypes.c_void_p),
-    }
-    functions = []
-    for name, arguments in signatures.items():
-        function = getattr(library, name)
-        # ctypes would pass addresses as 32-bit integers without these types.
-        function.argtypes, function.restype = arguments, ctypes.c_int
-        functions.append(function)
-    return tuple(functions)
+    driver = ctypes.CDLL("libcuda.so.1")
+    pointer, stream, uint = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
+    # ctypes would pass addresses as 32-bit integers without these types. All functions return an error code, an int.
+    driver.cuMemcpyAsync.argtypes = pointer, pointer, ctypes.c_size_t, stream
+    driver.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), stream
+    driver.cuStreamWriteValue32_v2.argtypes = stream, pointer, ctypes.c_uint32, uint
+    driver.cuStreamBatchMemOp_v2.argtypes = stream, uint, ctypes.POINTER(_Operation), uint
+    return driver
 
 
 def _check(what: str, code: int) -> None:
@@ -76,7 +69,7 @@ def _check(what: str, code: int) -> None:
 
 def copy(target: int, source: int, count: int, stream: int) -> None:
     """Copy `count` bytes with a copy engine."""
-    _check("to copy", _functions()[0](target, source, count, stream))
+    _check("to copy", _driver().cuMemcpyAsync(target, source, count, stream))
 
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
@@ -88,7 +81,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
     # it as well. Therefore the addresses are written into a copy of it.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
-    _check("to copy rows", _functions()[3](description, stream))
+    _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
 
 
 @lru_cache(maxsize=1024)
@@ -104,7 +97,7 @@ def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _C
 def write_flag(address: int, value: int, stream: int) -> None:
     """Write a flag once all earlier work of the stream has finished and is visible to every device."""
     # A flag has 32 bits. The number of a hop may exceed this range, so only its lowest 32 bits are written.
-    _check("to write a flag", _functions()[1](stream, address, value & _WORD_MASK, 0))
+    _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
 def set_flags(addresses: Sequence[int], stream: int) -> None:
@@ -122,4 +115,5 @@ def _run_in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
     for first in range(0, len(steps), _MAX_OPERATIONS):
         some = steps[first : first + _MAX_OPERATIONS]
         operations = [(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in some]
-        _check("to set or await flags", _functions()[2](stream, len(some), (_Operation * len(some))(*operations), 0))
+        code = _driver().cuStreamBatchMemOp_v2(stream, len(some), (_Operation * len(some))(*operations), 0)
+        _check("to set or await flags", code)

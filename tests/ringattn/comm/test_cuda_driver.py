@@ -1,5 +1,7 @@
 """Tests of the calls of the CUDA driver, with a function in place of the driver."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from ringattn.comm import cuda_driver
@@ -13,7 +15,7 @@ def test_many_flags_are_divided_among_several_calls(monkeypatch: pytest.MonkeyPa
         calls.append([(step.kind, step.address) for step in steps[:count]])
         return 0
 
-    monkeypatch.setattr(cuda_driver, "_functions", lambda: (None, None, batch, None))
+    monkeypatch.setattr(cuda_driver, "_driver", lambda: SimpleNamespace(cuStreamBatchMemOp_v2=batch))
     addresses = list(range(4, 4 * 301, 4))
     cuda_driver.wait_and_clear_flags(addresses, stream=7)
     assert all(len(call) < 256 for call in calls)
