@@ -95,7 +95,7 @@ def ring_attention(
     # part of the spec.
     options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
-    out, lse = _attention(q, k, v, spec)
+    out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
 
 
@@ -124,19 +124,18 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     get_plan(mask, layout, rank, device).prepare_as(get_plan(*like, rank, device))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:
     # Only the forward pass passes its settings to the handshake. A backward pass never comes before the forward pass
     # of the same call, so its ring is connected already.
     ring = Ring.of(spec, q.device, partial(spec.as_call, q, k, v))
-    return ring.forward(q.contiguous(), k.contiguous(), v.contiguous(), schedule=spec.schedule)
+    return *ring.forward(q.contiguous(), k.contiguous(), v.contiguous()), []
 
 
-def _backward(q, k, v, out, lse, dout, dlse, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    ring = Ring.of(spec, q.device)
+def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
     # autograd may pass expanded gradients, such as the gradient of a sum. Copy engines and kernels need contiguous
     # memory.
-    q, k, v, out, lse, dout = (x.contiguous() for x in (q, k, v, out, lse, dout))
-    return ring.backward(q, k, v, out, lse, dout, dlse if dlse is None else dlse.contiguous(), schedule=spec.schedule)
+    tensors = (x if x is None else x.contiguous() for x in (*saved, dout, dlse))
+    return Ring.of(spec, dout.device).backward(*tensors)
 
 
 def pairs_per_rank(batch: int, num_queries: int, num_keys: int, spec: AttentionSpec) -> float:

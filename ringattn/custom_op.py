@@ -11,7 +11,7 @@ host, which is as much time as the kernels need for a short sequence.
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -32,61 +32,70 @@ _SCHEMA_TYPES = {
     str: "str",
     float: "float",
 }
-Results = tuple[Tensor, ...]
+Results = tuple[Tensor, Tensor, list[Tensor]]
 
 
-class SavedTensors(NamedTuple):
-    """The functions of an operator that saves its own tensors for the backward pass, instead of q, k, v, out and lse."""
+def _inputs_and_results(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: list[Tensor], spec: Any
+) -> list[Tensor]:
+    """Return the tensors that an operator without extra tensors saves for its backward pass."""
+    return [q, k, v, out, lse]
 
-    fake_results: Callable[..., tuple[Tensor, Tensor, list[Tensor]]]  # like the forward function, but computes only shapes
-    fake_gradients: Callable[..., tuple[Tensor, Tensor, Tensor]]  # like the backward function
-    save_inputs: Callable[[Any], bool]  # whether q, k and v are saved before them, given the settings
+
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> Results:
+    """Return results of the right shapes and dtypes for an operator without extra tensors."""
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype)), []
+
+
+def _fake_gradients(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Any) -> tuple[Tensor, ...]:
+    """Return gradients of the right shapes and dtypes for an operator that saves its inputs."""
+    return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
 def register(
     name: str,
     spec_type: type,
     forward: Callable[..., Results],
-    backward: Callable[..., Results],
+    backward: Callable[..., tuple[Tensor, ...]],
     pairs: Callable[..., float],
-    saved: SavedTensors | None = None,
+    *,
+    to_save: Callable[..., list[Tensor]] = _inputs_and_results,
+    fake_forward: Callable[..., Results] = _fake_results,
+    fake_backward: Callable[..., tuple[Tensor, ...]] = _fake_gradients,
 ) -> Callable[..., Results]:
-    """Register `ringattn::name`(q, k, v, settings) -> (out, lse), differentiable in q, k and v, and return a function that
-    calls it.
+    """Register `ringattn::name`(q, k, v, settings) -> (out, lse, extra), differentiable in q, k and v, and return a function
+    that calls it.
 
     q is (B, Nq, Hq, D), k is (B, Nk, Hkv, D) and v is (B, Nk, Hkv, Dv). out is (B, Nq, Hq, Dv) in q's dtype. lse is (B, Nq, Hq)
-    in fp32, or fp64 for fp64 inputs.
+    in fp32, or fp64 for fp64 inputs. extra is a list of further tensors that the backward pass needs. It is empty for most
+    operators.
 
     Args:
         name: the name of the operator.
         spec_type: a NamedTuple with the settings. Its fields, flattened, become arguments of the operator.
-        forward: forward(q, k, v, spec) -> (out, lse).
-        backward: backward(q, k, v, out, lse, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse
-            has no gradient.
+        forward: forward(q, k, v, spec) -> (out, lse, extra).
+        backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse has no
+            gradient.
         pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes, for
             `torch.utils.flop_counter`.
-        saved: if given, `forward` returns (out, lse, saved tensors), and `backward` is called as backward(saved tensors, dout,
-            dlse, spec).
+        to_save: to_save(q, k, v, out, lse, extra, spec) returns the tensors that the backward pass receives as `saved`. The
+            first two of them must be queries and keys.
+        fake_forward, fake_backward: like `forward` and `backward`, but they compute only shapes and dtypes.
     """
-    _define(name, spec_type, own_tensors=saved is not None)
+    _define(name, spec_type)
     operator = getattr(torch.ops.ringattn, name).default
     backward_operator = getattr(torch.ops.ringattn, f"{name}_backward").default
-    # Operators take flat arguments, because a schema can contain only tensors, numbers, strings and lists. The functions take a
-    # spec.
-    flat_forward = partial(_with_spec, forward, spec_type, 3)
-    flat_backward = partial(_with_spec, backward, spec_type, 3 if saved else 7)
 
-    def gradients(ctx, dout, dlse, *_):
-        tensors = ctx.saved_tensors[: ctx.count]
+    def gradients(ctx, dout, dlse):
+        saved = list(ctx.saved_tensors[: ctx.count])
         # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The
         # kernels need a dout.
-        dout = tensors[0].new_zeros(ctx.shape) if dout is None else dout
-        arguments = (*([list(tensors)] if saved else tensors), dout, dlse)
+        dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
         # Without a compiler or a dispatch mode, the function is called directly. This saves the time of the
         # dispatcher on the host.
-        if _is_plain(*tensors, dout):
-            return *backward(*arguments, ctx.spec), None
-        return *backward_operator(*arguments, *flatten(ctx.spec)), None
+        if _is_plain(*saved, dout):
+            return backward(saved, dout, dlse, ctx.spec)
+        return backward_operator(saved, dout, dlse, *flatten(ctx.spec))
 
     def results(q, k, v, spec):
         # autograd has already recorded this call. Without the guard, the operator would enter its Autograd kernel
@@ -99,36 +108,33 @@ def register(
         def forward(ctx, q, k, v, spec):
             # During the recomputation of a checkpoint, `reuse_or_compute` returns the saved results instead of
             # computing attention a second time.
-            out, lse, *own = reuse_or_compute(partial(results, q, k, v, spec), q)
-            own = own[0] if saved else []
-            inputs = [q, k, v] if not saved or saved.save_inputs(spec) else []
-            tensors = [*inputs, *(own if saved else (out, lse))]
+            out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
+            saved = to_save(q, k, v, out, lse, extra, spec)
             # lse rarely has a gradient. If autograd materialised a gradient of zeros for lse, each backward pass would pay for
             # an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
-            # The tensors that the operator saves are outputs only because a compiler must see them. These outputs never have
-            # gradients.
-            ctx.mark_non_differentiable(*own)
+            # The extra tensors are outputs only because a compiler must see them. These outputs never have gradients.
+            ctx.mark_non_differentiable(*extra)
             # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward
             # pass.
-            ctx.save_for_backward(*tensors, *[x for x in flatten(spec) if isinstance(x, Tensor)])
-            ctx.spec, ctx.count, ctx.shape = spec, len(tensors), out.shape
-            return out, lse, *own
+            ctx.save_for_backward(*saved, *[x for x in flatten(spec) if isinstance(x, Tensor)])
+            ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
+            return out, lse, *extra
 
         @staticmethod
         def backward(ctx, dout, dlse, *_):
             if not torch.is_grad_enabled():
-                return gradients(ctx, dout, dlse)
+                return *gradients(ctx, dout, dlse), None
             # With create_graph=True, a caller may request second derivatives, which must raise an error instead of being
             # silently zero. If q, k and v are not saved, only the leaf below connects the gradients to the graph.
             with torch.no_grad():
-                *grads, none = gradients(ctx, dout, dlse)
+                grads = gradients(ctx, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
-            return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), none
+            return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), None
 
     def differentiable(q, k, v, spec):
-        out, lse, *own = Attention.apply(q, k, v, spec)  # autograd ignores the spec, which is not a tensor
-        return (out, lse, own) if saved else (out, lse)
+        out, lse, *extra = Attention.apply(q, k, v, spec)  # autograd ignores the spec, which is not a tensor
+        return out, lse, extra
 
     def call(q, k, v, spec):
         # A compiler needs to see the operator. In eager mode, the dispatcher would only lead to autograd, so it is skipped.
@@ -141,14 +147,18 @@ def register(
             spec = unflatten(spec_type, settings)
         return differentiable(q, k, v, spec)
 
+    def with_spec(function):
+        # Operators take flat arguments, because a schema can contain only tensors, numbers, strings and lists. The functions
+        # take a spec, after three arguments with tensors.
+        return lambda *arguments: function(*arguments[:3], unflatten(spec_type, arguments[3:]))
+
     # Composite kernels run on every device. The functions choose the kernel of the device themselves.
-    _library.impl(name, flat_forward, "CompositeExplicitAutograd")
-    _library.impl(name, partial(_with_spec, differentiable, spec_type, 3), "Autograd")
-    _library.impl(f"{name}_backward", flat_backward, "CompositeExplicitAutograd")
-    fake_results, fake_gradients = (saved.fake_results, saved.fake_gradients) if saved else (_fake_results, _fake_gradients)
-    _register_fake(name, partial(_with_spec, fake_results, spec_type, 3))
-    _register_fake(f"{name}_backward", partial(_with_spec, fake_gradients, spec_type, 3 if saved else 7))
-    _register_flops(name, spec_type, pairs, own_tensors=saved is not None)
+    _library.impl(name, with_spec(forward), "CompositeExplicitAutograd")
+    _library.impl(name, with_spec(differentiable), "Autograd")
+    _library.impl(f"{name}_backward", with_spec(backward), "CompositeExplicitAutograd")
+    for operator_name, function in ((name, fake_forward), (f"{name}_backward", fake_backward)):
+        torch.library.register_fake(f"ringattn::{operator_name}", with_spec(function), lib=_library)
+    _register_flops(name, spec_type, pairs)
     return call
 
 
@@ -189,28 +199,15 @@ def _is_spec(kind: Any) -> bool:
     return hasattr(kind, "_fields")
 
 
-def _with_spec(function: Callable[..., Results], spec_type: type, count: int, *arguments: Any) -> Results:
-    """Call function(*tensors, spec), given the flat arguments of an operator. The first `count` arguments are tensors."""
-    return function(*arguments[:count], unflatten(spec_type, arguments[count:]))
-
-
-def _define(name: str, spec_type: type, own_tensors: bool) -> None:
+def _define(name: str, spec_type: type) -> None:
     """Define the schemas of an operator and of its backward operator."""
-    tags, inputs = (torch.Tag.pt2_compliant_tag,), "Tensor q, Tensor k, Tensor v"
-    returned, saved = "Tensor, Tensor", f"{inputs}, Tensor out, Tensor lse"
-    if own_tensors:
-        returned, saved = "Tensor, Tensor, Tensor[]", "Tensor[] saved"
-    settings = schema(spec_type)
-    _library.define(f"{name}({inputs}, {settings}) -> ({returned})", tags=tags)
-    gradients = "Tensor dout, Tensor? dlse"
-    _library.define(f"{name}_backward({saved}, {gradients}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
+    tags, settings = (torch.Tag.pt2_compliant_tag,), schema(spec_type)
+    _library.define(f"{name}(Tensor q, Tensor k, Tensor v, {settings}) -> (Tensor, Tensor, Tensor[])", tags=tags)
+    gradients = "Tensor[] saved, Tensor dout, Tensor? dlse"
+    _library.define(f"{name}_backward({gradients}, {settings}) -> (Tensor, Tensor, Tensor)", tags=tags)
 
 
-def _register_fake(name: str, function: Callable[..., Results]) -> None:
-    torch.library.register_fake(f"ringattn::{name}", function, lib=_library)
-
-
-def _register_flops(name: str, spec_type: type, pairs: Callable[..., float], own_tensors: bool) -> None:
+def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
     """Count FLOPs in the same way as torch's own attention.
 
     The forward pass has two matrix products per pair, and the backward pass with its recomputation has five.
@@ -225,11 +222,8 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float], own
         return round(2 * q.shape[2] * (q.shape[3] + v.shape[3]) * count)
 
     @register_flop_formula(getattr(torch.ops.ringattn, f"{name}_backward"), get_raw=True)
-    def backward_flops(*arguments, out_val=None):
-        if own_tensors:
-            (q, k, *_), dout, _, *settings = arguments
-        else:
-            q, k, _, _, _, dout, _, *settings = arguments
+    def backward_flops(saved, dout, dlse, *settings, out_val=None):
+        q, k, *_ = saved
         count = pairs(dout.shape[0], dout.shape[1], k.shape[1], unflatten(spec_type, settings))
         return round(2 * dout.shape[2] * (3 * q.shape[3] + 2 * dout.shape[3]) * count)
 
@@ -267,14 +261,6 @@ def _to_fake_mode(arguments: tuple) -> tuple:
     # Fake tensors that are made as constants keep their values, which the FLOP formulas read.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
-
-
-def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
-
-
-def _fake_gradients(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, spec: Any):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 _kept_for_graphs: dict[int, object] = {}  # by id

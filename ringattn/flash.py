@@ -88,7 +88,7 @@ def flash_attention(
         window=mask.window or 0,
         **options | dict(dropout_p=float(dropout_p)),
     )
-    out, lse = _attention(q, k, v, spec)
+    out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
 
 
@@ -163,12 +163,13 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: FlashSpec) -> tuple[tuple, dic
     return (intervals, spec.scale), options
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> custom_op.Results:
     arguments, options = _kernel_arguments(q, k, spec)
-    return dispatch.forward(q, k, v, *arguments, final=True, **options)
+    return *dispatch.forward(q, k, v, *arguments, final=True, **options), []
 
 
-def _backward(q, k, v, out, lse, dout, dlse, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
     return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
 

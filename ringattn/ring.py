@@ -179,18 +179,15 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
     """
 
     @wraps(run)
-    def run_chunks(ring: "Ring", *inputs: Tensor | None, schedule: str = "auto") -> Tensors:
+    def run_chunks(ring: "Ring", *inputs: Tensor | None) -> Tensors:
         q, k, v, *_ = inputs
         count = ring.plan.head_chunks_for_memory(q, k, v)
         if count == 1:
-            return run(ring, *inputs, schedule=schedule)
+            return run(ring, *inputs)
         results: Tensors = ()
         for i in range(count):
-            # The dropout depends on the index of a head among all heads, so every chunk must know the index of its
-            # first head.
-            chunk_ring = replace(ring, first_head=ring.first_head + i * (q.shape[2] // count))
             chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
-            chunk = run(chunk_ring, *chunk_inputs, schedule=schedule)
+            chunk = run(ring.of_heads(i * (q.shape[2] // count)), *chunk_inputs)
             # The results are allocated after the first chunk, because only the chunk knows their dtypes and their
             # last dimensions.
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
@@ -212,12 +209,7 @@ class Ring:
 
     plan: Plan
     transport: Transport
-    scale: float
-    dropout_p: float = 0.0
-    seed: int = 0
-    first_head: int = 0
-    backend: str = "auto"
-    precision: str = "ieee"
+    spec: AttentionSpec
     all_to_all_uses_sms: bool = False  # whether the kernels of an all-to-all run at the same time as attention
 
     @classmethod
@@ -229,39 +221,36 @@ class Ring:
         # because operators carry them on the CPU.
         plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
         keep_for_graph(plan, device)
-        options = spec.scale, spec.dropout_p, spec.seed, spec.first_head, spec.backend, spec.precision
-        return cls(plan, transport, *options)
+        return cls(plan, transport, spec)
+
+    def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
+        """Return this ring for some of its heads, of which the first one has the index `first_head` among this ring's heads."""
+        # The dropout depends on the index of a head among all heads.
+        spec = self.spec._replace(first_head=self.spec.first_head + first_head)
+        return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
     @property
-    def shares_sms(self) -> bool:
-        """Whether other kernels run on the SMs at the same time, see `ringattn.kernels.dispatch.forward`."""
-        return self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
+    def kernel_options(self) -> dict[str, Any]:
+        """The options that all kernels of this ring have in common, see `ringattn.kernels.dispatch.forward`."""
+        shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
+        return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     @_in_head_chunks
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, schedule: str = "auto") -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return (out in q's dtype, lse in fp32)."""
-        chosen = self.plan.choose_schedule(schedule, forward_work(q, k, v), self.transport.interconnect)
+        chosen = self.plan.choose_schedule(self.spec.schedule, forward_work(q, k, v), self.transport.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
     @_in_head_chunks
     def backward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        dout: Tensor,
-        dlse: Tensor | None = None,
-        *,
-        schedule: str = "auto",
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the dtypes of q, k, v."""
         # A single rank receives no partial gradients, so the kernel can write the gradients in the dtypes of the
         # inputs.
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, dout, lse, (out, dlse))
-        chosen = self.plan.choose_schedule(schedule, backward_work(q, k, v), self.transport.interconnect)
+        chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.transport.interconnect)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
@@ -276,8 +265,9 @@ class Ring:
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
 
     def _options(self, pair: BlockPair) -> dict[str, Any]:
-        dropout = Dropout(self.dropout_p, self.seed, *pair.positions, self.first_head) if self.dropout_p else None
-        return {"dropout": dropout, "backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
+        spec = self.spec
+        dropout = Dropout(spec.dropout_p, spec.seed, *pair.positions, spec.first_head) if spec.dropout_p else None
+        return {"dropout": dropout, **self.kernel_options}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Queries circulate, and each rank adds the contribution of its keys to the states of the queries."""
@@ -288,7 +278,7 @@ class Ring:
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            state = dispatch.forward(*block, k, v, intervals, self.scale, **options)
+            state = dispatch.forward(*block, k, v, intervals, self.spec.scale, **options)
             return state if into is None else _merge_states(into, state)
 
         run_schedule(schedule, self.transport, (q,), compute, own_state, _merge_states, label="forward of the state ring")
@@ -306,7 +296,7 @@ class Ring:
             nonlocal state
             intervals, options = prepared[local_step]
             final = local_step.owner == last  # the kernel of the last block returns (out, lse) instead of the state
-            state = dispatch.forward(q, *block, intervals, self.scale, state, final, **options)
+            state = dispatch.forward(q, *block, intervals, self.spec.scale, state, final, **options)
 
         run_schedule(schedule, self.transport, (k, v), compute, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
@@ -319,7 +309,7 @@ class Ring:
         if not prepared:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         ((intervals, options),) = prepared.values()
-        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.scale, **options)
+        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.spec.scale, **options)
 
     def _backward_state(
         self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
@@ -341,14 +331,14 @@ class Ring:
             # entry. With several batch entries, the kernel writes a new dq, which is added afterwards.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
-                q, k, v, dout, lse, delta, intervals, self.scale, dq, dk, dv, grad_dtype=dtype, **options
+                q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options
             )
             return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
         # delta = sum(out * dout) is computed once by the owner. It circulates instead of out, because it is smaller
         # by a factor of the head dim.
-        block = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.backend).contiguous()
+        block = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.spec.backend).contiguous()
         grads = _GradientSum((own_dq,), (q,))
         run_schedule(schedule, self.transport, block, compute, (own_dq,), _add, grads.merge_arrivals, label)
         return *grads.rounded, *(_zeros(k, v) if dk is None else (dk, dv))
@@ -361,8 +351,8 @@ class Ring:
         own_grads = _zeros(k, v)
         # dq accumulates over all local steps inside `IncrementalBackward`, so the work that does not depend on the
         # keys is done only once.
-        options = {"backend": self.backend, "precision": self.precision, "shares_sms": self.shares_sms}
-        kernel = dispatch.IncrementalBackward(q, v, dout, lse, delta, self.scale, plain=not self.dropout_p, **options)
+        plain, scale = not self.spec.dropout_p, self.spec.scale
+        kernel = dispatch.IncrementalBackward(q, v, dout, lse, delta, scale, plain=plain, **self.kernel_options)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]

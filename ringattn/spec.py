@@ -31,15 +31,15 @@ class AttentionSpec(NamedTuple):
     layout: str  # `Layout.kind`
     seq_len: int  # positions of the whole sequence
     ranks: int  # number of ranks of the ring
-    group: str  # name of the process group of the ring; "" for a ring of one
-    schedule: str  # "state", "kv" or "auto"
-    transport: str  # "nvlink", "p2p" or "auto"
     scale: float  # multiplies the scores before the softmax
-    dropout_p: float
-    seed: int  # seed of the dropout
-    first_head: int  # index of the first query head among all heads, for the dropout
-    backend: str  # kernels, see `ringattn.kernels.dispatch`
-    precision: str  # precision of matrix products of fp32 inputs, "ieee" or "tf32"
+    group: str = ""  # name of the process group of the ring; "" for a ring of one
+    schedule: str = "auto"  # "state", "kv" or "auto"
+    transport: str = "auto"  # "nvlink", "p2p" or "auto"
+    dropout_p: float = 0.0
+    seed: int = 0  # seed of the dropout
+    first_head: int = 0  # index of the first query head among all heads, for the dropout
+    backend: str = "auto"  # kernels, see `ringattn.kernels.dispatch`
+    precision: str = "ieee"  # precision of matrix products of fp32 inputs, "ieee" or "tf32"
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: object) -> "AttentionSpec":

@@ -13,7 +13,6 @@ returns.
 
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -198,8 +197,8 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
     return x.new_empty(x.shape[0], tokens, heads, *x.shape[3:])
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return (out, lse, saved tensors).
+def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
+    """Return out, lse and the tensors to save.
 
     Saved per chunk: the gathered q, k and v unless they are recomputed, then out and lse.
     """
@@ -212,7 +211,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved, lses = [], []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        out, lse = _ring_of_chunk(ring, chunk, block[0], transport).forward(*block, schedule=spec.attention.schedule)
+        # This chunk computes while `transport` moves other chunks.
+        chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
+        out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
         saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
@@ -245,18 +246,12 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
         *saved_block, out, lse = chunks[chunk]
         # The gathered q, k and v of this chunk were either received just now or saved in the forward pass.
         block = block or saved_block
-        chunk_ring = _ring_of_chunk(ring, chunk, block[0], transport)
-        results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk], schedule=spec.attention.schedule)
+        chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
+        results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk])
         heads.send_back(grads, chunk, *results)
     dq_dk_dv = grads.wait()
     heads.all_to_all.finish()
     return dq_dk_dv
-
-
-def _ring_of_chunk(ring: Ring, chunk: int, q: Tensor, transport: Transport) -> Ring:
-    """Return the ring for one chunk of the heads, which computes while `transport` moves other chunks."""
-    first_head = ring.first_head + chunk * q.shape[2]
-    return replace(ring, first_head=first_head, all_to_all_uses_sms=transport.interconnect.uses_sms)
 
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
@@ -289,7 +284,7 @@ def _lse_to_heads(lse: Tensor, spec: UlyssesSpec) -> Tensor:
     return gathered
 
 
-def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
     shares, total = len(spec.tokens) * spec.chunks, sum(spec.tokens)
     block = [_resized(x, total, x.shape[2] // shares) for x in (q, k, v)]
     lse_dtype = state_dtype(q.dtype)
@@ -309,11 +304,17 @@ def _pairs(batch: int, num_queries: int, num_keys: int, spec: UlyssesSpec) -> fl
     return pairs_per_rank(batch, num_queries, num_keys, spec.attention) / len(spec.tokens)
 
 
+def _to_save(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: list[Tensor], spec: UlyssesSpec) -> list[Tensor]:
+    return [q, k, v, *extra] if spec.recompute_all_to_all else extra
+
+
 _attention = custom_op.register(
     "ulysses_attention",
     UlyssesSpec,
     _forward,
     _backward,
     _pairs,
-    custom_op.SavedTensors(_fake_results, _fake_gradients, save_inputs=lambda spec: spec.recompute_all_to_all),
+    to_save=_to_save,
+    fake_forward=_fake_results,
+    fake_backward=_fake_gradients,
 )

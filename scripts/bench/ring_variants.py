@@ -29,6 +29,7 @@ from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.schedule import Message, Schedule
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap
 from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
 from scripts.bench.cases import Case, random_inputs
 
 HEAD_DIM = 128
@@ -219,7 +220,11 @@ def local_calls(case: Case, shard: list[Tensor]) -> Calls:
     """Return the calls of `ring_attention` without communication."""
     layout, (q, k, v, dout) = ring_layout(case, dist.get_world_size()), [x.detach() for x in shard]
     transport = LocalTransport(connect(dist.group.WORLD.group_name, q.device))
-    ring = Ring(get_plan(case.mask, layout, transport.rank, q.device), transport, HEAD_DIM**-0.5)
+    ring = Ring(
+        get_plan(case.mask, layout, transport.rank, q.device),
+        transport,
+        AttentionSpec.create(case.mask, layout, scale=HEAD_DIM**-0.5),
+    )
 
     def both() -> tuple[Tensor, ...]:
         out, lse = ring.forward(q, k, v)
@@ -238,7 +243,11 @@ def local_ulysses_calls(case: Case, ulysses: int) -> Calls:
     chunks = head_chunks_for_overlap(rows, *heads)
     shapes = [(1, rows, n // chunks, HEAD_DIM) for n in (heads[0], heads[1], heads[1], heads[0])]
     q, k, v, dout = (torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes)
-    ring = Ring(get_plan(case.mask, layout, transport.rank, device), transport, HEAD_DIM**-0.5)
+    ring = Ring(
+        get_plan(case.mask, layout, transport.rank, device),
+        transport,
+        AttentionSpec.create(case.mask, layout, scale=HEAD_DIM**-0.5),
+    )
 
     def forward() -> list[tuple[Tensor, Tensor]]:
         return [ring.forward(q, k, v) for _ in range(chunks)]

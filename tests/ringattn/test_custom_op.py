@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from ringattn import BlockMask, Layout, Mask, custom_op, flash_attention, ring_attention, simulate, ulysses_attention
 from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
 
 OPERATOR = torch.ops.ringattn.ring_attention.default
 
@@ -32,24 +33,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
 
 def test_the_operator_passes_the_checks_of_torch() -> None:
     """Schema, fake tensors and autograd, as torch.library.opcheck tests them."""
-    settings = (
-        Mask.causal(documents=[5, 7]).lengths,
-        True,
-        4,
-        "contiguous",
-        12,
-        1,
-        "",
-        "auto",
-        "auto",
-        0.5,
-        0.2,
-        7,
-        2,
-        "blockwise",
-        "ieee",
-    )
-    torch.library.opcheck(OPERATOR, (*inputs(), *settings))
+    options = dict(scale=0.5, dropout_p=0.2, seed=7, first_head=2, backend="blockwise")
+    spec = AttentionSpec.create(Mask.causal(window=4, documents=[5, 7]), Layout.contiguous(12, 1), **options)
+    torch.library.opcheck(OPERATOR, (*inputs(), *spec))
 
 
 def test_gradients_equal_finite_differences() -> None:

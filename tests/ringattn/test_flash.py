@@ -124,7 +124,7 @@ def test_results_are_contiguous(backend: str) -> None:
     tensors = [torch.randn(2, 3, 7, 4).transpose(1, 2).requires_grad_() for _ in range(3)]
     out, lse = flash_attention(*tensors, is_causal=True, backend=backend, return_lse=True)
     settings = None, 0, Mask.full().lengths, True, 0, 0.5, 0.0, 0, backend, "ieee"
-    gradients = torch.ops.ringattn.flash_attention_backward(*tensors, out, lse, out, None, *settings)
+    gradients = torch.ops.ringattn.flash_attention_backward([*tensors, out, lse], out, None, *settings)
     assert all(x.is_contiguous() for x in (out, lse, *gradients))
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ringattn import Layout, Mask, simulate, ulysses_attention
 from ringattn.planning import ulysses_degree
 from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
 from tests.covering import every_pair, pairs
 from tests.distributed import run_ranks
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, unshard_results
@@ -142,7 +143,7 @@ def test_attention_shares_sms_with_the_kernels_of_an_all_to_all(uses_sms: bool, 
     seen, forward = [], Ring.forward
 
     def record(ring: Ring, *args: Tensor, **options) -> tuple[Tensor, Tensor]:
-        seen.append(ring.shares_sms)
+        seen.append(ring.kernel_options["shares_sms"])
         return forward(ring, *args, **options)
 
     monkeypatch.setattr(Ring, "forward", record)
@@ -164,8 +165,8 @@ def test_the_operator_passes_the_checks_of_torch(with_lse: bool, saved: str) -> 
     def check(rank: int, group) -> None:
         shapes = (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 5)
         inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-        settings = [6], group.group_name, with_lse, saved == "recomputed", 2
-        settings += Mask.causal().lengths, True, 0, "contiguous", 6, 1, "", "auto", "auto", 0.5, 0.0, 0, 0, "blockwise", "ieee"
+        attention = AttentionSpec.create(Mask.causal(), Layout.contiguous(6, 1), scale=0.5, backend="blockwise")
+        settings = [6], group.group_name, with_lse, saved == "recomputed", 2, *attention
         torch.library.opcheck(torch.ops.ringattn.ulysses_attention.default, (*inputs, *settings))
 
     simulate(1, check)

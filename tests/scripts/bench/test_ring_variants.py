@@ -8,6 +8,7 @@ import torch
 from ringattn.planning.cost_model import interconnect
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
+from ringattn.spec import AttentionSpec
 from scripts.bench import ring_variants
 from scripts.bench.cases import Case
 from scripts.bench.ring_variants import LocalTransport, choose_variants, ring_layout, ulysses_degree
@@ -22,9 +23,10 @@ def test_rank_without_communication_computes_with_as_many_rows(kind: str, ranks:
     for rank in range(ranks):
         q, k, v, dout = (torch.randn(1, layout.rows(rank), 2, 32) for _ in range(4))
         transport = LocalTransport(SimpleNamespace(rank=rank, size=ranks, interconnect=interconnect("nvlink")))
-        ring = Ring(get_plan(case.mask, layout, rank, q.device), transport, 32**-0.5)
-        out, lse = ring.forward(q, k, v, schedule=schedule)
-        grads = ring.backward(q, k, v, out, lse, dout, schedule=schedule)
+        spec = AttentionSpec.create(case.mask, layout, scale=32**-0.5, schedule=schedule)
+        ring = Ring(get_plan(case.mask, layout, rank, q.device), transport, spec)
+        out, lse = ring.forward(q, k, v)
+        grads = ring.backward(q, k, v, out, lse, dout)
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
 
 
