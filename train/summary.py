@@ -113,21 +113,12 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
 
 def write_sample(run: Run, directory: Path) -> None:
     """Write text that continues `trainer.sample_prompt` to sample.txt, unless `trainer.sample_tokens` is 0."""
-    trainer, tokenizer = run.config.trainer, run.tokenizer
+    trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
-    tokens = generate(
-        run.model,
-        tokenizer.encode(trainer.sample_prompt).tolist(),
-        trainer.sample_tokens,
-        group=run.mesh.sequence.get_group(),
-        device=run.device,
-        vocab_size=tokenizer.vocab_size,
-        eos=tokenizer.eos,
-        backend=run.config.parallel.kernel,
-    )
+    tokens = generate(run, run.tokenizer.encode(trainer.sample_prompt).tolist(), trainer.sample_tokens)
     if dist.get_rank() == 0:
-        text = tokenizer.decode(tokens)
+        text = run.tokenizer.decode(tokens)
         log.info(f"sample      {text!r}")
         (directory / "sample.txt").write_text(text, encoding="utf-8")
 

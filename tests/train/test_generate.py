@@ -1,12 +1,14 @@
 """Tests of generation: with caches, the model generates the same tokens as if every token recomputed the whole sequence."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringattn import Mask
+from ringattn.train.config import Config
 from ringattn.train.generate import generate
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
@@ -42,8 +44,14 @@ def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: 
 
 def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, **options) -> list[int]:
     """The generated tokens, which must be equal on all ranks."""
-    device, group = torch.device("cpu"), dist.group.WORLD
-    tokens = generate(model, prompt, NUM_TOKENS, group=group, device=device, vocab_size=VOCAB, eos=eos, **options)
+    run = SimpleNamespace(
+        model=model,
+        config=Config(),
+        device=torch.device("cpu"),
+        tokenizer=SimpleNamespace(vocab_size=VOCAB, eos=eos),
+        mesh=SimpleNamespace(sequence=SimpleNamespace(get_group=lambda: dist.group.WORLD)),
+    )
+    tokens = generate(run, prompt, NUM_TOKENS, **options)
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, tokens)
     assert gathered == [tokens] * len(gathered)

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import datasets
@@ -121,9 +122,9 @@ def test_recomputation_does_not_change_gradients(corpus, directory, first_step_o
 def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     """Return a prompt and the eight most likely tokens after it, by a model with random weights."""
     run = run_setup.build(config)
-    options = dict(group=run.mesh.sequence.get_group(), device=run.device, temperature=0.0)
     # No token equals `eos`, because the vocabulary ends before it. Therefore no text ends early.
-    return generate(run.model, prompt, 8, **options, vocab_size=256, eos=256)
+    run.tokenizer = SimpleNamespace(vocab_size=256, eos=256)
+    return generate(run, prompt, 8, temperature=0.0)
 
 
 @patch.object(evaluate, "SHORTEST_CONTEXT", 8)
