@@ -377,7 +377,8 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
 
 def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
     """Send and receive tensors, and wait for the received data. On a GPU, only later work of the stream waits."""
-    connect.connect(group.group_name).exchange(sends, receives).wait()
+    wait = connect.connect(group.group_name).exchange(sends, receives)
+    wait()
 
 
 def _unpack(packed: Tensor) -> PartialState:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ringattn.comm.transport import Addressed, MessageTransport, Pending, Tensors, complete_hop, report_faults
+from ringattn.comm.transport import Addressed, MessageTransport, Tensors, Wait, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
 LABEL = "all-to-all"  # the name of these hops in messages of the watchdog
@@ -114,17 +114,17 @@ class _PointToPointExchange:
         targets = [(put(y, peer), peer) for peer in peers for y in self.into]
         # Slices are strided, but messages must be contiguous: receive into buffers and copy afterwards.
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
-        pending = self._start(_without_empty(sent), _without_empty(received))
+        wait = self._start(_without_empty(sent), _without_empty(received))
 
         def complete(sent: Addressed = sent) -> Tensors:  # the default argument keeps the sent tensors alive
-            pending.wait()
+            wait()
             for (y, _), (x, _) in zip(targets, received, strict=True):
                 y.copy_(x)
             return self.into
 
         self.completions.append(complete)
 
-    def _start(self, sent: Addressed, received: Addressed) -> Pending:
+    def _start(self, sent: Addressed, received: Addressed) -> Wait:
         """Start an exchange of messages. If it cannot start because a rank is gone, the error names that rank."""
         # Starting an exchange and completing it are two separate hops for the
         # watchdog. The first hop ends as soon as all messages are issued.

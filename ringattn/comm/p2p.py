@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from ringattn.comm.transport import Addressed, MessageTransport, Pending
+from ringattn.comm.transport import Addressed, MessageTransport, Wait
 from ringattn.comm.watchdog import Watchdog
 from ringattn.planning.cost_model import Interconnect, interconnect
 
@@ -21,7 +21,7 @@ class P2PTransport(MessageTransport):
         self.group, self.interconnect, self.watchdog = group, joined, watchdog or self.watchdog
         self.rank, self.size = group.rank(), group.size()
 
-    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
+    def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
         operations = [
             # P2POp expects global ranks, even if the group has fewer ranks than the job.
@@ -29,7 +29,13 @@ class P2PTransport(MessageTransport):
             for start, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in messages
         ]
-        return _PendingWorks(dist.batch_isend_irecv(operations) if operations else [])
+        works = dist.batch_isend_irecv(operations) if operations else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def warm_up(self, device: torch.device) -> None:
         """Let NCCL open the connections that a ring will use.
@@ -40,7 +46,7 @@ class P2PTransport(MessageTransport):
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))
-            self.exchange([(sent, after)], [(received, before)]).wait()
+            self.exchange([(sent, after)], [(received, before)])()
         torch.cuda.synchronize(device)
 
 
@@ -50,15 +56,6 @@ class SingleRankTransport(MessageTransport):
     rank, size = 0, 1
     interconnect = interconnect("alone")
 
-    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
+    def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         assert not sends and not receives, "a ring of one rank has nobody to exchange with"
-        return _PendingWorks([])
-
-
-class _PendingWorks:
-    def __init__(self, works: list[dist.Work]) -> None:
-        self.works = works
-
-    def wait(self) -> None:
-        for work in self.works:
-            work.wait()
+        return lambda: None

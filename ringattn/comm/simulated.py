@@ -1,14 +1,13 @@
 """A simulated ring of any size in one process, whose ranks are threads, for tests and for studies of schedules."""
 
 import itertools
-import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from torch import Tensor
 
-from ringattn.comm.transport import Addressed, MessageTransport, Pending
+from ringattn.comm.transport import Addressed, MessageTransport, Wait
 from ringattn.planning.cost_model import interconnect
 
 T = TypeVar("T")
@@ -24,38 +23,39 @@ class SimulatedRing:
         # Ranks hold this semaphore while they compute and release it while they wait for a message.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
-        self.messages: dict[tuple[int, int], queue.SimpleQueue] = {
-            (src, dst): queue.SimpleQueue() for src in range(size) for dst in range(size)
-        }
+        self.messages: dict[tuple[int, int, int], Tensor] = {}  # by sender, receiver and number
+        self.ended: set[int] = set()  # ranks that will send no more messages
+        self.changed = threading.Condition()  # is notified when `messages` or `ended` changes
 
-    def receive(self, src: int, dst: int) -> Tensor:
-        """Return the next message from `src` to `dst`. Other ranks compute while this rank waits for the message."""
-        pending = self.messages[src, dst]
-        try:
-            message = pending.get_nowait()
-        except queue.Empty:
+    def send(self, src: int, dst: int, number: int, message: Tensor) -> None:
+        """Send message `number` from `src` to `dst`."""
+        with self.changed:
+            self.messages[src, dst, number] = message
+            self.changed.notify_all()
+
+    def receive(self, src: int, dst: int, number: int) -> Tensor:
+        """Return message `number` from `src` to `dst`. Other ranks compute while this rank waits for the message."""
+        key = src, dst, number
+        if key not in self.messages:
             # A rank that waits for a message gives up its right to compute.
             # Otherwise the sender could never produce the message.
             self.compute_slots.release()
             try:
-                message = pending.get()
+                with self.changed:
+                    self.changed.wait_for(lambda: key in self.messages or src in self.ended)
             finally:
                 self.compute_slots.acquire()
-        if message is None:
+        if key not in self.messages:
             raise RuntimeError(
                 f"rank {src} of the simulated ring failed, or ended without sending a message that rank {dst} waits for"
             )
-        return message
+        return self.messages.pop(key)
 
-    def close(self, rank: int) -> None:
-        """Wake the ranks that wait for a message of a rank that has ended."""
-        for dst in range(self.size):
-            self.messages[rank, dst].put(None)
-
-    def abort(self) -> None:
-        """Wake every rank that waits for a message."""
-        for pending in self.messages.values():
-            pending.put(None)
+    def end(self, ranks: Iterable[int]) -> None:
+        """Wake the ranks that wait for a message of `ranks`, because these ranks will send no more messages."""
+        with self.changed:
+            self.ended.update(ranks)
+            self.changed.notify_all()
 
 
 class SimulatedRank(MessageTransport):
@@ -65,37 +65,25 @@ class SimulatedRank(MessageTransport):
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
-        # Messages of one sender are numbered, so that several exchanges may be in flight and complete in any order.
-        self.expected = [itertools.count() for _ in range(ring.size)]
-        self.arrived = [itertools.count() for _ in range(ring.size)]
-        self.early: dict[tuple[int, int], Tensor] = {}  # by sender and number: messages that arrived before they were requested
+        # The messages between two ranks are numbered, so that several exchanges may be in flight and complete in any order.
+        self.sent, self.expected = ([itertools.count() for _ in range(ring.size)] for _ in range(2))
 
-    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
-        """Send copies of the tensors at once. The returned object receives the messages when its `wait` is called."""
+    def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
+        """Send copies of the tensors at once. The returned function receives the messages."""
         # Senders may modify their tensors right after the exchange, so the messages contain copies.
         for tensor, dst in sends:
-            self.ring.messages[self.rank, dst].put(tensor.clone())
-        return _PendingMessages(self, receives)
+            self.ring.send(self.rank, dst, next(self.sent[dst]), tensor.clone())
+        expected = [(tensor, src, next(self.expected[src])) for tensor, src in receives]
 
-    def receive(self, src: int, number: int) -> Tensor:
-        """Return message `number` of rank `src`, and keep all messages that arrive earlier for later calls."""
-        while (src, number) not in self.early:
-            message = self.ring.receive(src, self.rank)
-            self.early[src, next(self.arrived[src])] = message
-        return self.early.pop((src, number))
+        def wait() -> None:
+            for tensor, src, number in expected:
+                tensor.copy_(self.ring.receive(src, self.rank, number))
+
+        return wait
 
 
 # The ranks of all running simulated rings, by the name that operators carry in place of the name of a process group.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
-
-
-class _PendingMessages:
-    def __init__(self, rank: SimulatedRank, receives: Addressed) -> None:
-        self.rank, self.expected = rank, [(tensor, src, next(rank.expected[src])) for tensor, src in receives]
-
-    def wait(self) -> None:
-        for tensor, src, number in self.expected:
-            tensor.copy_(self.rank.receive(src, number))
 
 
 def simulate(
@@ -127,10 +115,10 @@ def simulate(
         try:
             with ring.compute_slots:
                 results[rank] = function(rank, group)
-            ring.close(rank)
+            ring.end([rank])
         except BaseException as failure:  # SystemExit as well: otherwise the other ranks would wait forever
             failures.append(failure)
-            ring.abort()
+            ring.end(range(ranks))
         finally:
             del SIMULATED_RANKS[group.group_name]
 

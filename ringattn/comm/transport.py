@@ -28,6 +28,7 @@ T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
 Templates = dict[str, Tensors]  # for each kind of message, tensors that have the shapes and dtypes of its messages
 WaitForBlocks = Callable[[], list[Tensors]]  # waits for the incoming messages of a step and returns their blocks
+Wait = Callable[[], None]  # returns when all received tensors hold their data and all sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # contiguous tensors, each with the rank that it is sent to or received from
 
 # The number of results that a pass may keep until its end instead of adding each result when it arrives. Every kept result
@@ -41,13 +42,6 @@ def take_rows(block: Tensors, rows: range) -> Tensors:
     A block that already has this many rows is returned as is.
     """
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
-
-
-class Pending(Protocol):
-    """Messages in flight."""
-
-    def wait(self) -> None:
-        """Return when all received tensors hold their data and all sent tensors may be modified."""
 
 
 class RingPass(Protocol):
@@ -108,8 +102,11 @@ class MessageTransport:
     interconnect: Interconnect
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
 
-    def exchange(self, sends: Addressed, receives: Addressed) -> Pending:
-        """Start all sends and receives at once. Two ranks must list the messages between them in the same order."""
+    def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
+        """Start all sends and receives at once, and return a function that waits for them.
+
+        Two ranks must list the messages between them in the same order.
+        """
         raise NotImplementedError
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
@@ -137,10 +134,10 @@ class _MessagePass:
             for x in take_rows(block, message.rows)
         ]
         receives = [(x, message.src) for message, block in zip(step.incoming, received, strict=True) for x in block]
-        pending = self.transport.exchange(sends, receives)
+        wait_for_messages = self.transport.exchange(sends, receives)
 
         def wait() -> list[Tensors]:
-            pending.wait()
+            wait_for_messages()
             return received
 
         return wait

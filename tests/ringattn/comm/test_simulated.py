@@ -19,9 +19,9 @@ def test_messages_arrive_in_the_order_of_each_sender() -> None:
     def run(rank: int, group) -> list[list[float]]:
         other = 1 - rank
         received = [torch.empty(2) for _ in range(2)]
-        pending = [group.exchange([(torch.full((2,), 10.0 * rank + i), other)], [(received[i], other)]) for i in range(2)]
-        for exchange in reversed(pending):
-            exchange.wait()
+        waits = [group.exchange([(torch.full((2,), 10.0 * rank + i), other)], [(received[i], other)]) for i in range(2)]
+        for wait in reversed(waits):
+            wait()
         return [x.tolist() for x in received]
 
     assert simulate(2, run) == [[[10.0, 10.0], [11.0, 11.0]], [[0.0, 0.0], [1.0, 1.0]]]
@@ -32,9 +32,9 @@ def test_a_sent_tensor_may_be_modified_at_once() -> None:
 
     def run(rank: int, group) -> float:
         sent, received = torch.full((1,), float(rank)), torch.empty(1)
-        pending = group.exchange([(sent, 1 - rank)], [(received, 1 - rank)])
+        wait = group.exchange([(sent, 1 - rank)], [(received, 1 - rank)])
         sent.fill_(100.0)
-        pending.wait()
+        wait()
         return received.item()
 
     assert simulate(2, run) == [1.0, 0.0]
