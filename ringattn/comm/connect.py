@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -152,11 +153,11 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
     store = _group_store(group, f"{device.type}/{transport}")
-    ranks = _all_gather_identities(store, group, device)
+    ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device))]
     _compare_calls(store, group, call)
     # Only some ranks may notice that NVLink is unavailable, but all of them must choose the same transport.
-    reasons = _all_gather_text(store, group, "obstacle", _why_not_nvlink(ranks, device) or " ")
-    reason = next((text for text in reasons if text.strip()), "")
+    reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
+    reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
         raise ValueError(f"transport='nvlink' is unavailable: {reason}; use transport='p2p' or 'auto'")
     name = "nvlink" if wanted != "p2p" and not reason else "nccl" if device.type == "cuda" else "gloo"
@@ -186,18 +187,15 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
-def _all_gather_identities(store: dist.Store, group: dist.ProcessGroup, device: torch.device) -> list[_Identity]:
+def _identity(device: torch.device) -> _Identity:
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
-    texts = _all_gather_text(store, group, "rank", "|".join((_host_name(), gpu, str(attention_flops(device)))))
-    fields = [text.split("|") for text in texts]
-    return [_Identity(host, gpu, float(flops)) for host, gpu, flops in fields]
+    return _Identity(_host_name(), gpu, attention_flops(device))
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
     """Raise ValueError if the calls of the ranks differ. A rank with an empty `call` takes part without being compared."""
-    calls = [json.loads(text) for text in _all_gather_text(store, group, "call", json.dumps(call))]
     # A rank that enters the handshake without a call, for example from `explain`, has no settings to compare.
-    known = [(rank, call) for rank, call in enumerate(calls) if call]
+    known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
             if value != (expected := known[0][1][name]):
@@ -212,16 +210,16 @@ def _shorten(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:80]}..."
 
 
-def _all_gather_text(store: dist.Store, group: dist.ProcessGroup, key: str, text: str) -> list[str]:
-    """Return the texts of all ranks, by rank. The store carries the texts, because no transport exists yet.
+def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list:
+    """Return the values of all ranks, by rank. The store carries them as JSON, because no transport exists yet.
 
     Raises:
-        RingFault: a rank published no text within the timeout.
+        RingFault: a rank published no value within the timeout.
     """
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
-    # Every rank publishes its text before it waits for the texts
+    # Every rank publishes its value before it waits for the values
     # of the other ranks. Otherwise all ranks would wait forever.
-    store.set(keys[group.rank()], text)
+    store.set(keys[group.rank()], json.dumps(value))
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError as error:  # the class of the error depends on the kind of store
@@ -232,7 +230,7 @@ def _all_gather_text(store: dist.Store, group: dist.ProcessGroup, key: str, text
             f"ringattn: rank {missing} made no call within {timeout:.0f} s after the first call of rank {group.rank()}: all "
             "ranks of a ring must make the same calls"
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def _host_name() -> str:
@@ -240,11 +238,8 @@ def _host_name() -> str:
 
     The host name does not suffice, because containers of one image may share it.
     """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{socket.gethostname()}-{file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:

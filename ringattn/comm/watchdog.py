@@ -8,6 +8,7 @@ thread finds out which rank is behind, prints this diagnosis, and ends the proce
 
 import atexit
 import ctypes
+import json
 import logging
 import os
 import sys
@@ -85,17 +86,12 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The progress that a rank published last."""
+    """The progress that a rank published last. The defaults describe a rank that has published none."""
 
-    clock: str  # changes with every heartbeat
-    issued: int  # hops
-    finished: int  # hops
-    latest: str  # the hop issued last
-
-    @classmethod
-    def parse(cls, text: str) -> "_Heartbeat":
-        clock, issued, finished, latest = text.split("|", 3)
-        return cls(clock, int(issued), int(finished), latest)
+    clock: float = 0.0  # changes with every heartbeat
+    issued: int = 0  # hops
+    finished: int = 0  # hops
+    latest: str = "its start"  # the hop issued last
 
 
 class Watchdog:
@@ -109,7 +105,7 @@ class Watchdog:
         timeout_seconds()  # an invalid timeout raises an error here, before the ring is used
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
-        self.latest: Hop | str = "its start"
+        self.latest: Hop | str = _Heartbeat().latest
         self.on_gpu = device.type == "cuda" and torch.version.cuda is not None
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
         # The memory is pinned, so that the GPU can write the number of the last finished hop into it.
@@ -152,7 +148,7 @@ class Watchdog:
         """Return the exception to raise for an error that ended a hop, which is a `RingFault` that names the missing rank."""
         if hop is None:
             return error
-        return RingFault(self._diagnose(hop, time.monotonic() - hop.since))
+        return RingFault(self._diagnose(hop))
 
     def stop(self) -> None:
         """Stop watching.
@@ -178,7 +174,7 @@ class Watchdog:
                 # exceptions do not end this process, because the hop in progress will become overdue anyway.
                 pass
             if hop is not None:
-                self._exit(self._diagnose(hop, time.monotonic() - hop.since))
+                self._exit(self._diagnose(hop))
 
     def _overdue_hop(self) -> Hop | None:
         """Return the oldest hop in progress if no hop has finished for longer than the timeout."""
@@ -194,15 +190,15 @@ class Watchdog:
         return hop if now - max(self._progress[1], hop.since) > timeout_seconds() else None
 
     def _send_heartbeat(self) -> None:
-        text = f"{time.monotonic()}|{self.issued}|{self._last_finished.value}|{self.latest}"
-        self.store.set(f"life/{self.rank}", text)
+        heartbeat = _Heartbeat(time.monotonic(), self.issued, self._last_finished.value, str(self.latest))
+        self.store.set(f"life/{self.rank}", json.dumps(heartbeat))
 
-    def _diagnose(self, hop: Hop, seconds: float) -> str:
+    def _diagnose(self, hop: Hop) -> str:
         """Return one sentence that names the rank that is behind.
 
         The first rank that reaches a diagnosis publishes it for all ranks.
         """
-        waiting = f"rank {self.rank} waited {seconds:.0f} s in {hop}"
+        waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
@@ -225,14 +221,13 @@ class Watchdog:
         while time.monotonic() < deadline and len(alive) < len(before):
             time.sleep(HEARTBEAT_INTERVAL)
             self._send_heartbeat()  # the watchdog thread itself may be running this loop
-            alive |= {rank for rank, heartbeat in self._read_heartbeats().items() if heartbeat.clock != before[rank].clock}
+            alive |= {rank for rank, heartbeat in enumerate(self._read_heartbeats()) if heartbeat.clock != before[rank].clock}
         dead = [rank for rank in range(self.size) if rank not in alive and rank != self.rank]
         if dead:
             return "; ".join(f"rank {rank} gives no sign of life, last seen in {before[rank].latest}" for rank in dead)
-        heartbeats = self._read_heartbeats()
-        progress = {rank: (heartbeat.issued, heartbeat.finished) for rank, heartbeat in heartbeats.items()}
-        slowest = min(progress, key=progress.get)
-        if len(set(progress.values())) == 1:
+        progress = [(heartbeat.issued, heartbeat.finished) for heartbeat in self._read_heartbeats()]
+        slowest = progress.index(min(progress))
+        if len(set(progress)) == 1:
             sources = sorted({message.src for message in hop.incoming})
             return f"all ranks are stuck at the same hop; this rank is waiting for rank {sources}"
         issued, finished = progress[slowest]
@@ -240,14 +235,10 @@ class Watchdog:
             return f"rank {slowest} makes no other call after {before[slowest].latest}"
         return f"rank {slowest} is stuck in {before[slowest].latest}"
 
-    def _read_heartbeats(self) -> dict[int, _Heartbeat]:
+    def _read_heartbeats(self) -> list[_Heartbeat]:
         """Return the latest heartbeat of every rank."""
-        heartbeats = {}
-        for rank in range(self.size):
-            key = f"life/{rank}"
-            text = self.store.get(key).decode() if self.store.check([key]) else "0|0|0|its start"
-            heartbeats[rank] = _Heartbeat.parse(text)
-        return heartbeats
+        keys = [f"life/{rank}" for rank in range(self.size)]
+        return [_Heartbeat(*json.loads(self.store.get(key))) if self.store.check([key]) else _Heartbeat() for key in keys]
 
     def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
