@@ -10,6 +10,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,6 +21,13 @@ from ringattn.train.model.gpt import GPT
 from scripts import command
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The classes of transformers, by model_type.
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 
 def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -43,7 +51,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     data, settings = DataConfig(**meta["config"]["data"]), ModelConfig(**meta["config"]["model"])
     tokenizer = load_tokenizer(data.tokenizer)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
-    config = huggingface.config_json(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
+    config = config_json(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
     tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -66,6 +74,66 @@ def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: 
         # The rows beyond the vocabulary are padding and were never trained.
         tensors[name] = tensors[name][:vocab_size].clone()
     return tensors
+
+
+def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the content of config.json for a model.
+
+    Args:
+        model: the settings of the model.
+        vocab_size: the number of rows of the embedding.
+        seq_len: the number of tokens of the sequences that the model was trained on.
+        eos: the id of the end-of-text token.
+        dtype: the dtype of the weights.
+
+    Raises:
+        ConfigError: transformers has no such architecture.
+    """
+    model_type, optional = model_type_of(model), {}
+    if model.window:
+        optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
+    if model.rope_factor is not None:
+        optional["rope_scaling"] = {
+            "rope_type": model.rope_scaling,
+            "factor": model.rope_factor,
+            "original_max_position_embeddings": model.rope_trained_len,
+            **huggingface.ROPE_FIXED[model.rope_scaling],
+        }
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": vocab_size,
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.dim,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.resolved_head_dim,
+        "intermediate_size": model.resolved_ffn_dim,
+        "rope_theta": model.rope_theta,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "max_position_embeddings": seq_len,
+        "bos_token_id": eos,
+        "eos_token_id": eos,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **huggingface.FIXED,
+        **optional,
+    }
+
+
+def model_type_of(model: ModelConfig) -> str:
+    """Return the type of the model in the terms of transformers.
+
+    Raises:
+        ConfigError: transformers has no such architecture.
+    """
+    if model.qkv_bias and model.qk_norm:
+        raise ConfigError(
+            "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"
+        )
+    if model.qkv_bias or model.qk_norm:
+        return "qwen2" if model.qkv_bias else "qwen3"
+    return "mistral" if model.window else "llama"
 
 
 def main(argv: list[str]) -> int:

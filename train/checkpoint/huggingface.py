@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -47,14 +46,10 @@ ROPE_FIXED = {
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
 TOKENIZER = "tokenizer.json"
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
-# The values that transformers uses for settings that are missing in config.json, if these depend on the type of the model.
+# The supported types of models. For each type, the settings whose default value in transformers depends on the type, and their
+# default values.
 DEFAULTS = {
+    "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
@@ -121,7 +116,7 @@ def _unsupported(config: dict[str, Any]) -> str:
     """Describe the first setting in `config` that our model does not support. Return "" if it supports all settings."""
     rope, kind = _rope(config)
     # Each setting with its value and the supported values.
-    checks = {"model_type": (config["model_type"], tuple(ARCHITECTURES)), "rope_type": (kind, ("default", *ROPE_FIXED))}
+    checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     for name, value in ROPE_FIXED.get(kind, {}).items():
@@ -270,58 +265,3 @@ def _open_tensors(path: Path) -> Callable[[str], Any]:
         return file_of[name].get_slice(name)
 
     return find
-
-
-def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the content of config.json for a model.
-
-    Args:
-        model: the settings of the model.
-        vocab_size: the number of rows of the embedding.
-        seq_len: the number of tokens of the sequences that the model was trained on.
-        eos: the id of the end-of-text token.
-        dtype: the dtype of the weights.
-
-    Raises:
-        ConfigError: transformers has no such architecture.
-    """
-    model_type, optional = _model_type(model), {}
-    if model.window:
-        optional = {"sliding_window": model.window, "use_sliding_window": True, "max_window_layers": 0}
-    if model.rope_factor is not None:
-        optional["rope_scaling"] = {
-            "rope_type": model.rope_scaling,
-            "factor": model.rope_factor,
-            "original_max_position_embeddings": model.rope_trained_len,
-            **ROPE_FIXED[model.rope_scaling],
-        }
-    return {
-        "architectures": [ARCHITECTURES[model_type]],
-        "model_type": model_type,
-        "vocab_size": vocab_size,
-        "num_hidden_layers": model.layers,
-        "hidden_size": model.dim,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.resolved_head_dim,
-        "intermediate_size": model.resolved_ffn_dim,
-        "rope_theta": model.rope_theta,
-        "rms_norm_eps": model.norm_eps,
-        "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": seq_len,
-        "bos_token_id": eos,
-        "eos_token_id": eos,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **FIXED,
-        **optional,
-    }
-
-
-def _model_type(model: ModelConfig) -> str:
-    if model.qkv_bias and model.qk_norm:
-        raise ConfigError(
-            "transformers has no model with both model.qkv_bias and model.qk_norm: only one of them can be exported"
-        )
-    if model.qkv_bias or model.qk_norm:
-        return "qwen2" if model.qkv_bias else "qwen3"
-    return "mistral" if model.window else "llama"

@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
-from ringattn.train.checkpoint import state_dict, storage
+from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
 from scripts.tools import export_huggingface
 from tests.distributed import run_ranks
-from tests.train.hub_models import SIZES, logits, read_tensors, settings_of, transformers_logits, write_folder
+from tests.train.hub_models import LLAMA3_SCALING, SIZES, logits, read_tensors, settings_of, transformers_logits, write_folder
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 
@@ -122,3 +122,40 @@ def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert export_huggingface.main([str(saved), str(tmp_path / "file")]) == 1
     assert "file already exists and is not an empty folder" in capsys.readouterr().err
+
+
+def test_config_json_contains_what_transformers_requires():
+    written = export_huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
+    expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
+    assert expected.items() <= written.items()
+
+
+def test_config_json_contains_the_scaling():
+    model = ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192)
+    written = export_huggingface.config_json(model, 257, 61, 256, torch.bfloat16)["rope_scaling"]
+    assert written == LLAMA3_SCALING | {"factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"window": 9},
+        {"qkv_bias": True},
+        {"qk_norm": True},
+        {"qkv_bias": True, "window": 9},
+        {"qk_norm": True, "window": 9},
+        {"rope_factor": 8.0, "rope_trained_len": 4096},
+        {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"},
+    ],
+    ids=str,
+)
+def test_settings_can_be_written_and_read_again(settings, tmp_path):
+    model = ModelConfig(**SIZES, vocab_size=300, **settings)
+    (tmp_path / "config.json").write_text(json.dumps(export_huggingface.config_json(model, 300, 61, 256, torch.bfloat16)))
+    assert settings_of(tmp_path) == model
+
+
+def test_an_architecture_that_transformers_does_not_have_is_an_error():
+    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
+        export_huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)

@@ -201,18 +201,6 @@ def test_the_scaling_may_differ_and_is_described(tmp_path):
     assert changes == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
 
 
-def test_config_json_contains_what_transformers_requires():
-    written = huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
-    expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
-    assert expected.items() <= written.items()
-
-
-def test_config_json_contains_the_scaling():
-    model = ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192)
-    written = huggingface.config_json(model, 257, 61, 256, torch.bfloat16)["rope_scaling"]
-    assert written == LLAMA3_SCALING | {"factor": 8.0, "original_max_position_embeddings": 8192}
-
-
 def test_files_in_subfolders_are_not_read(tmp_path):
     folder = write_folder(tmp_path / "hf")
     (folder / "model.safetensors.index.json").unlink()
@@ -276,28 +264,3 @@ def test_an_error_names_the_file_or_tensor_that_does_not_fit(file, message, tmp_
         save_file({name: x for name, x in load_file(path).items() if name != "model.norm.weight"} | file, path)
     with pytest.raises(ConfigError, match=message):
         huggingface.load(folder, GPT(settings_of(folder), 257))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"window": 9},
-        {"qkv_bias": True},
-        {"qk_norm": True},
-        {"qkv_bias": True, "window": 9},
-        {"qk_norm": True, "window": 9},
-        {"rope_factor": 8.0, "rope_trained_len": 4096},
-        {"rope_factor": 8.0, "rope_trained_len": 64, "rope_scaling": "yarn"},
-    ],
-    ids=str,
-)
-def test_settings_can_be_written_and_read_again(settings, tmp_path):
-    model = ModelConfig(**SIZES, vocab_size=300, **settings)
-    (tmp_path / "config.json").write_text(json.dumps(huggingface.config_json(model, 300, 61, 256, torch.bfloat16)))
-    assert settings_of(tmp_path) == model
-
-
-def test_an_architecture_that_transformers_does_not_have_is_an_error():
-    with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
-        huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
