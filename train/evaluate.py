@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn import Mask
 from ringattn.train.data.packing import Batch
 from ringattn.train.model.loss import IGNORE, token_losses
-from ringattn.train.setup import Run, uses_compile
+from ringattn.train.setup import Run
 from ringattn.train.step import forward, layout_of, mask_of
 
 # Tokens with a context of fewer than this many tokens form the first group. Each further group starts at twice the context
@@ -35,7 +35,7 @@ def evaluate(run: Run) -> dict[str, float]:
     starts = context_groups(run.config.data.seq_len)
     # In each row, the sum of the losses of a group and the number of its tokens.
     sums = torch.zeros(len(starts), 2, dtype=torch.float64, device=run.device)
-    loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=uses_compile(run.config, run.device))
+    loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     for batch in held_out_batches(run):
         mask = mask_of(run.config, batch)
         layout = layout_of(run.config, run.mesh, mask)

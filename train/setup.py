@@ -3,6 +3,7 @@
 import gc
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -37,8 +38,11 @@ class Run:
     tokenizer: Tokenizer
     data: PackedDataset
     held_out: PackedDataset | None  # the text for evaluation
+    kernel: dispatch.Choice  # the attention kernels, and the reason for this choice
     bf16: bool  # whether the model computes in bf16
+    compiled: bool  # whether torch.compile fuses the loss and the operations around attention
     recompute: bool  # whether the backward pass recomputes the blocks, except for attention
+    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     model: GPT
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
@@ -72,7 +76,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     with sync_errors():
         device = pick_device(config.trainer.device)
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-        choose_backend(config, device, bf16)
+        kernel = choose_backend(config, device, bf16)
         tokenizer = load_tokenizer(config.data.tokenizer)
         if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
             raise ConfigError(
@@ -91,21 +95,26 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         _free_memory(device)
     # Until here the timeout was longer, because tokenising may take long.
     set_timeout(mesh, config.parallel.timeout_s)
-    recompute = _should_recompute(config, tokenizer, mesh, device, bf16)
+    compiled = uses_compile(config, device)
+    estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)
+    recompute = config.parallel.activation_checkpointing
+    if recompute is None:
+        recompute = broadcast_object(memory.is_tight(estimate(recompute=False), device))
+    needed = estimate(recompute=recompute)
     with sync_errors():
-        memory.check(_estimate_memory(config, tokenizer, mesh, bf16, recompute), device)
+        memory.check(needed, device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
-    if uses_compile(config, device):
+    if compiled:
         compile_blocks(model)
     if recompute:
         checkpoint_activations(model)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    parts = config, device, mesh, tokenizer, data, held_out, bf16, recompute, model, optimizer, peak_flops
-    return Run(*parts, init_from, init_from_changes)
+    parts = config, device, mesh, tokenizer, data, held_out, kernel, bf16, compiled, recompute, needed, model, optimizer
+    return Run(*parts, peak_flops, init_from, init_from_changes)
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
@@ -163,34 +172,9 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def _should_recompute(config: Config, tokenizer: Tokenizer, mesh: Mesh, device: torch.device, bf16: bool) -> bool:
-    """Return whether the backward pass recomputes the blocks: as the settings say, or if the memory of rank 0 is short."""
-    if config.parallel.activation_checkpointing is not None:
-        return config.parallel.activation_checkpointing
-    needed = _estimate_memory(config, tokenizer, mesh, bf16, recompute=False)
-    return broadcast_object(memory.is_tight(needed, device))
-
-
-def _estimate_memory(config: Config, tokenizer: Tokenizer, mesh: Mesh, bf16: bool, recompute: bool) -> dict[str, float]:
-    """Return the estimated bytes that this rank needs, by purpose."""
-    tokens = config.trainer.batch_size * _tokens_per_rank(config, mesh)
-    uses_ulysses = mesh.ulysses.size() > 1
-    compiled = uses_compile(config, torch.device(mesh.all.device_type))
-    return memory.estimate(
-        config.model, recompute, tokenizer.vocab_size, tokens, dist.get_world_size(), bf16, uses_ulysses, compiled
-    )
-
-
-def _tokens_per_rank(config: Config, mesh: Mesh) -> int:
-    """Return the approximate number of tokens of a sequence that one rank holds."""
-    return -(-config.data.seq_len // mesh.sequence.size())
-
-
 def describe(run: Run, directory: Path) -> None:
     """Log what the settings mean for this run."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
-    kernel = choose_backend(config, run.device, run.bf16)
-    needed = sum(_estimate_memory(config, run.tokenizer, run.mesh, run.bf16, run.recompute).values())
     num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
@@ -204,12 +188,12 @@ def describe(run: Run, directory: Path) -> None:
         "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
-        "ring": f"layout {config.parallel.layout}, {_tokens_per_rank(config, mesh):,} tokens per rank, "
+        "ring": f"layout {config.parallel.layout}, {memory.tokens_per_rank(config, mesh):,} tokens per rank, "
         f"schedule {config.parallel.schedule}",
-        "kernel": f"{kernel.backend}: {kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
+        "kernel": f"{run.kernel.backend}: {run.kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "FLOPs": f"{flops_per_token:.3g} per token, for a sequence of one document",
-        "memory": f"about {needed / memory.GIB:.1f} GiB per rank"
+        "memory": f"about {sum(run.memory_needed.values()) / memory.GIB:.1f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if run.recompute else ""),
     }
     if run.init_from:

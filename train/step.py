@@ -15,7 +15,7 @@ from ringattn.train.data.packing import Batch
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel.mesh import Mesh
-from ringattn.train.setup import Run, uses_compile
+from ringattn.train.setup import Run
 
 
 class Diverged(RuntimeError):
@@ -50,8 +50,7 @@ def take_step(
 
     # Each loss is divided by the number of labels of the whole step, so the sum over all ranks and micro-steps is the mean loss
     # per token.
-    options = dict(vocab_size=run.tokenizer.vocab_size, compiled=uses_compile(run.config, run.device))
-    loss_fn = partial(cross_entropy, num_valid=max(num_labels, 1), **options)
+    loss_fn = partial(cross_entropy, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=run.compiled)
     # One all-reduce sums both the loss and the number of ranks that should stop.
     sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
@@ -61,8 +60,7 @@ def take_step(
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         sums[0] += loss.detach()
-    if stop_requested():
-        sums[1] = 1
+    sums[1] = stop_requested()
     dist.all_reduce(sums)
     clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()

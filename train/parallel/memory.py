@@ -2,9 +2,10 @@
 
 import torch
 
-from ringattn.train.config import ConfigError, ModelConfig
+from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import CHUNK
+from ringattn.train.parallel.mesh import Mesh
 
 GIB = 2**30
 
@@ -39,38 +40,34 @@ def _block_parameters(model: ModelConfig) -> int:
     return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
 
 
-def estimate(
-    model: ModelConfig,
-    recompute: bool,
-    vocab_size: int,
-    tokens: int,
-    ranks: int,
-    bf16: bool,
-    uses_ulysses: bool = False,
-    compiled: bool = False,
-) -> dict[str, float]:
+def tokens_per_rank(config: Config, mesh: Mesh) -> int:
+    """Return the approximate number of tokens of a sequence that one rank holds."""
+    return -(-config.data.seq_len // mesh.sequence.size())
+
+
+def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: bool, recompute: bool) -> dict[str, float]:
     """Estimate the bytes that a rank needs.
 
     The estimate follows from shapes alone. It does not include fragmentation or workspaces of kernels.
 
     Args:
-        model: the settings of the model.
-        recompute: whether the blocks save only their input and their attention output for the backward pass.
+        config: the settings of the run.
+        mesh: the mesh of all ranks. If ranks exchange heads, each block saves its attention output before and after the
+            all-to-all.
         vocab_size: the number of tokens that the tokenizer has.
-        tokens: the number of tokens of a micro-step on this rank.
-        ranks: the number of ranks over which the parameters are sharded.
         bf16: whether the model computes in bf16.
-        uses_ulysses: whether ranks exchange heads. Each block then saves its attention output before and after the all-to-all.
         compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of
             matrix products, and recomputes the other intermediate results.
+        recompute: whether the blocks save only their input and their attention output for the backward pass.
 
     Returns:
         The bytes by purpose.
     """
-    size = 2 if bf16 else 4
+    model, size = config.model, 2 if bf16 else 4
     block = _block_parameters(model)
-    vocab_parameters = padded_vocabulary(model, vocab_size) * model.dim * (1 if model.tie_embeddings else 2)
-    sharded_bytes = 16 * (model.layers * block + vocab_parameters) / ranks
+    logits_dim = padded_vocabulary(model, vocab_size)
+    vocab_parameters = logits_dim * model.dim * (1 if model.tie_embeddings else 2)
+    sharded_bytes = 16 * (model.layers * block + vocab_parameters) / mesh.all.size()
 
     # FSDP holds two groups of blocks at a time: it uses one group while it communicates the next one.
     gathered_gradients = min(2 * blocks_per_group(model, bf16), model.layers)
@@ -78,15 +75,13 @@ def estimate(
     gathered_bytes = size * (vocab_parameters + gathered_parameters * block)
     gathered_bytes += (size + 4) * (vocab_parameters + gathered_gradients * block)
 
-    saved, checkpointed = _saved_bytes_per_token(model, size, uses_ulysses, compiled)
-    if recompute:
-        # While the backward pass recomputes a block, that block holds everything which it would otherwise have saved.
-        activation_bytes = tokens * (model.layers * checkpointed + saved)
-    else:
-        activation_bytes = tokens * model.layers * saved
+    tokens = config.trainer.batch_size * tokens_per_rank(config, mesh)
+    attention_outputs = 2 if mesh.ulysses.size() > 1 else 1
+    saved, checkpointed = _saved_bytes_per_token(model, size, attention_outputs, compiled)
+    # While the backward pass recomputes a block, that block holds everything which it would otherwise have saved.
+    activation_bytes = tokens * (model.layers * checkpointed + saved if recompute else model.layers * saved)
 
     query_dim, key_value_dim = _attention_dims(model)
-    logits_dim = padded_vocabulary(model, vocab_size)
     return {
         "parameters, gradients and optimizer state in fp32": sharded_bytes,
         "gathered parameters and gradients": gathered_bytes,
@@ -101,23 +96,24 @@ def _attention_dims(model: ModelConfig) -> tuple[int, int]:
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 
-def _saved_bytes_per_token(model: ModelConfig, size: int, uses_ulysses: bool, compiled: bool) -> tuple[int, int]:
+def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int, compiled: bool) -> tuple[int, int]:
     """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
 
     Args:
+        model: the settings of the model.
         size: the bytes of an element.
+        attention_outputs: how many times a block saves its attention output.
+        compiled: whether torch.compile fuses the operations before and after attention.
     """
     query_dim, key_value_dim = _attention_dims(model)
     # Eager PyTorch saves the residual stream twice, the outputs of both norms, q, k and v before and after the rotation, the
     # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
-    elements = 4 * model.dim + 2 * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
+    elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
     if not compiled:
         elements += query_dim + key_value_dim + model.resolved_ffn_dim
         if model.qk_norm:
             elements += query_dim + key_value_dim // 2  # q and k before their norms
-    checkpointed_elements = model.dim + query_dim
-    if uses_ulysses:
-        elements, checkpointed_elements = elements + query_dim, checkpointed_elements + query_dim
+    checkpointed_elements = model.dim + attention_outputs * query_dim
     lse = 4 * model.heads
     return size * elements + lse, size * checkpointed_elements + lse
 

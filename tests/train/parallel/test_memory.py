@@ -5,20 +5,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ringattn.train.config import ConfigError, ModelConfig
+from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig
 from ringattn.train.parallel import memory
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
 
+def estimate(
+    model: ModelConfig, tokens: int, ranks: int, ulysses: int = 1, vocab_size: int = 128_256, **options: bool
+) -> dict[str, float]:
+    """Return the estimated bytes by purpose of a bf16 run whose ranks hold this many tokens each of one sequence."""
+    config = Config(model=model, data=DataConfig(seq_len=tokens * ranks))
+    sizes = {"sequence": ranks, "ulysses": ulysses, "all": ranks}
+    mesh = SimpleNamespace(**{axis: SimpleNamespace(size=lambda size=size: size) for axis, size in sizes.items()})
+    return memory.estimate(config, mesh, vocab_size, bf16=True, **({"compiled": False, "recompute": False} | options))
+
+
 def total(tokens: int, ranks: int, recompute: bool = False) -> float:
     """Return the estimated GiB per rank."""
-    needed = memory.estimate(LLAMA, recompute, 128_256, tokens, ranks, bf16=True)
-    return sum(needed.values()) / memory.GIB
+    return sum(estimate(LLAMA, tokens, ranks, recompute=recompute).values()) / memory.GIB
 
 
 def test_sharded_state_is_16_bytes_per_parameter():
-    needed = memory.estimate(LLAMA, False, 128_256, tokens=1, ranks=8, bf16=True)
+    needed = estimate(LLAMA, tokens=1, ranks=8)
     assert needed["parameters, gradients and optimizer state in fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
 
 
@@ -30,7 +39,7 @@ def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
 def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
-    needed = memory.estimate(small, False, vocab_size=256, tokens=1, ranks=8, bf16=True)["gathered parameters and gradients"]
+    needed = estimate(small, tokens=1, ranks=8, vocab_size=256)["gathered parameters and gradients"]
     # The parameters of 12 blocks in bf16, and the gradients of two groups of four blocks in bf16 and fp32.
     assert needed == pytest.approx(2 * 85e6 + 6 * 8 * 7.1e6, rel=0.02)
 
@@ -69,9 +78,7 @@ def test_a_cpu_always_has_enough_memory():
 
 
 def test_ulysses_saves_one_more_attention_output():
-    without, ulysses = (
-        memory.estimate(LLAMA, True, 128_256, 8192, 8, True, uses_ulysses)["activations"] for uses_ulysses in (False, True)
-    )
+    without, ulysses = (estimate(LLAMA, 8192, 8, ulysses, recompute=True)["activations"] for ulysses in (1, 8))
     assert ulysses - without == 8192 * (LLAMA.layers + 1) * 2 * 4096
 
 
@@ -89,5 +96,5 @@ def test_estimates_are_close_to_measured_peaks(layers, dim, ffn_dim, tie, tokens
     """`peak` was measured in compiled training runs on two GPUs. The estimate must not be below it, and not far above."""
     heads = dim // (128 if dim > 1024 else 64)
     model = ModelConfig(50_304, layers, dim, heads, heads, ffn_dim=ffn_dim, tie_embeddings=tie)
-    needed = memory.estimate(model, False, 257, tokens, 2, bf16=True, uses_ulysses=uses_ulysses, compiled=True)
+    needed = estimate(model, tokens, 2, 2 if uses_ulysses else 1, vocab_size=257, compiled=True)
     assert peak <= sum(needed.values()) / memory.GIB <= 1.15 * peak
