@@ -46,12 +46,7 @@ def token_losses(
 
     The loss of a token with the label IGNORE is 0. The arguments have the same meaning as those of `cross_entropy`.
     """
-    losses = _compiled(_losses) if compiled else _losses
-    flat, flat_labels = hidden.flatten(0, 1), labels.flatten()
-    results = [hidden.new_zeros(0, dtype=torch.float32)]  # A rank may have no tokens, and torch.cat requires a tensor.
-    for rows in _chunks(len(flat), chunk):
-        results.append(losses(flat[rows] @ head.T, flat_labels[rows], vocab_size)[1])
-    return torch.cat(results).view(labels.shape)
+    return _chunked_losses(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[1].view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -59,15 +54,11 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled):
-        losses = _compiled(_losses) if compiled else _losses
-        lse = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for rows in _chunks(len(labels), chunk):
-            lse[rows], row_losses = losses(hidden[rows] @ head.T, labels[rows], vocab_size)
-            loss += row_losses.sum()
+        lse, losses = _chunked_losses(hidden, head, labels, vocab_size, chunk, compiled)
         ctx.save_for_backward(hidden, head, labels, lse)
         ctx.vocab_size, ctx.chunk, ctx.compiled = vocab_size, chunk, compiled
-        return loss
+        # Each chunk is summed by itself, because an fp32 sum over all tokens of a long sequence would be less accurate.
+        return sum(part.sum() for part in losses.split(chunk))
 
     @staticmethod
     def backward(ctx, dloss):
@@ -81,6 +72,18 @@ class _CrossEntropy(torch.autograd.Function):
             dhidden[rows] = dlogits @ head
             dhead += dlogits.T @ hidden[rows]
         return dhidden, dhead.to(head.dtype), None, None, None, None
+
+
+def _chunked_losses(
+    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool
+) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp and the loss of every token, both fp32 (N,). Only the logits of one chunk exist at a time."""
+    compute = _compiled(_losses) if compiled else _losses
+    lse = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+    losses = torch.empty_like(lse)
+    for rows in _chunks(len(labels), chunk):
+        lse[rows], losses[rows] = compute(hidden[rows] @ head.T, labels[rows], vocab_size)
+    return lse, losses
 
 
 def _losses(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
