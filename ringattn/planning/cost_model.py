@@ -4,7 +4,6 @@ Speeds come from a table and are never measured at run time, so that every rank,
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -63,8 +62,7 @@ def attention_flops(device: torch.device) -> float:
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(torch.cuda.get_device_capability(device)[0], 6e13)
 
 
-@dataclass(frozen=True)
-class HopCost:
+class HopCost(NamedTuple):
     """The cost of one step of a pass on its busiest rank."""
 
     compute: float  # seconds

@@ -16,7 +16,7 @@ from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
 from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
 from ringattn.planning.rank_plan import EQUAL_TIMES, Plan
-from ringattn.planning.workload import backward_bytes, backward_work, forward_bytes, forward_work
+from ringattn.planning.workload import backward_work, forward_work
 
 # The minimum of tokens x heads per chunk. The kernels of smaller chunks would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
@@ -50,24 +50,21 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
     return max(counts, default=1)
 
 
-def bytes_per_row(ulysses: int, ring: int, heads: int, key_heads: int, dim: int, value_dim: int, size: int = 2) -> int:
+def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> int:
     """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if it needs all keys.
 
     Args:
+        q, k, v: the tensors of the call; only the numbers of heads, the head dims and the dtype matter.
         ulysses, ring: U and R.
-        heads, key_heads, dim, value_dim: Hq, Hkv, D, Dv.
-        size: bytes per element of q, k and v.
     """
-    key_heads *= key_copies(heads, key_heads, ulysses)
+    copies = key_copies(q.shape[2], k.shape[2], ulysses)
+    k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
     # q and out have query heads, and k and v have key heads. Their gradients have the same sizes.
-    elements = heads * (dim + value_dim) + key_heads * (dim + value_dim)
-    all_to_all_bytes = 2 * elements * size * (ulysses - 1) // ulysses
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[size]
-    shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim)
-    q, k, v = (torch.empty(1, 1, n // ulysses, d, dtype=dtype, device="meta") for n, d in shapes)
-    directions = forward_bytes(q, k, v), backward_bytes(q, k, v)
-    hop_bytes = sum(min(sum(row.state), sum(row.kv)) for row in directions)
-    return all_to_all_bytes + ulysses * (ring - 1) * hop_bytes
+    elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
+    all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
+    # A rank of a ring of R ranks has 1 / U of the heads, and U times as many rows.
+    directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes
+    return all_to_all_bytes + (ring - 1) * sum(min(sum(row.state), sum(row.kv)) for row in directions)
 
 
 def best_ulysses_degree(
@@ -108,9 +105,8 @@ def best_ulysses_degree(
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
     # The time for planning grows with the square of the number of ranks.
     if ranks > MAX_PLANNED_RANKS:
-        shape = q.shape[2], k.shape[2], q.shape[3], v.shape[3], q.element_size()
         inside = [u for u in candidates if host % u == 0]
-        return min(inside, key=lambda u: bytes_per_row(u, ranks // u, *shape))
+        return min(inside, key=lambda u: bytes_per_row(q, k, v, u, ranks // u))
     seconds = {}
     for u in candidates:
         key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], u)

@@ -1,6 +1,5 @@
 """The bytes and FLOPs of one attention call, independent of how they are distributed over the ranks."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -10,36 +9,11 @@ from torch import Tensor
 HEAD_CHUNK_FLOPS = 5e13
 
 
-@dataclass(frozen=True)
-class RowBytes:
+class RowBytes(NamedTuple):
     """Bytes per row (token) of a circulating block and of its result, (block, result), for each schedule."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
-
-
-def forward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Return the bytes per row and batch entry in the forward pass.
-
-    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring.
-    """
-    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
-    # Partial results are fp32, or fp64 for fp64 inputs.
-    state_size = max(size, 4)
-    keys = key_heads * (dim + value_dim)
-    return RowBytes(state=(heads * dim * size, heads * (value_dim + 2) * state_size), kv=(keys * size, 0))
-
-
-def backward_bytes(q: Tensor, k: Tensor, v: Tensor) -> RowBytes:
-    """Return the bytes per row and batch entry in the backward pass.
-
-    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv in the KV ring.
-    """
-    (heads, dim), key_heads, value_dim, size = q.shape[2:], k.shape[2], v.shape[-1], q.element_size()
-    state_size = max(size, 4)
-    keys = key_heads * (dim + value_dim)
-    queries = heads * (dim + value_dim) * size + heads * 2 * state_size
-    return RowBytes(state=(queries, heads * dim * state_size), kv=(keys * size, keys * state_size))
 
 
 class Work(NamedTuple):
@@ -74,16 +48,31 @@ def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the forward pass: two matrix products per (query, key) pair and head."""
-    return Work("forward", q.shape[0], forward_bytes(q, k, v), _forward_pair_flops(q, v))
+    """Return the work of the forward pass: two matrix products per (query, key) pair and head.
+
+    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring.
+    """
+    heads, size = q.shape[2], q.element_size()
+    queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
+    # Partial results are fp32, or fp64 for fp64 inputs.
+    states = heads * (v.shape[3] + 2) * max(size, 4)
+    row_bytes = RowBytes(state=(queries * size, states), kv=(keys * size, 0))
+    return Work("forward", q.shape[0], row_bytes, _forward_pair_flops(q, v))
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward pass: five matrix products per (query, key) pair and head."""
-    heads, dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    """Return the work of the backward pass: five matrix products per (query, key) pair and head.
+
+    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv in the KV ring.
+    """
+    heads, size = q.shape[2], q.element_size()
+    queries, outputs, keys = q.shape[2:].numel(), heads * v.shape[3], k.shape[2:].numel() + v.shape[2:].numel()
+    state_size = max(size, 4)
+    blocks = (queries + outputs) * size + heads * 2 * state_size
+    row_bytes = RowBytes(state=(blocks, queries * state_size), kv=(keys * size, keys * state_size))
     # Three of the five products (scores, dq and dk) have the head dim of q, and two (dp
     # and dv) have the head dim of v. A product costs 2 FLOPs per pair and dimension.
-    return Work("backward", q.shape[0], backward_bytes(q, k, v), heads * (6 * dim + 4 * value_dim))
+    return Work("backward", q.shape[0], row_bytes, 6 * queries + 4 * outputs)
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
@@ -101,5 +90,4 @@ def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int
 
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
     """Return chunk i of `count` of the heads of x (B, N, H, ...), as a view."""
-    size = x.shape[2] // count
-    return x[:, :, i * size : (i + 1) * size]
+    return x.unflatten(2, (count, -1))[:, :, i]

@@ -15,9 +15,7 @@ from ringattn.planning.rank_plan import FIRST_SHARE, BlockPair, get_plan, split_
 from ringattn.planning.schedule import LocalStep
 from ringattn.planning.workload import (
     HEAD_CHUNK_FLOPS,
-    backward_bytes,
     backward_work,
-    forward_bytes,
     forward_work,
     head_chunks_for_memory,
 )
@@ -67,10 +65,10 @@ def test_auto_chooses_the_fewest_bytes_on_slow_links(heads: int, key_heads: int,
     """
     q, k = torch.empty(1, 4, heads, 128, dtype=torch.bfloat16), torch.empty(1, 4, key_heads, 128, dtype=torch.bfloat16)
     plan = get_plan(Mask.causal(), Layout.zigzag(64, 4), 0, CPU)
-    assert forward_bytes(q, k, k).state == (heads * 2 * 128, heads * (4 * 128 + 8))
-    assert sum(forward_bytes(q, k, k).kv) == key_heads * 4 * 128
-    assert sum(backward_bytes(q, k, k).state) == heads * (8 * 128 + 8)
-    assert sum(backward_bytes(q, k, k).kv) == key_heads * 12 * 128
+    assert forward_work(q, k, k).row_bytes.state == (heads * 2 * 128, heads * (4 * 128 + 8))
+    assert sum(forward_work(q, k, k).row_bytes.kv) == key_heads * 4 * 128
+    assert sum(backward_work(q, k, k).row_bytes.state) == heads * (8 * 128 + 8)
+    assert sum(backward_work(q, k, k).row_bytes.kv) == key_heads * 12 * 128
     for slow in (interconnect("gloo"), interconnect("nccl", one_host=False)):
         assert plan.choose_schedule("auto", forward_work(q, k, k), slow) == forward
         assert plan.choose_schedule("auto", backward_work(q, k, k), slow) == backward

@@ -20,12 +20,14 @@ NEAR, FAR = interconnect("nvlink", flops=5.8e14), interconnect("nccl", one_host=
 
 def test_bytes_per_row() -> None:
     """Computed by hand for 16 heads of 128 in bf16 on 8 ranks: per hop and head 4d bytes forward and 8d + 8 backward."""
-    assert bytes_per_row(1, 8, 16, 16, 128, 128) == 7 * 16 * (4 * 128 + 8 * 128 + 8)
-    assert bytes_per_row(8, 1, 16, 16, 128, 128) == 2 * 7 * 16 * 4 * 128 * 2 // 8
-    assert bytes_per_row(2, 4, 16, 16, 128, 128) == 16 * 4 * 128 * 2 + 3 * 16 * (12 * 128 + 8)
+    q, k = (torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (16, 16))
+    assert bytes_per_row(q, k, k, 1, 8) == 7 * 16 * (4 * 128 + 8 * 128 + 8)
+    assert bytes_per_row(q, k, k, 8, 1) == 2 * 7 * 16 * 4 * 128 * 2 // 8
+    assert bytes_per_row(q, k, k, 2, 4) == 16 * 4 * 128 * 2 + 3 * 16 * (12 * 128 + 8)
     # With one key head, the ring sends 16d bytes per hop, and the all-to-all sends that head to every rank.
-    assert bytes_per_row(1, 8, 32, 1, 128, 128) == 7 * 16 * 128
-    assert bytes_per_row(8, 1, 32, 1, 128, 128) == 2 * 7 * (2 * 32 + 2 * 8) * 128 * 2 // 8
+    q, k = (torch.empty(1, 1, heads, 128, dtype=torch.bfloat16, device="meta") for heads in (32, 1))
+    assert bytes_per_row(q, k, k, 1, 8) == 7 * 16 * 128
+    assert bytes_per_row(q, k, k, 8, 1) == 2 * 7 * (2 * 32 + 2 * 8) * 128 * 2 // 8
 
 
 def best(ranks: int, seq_len: int = 65536, heads: int = 16, key_heads: int = 16, mask: Mask | None = None, **options) -> int:

@@ -6,9 +6,7 @@ from torch import Tensor
 
 from ringattn.planning import workload
 from ringattn.planning.workload import (
-    backward_bytes,
     backward_work,
-    forward_bytes,
     forward_work,
     head_chunk,
     head_chunks_for_memory,
@@ -22,22 +20,22 @@ def inputs(dtype: torch.dtype) -> list[Tensor]:
 
 def test_bytes_of_the_forward() -> None:
     """The state ring sends q in 16 bits and (m, l, o) in fp32. The KV ring sends k and v and has no results."""
-    found = forward_bytes(*inputs(torch.bfloat16))
+    found = forward_work(*inputs(torch.bfloat16)).row_bytes
     assert found.state == (8 * 192 * 2, 8 * (128 + 2) * 4)
     assert found.kv == (2 * (192 + 128) * 2, 0)
 
 
 def test_bytes_of_the_backward() -> None:
     """The state ring sends q and dout in 16 bits and lse, delta and dq in fp32; the KV ring returns dk and dv in fp32."""
-    found = backward_bytes(*inputs(torch.bfloat16))
+    found = backward_work(*inputs(torch.bfloat16)).row_bytes
     assert found.state == (8 * (192 + 128) * 2 + 8 * 2 * 4, 8 * 192 * 4)
     assert found.kv == (2 * (192 + 128) * 2, 2 * (192 + 128) * 4)
 
 
 def test_states_of_fp64_inputs_are_fp64() -> None:
     """Partial results have at least 4 bytes per element, and 8 for fp64 inputs."""
-    assert forward_bytes(*inputs(torch.float64)).state == (8 * 192 * 8, 8 * (128 + 2) * 8)
-    assert backward_bytes(*inputs(torch.float64)).kv == (2 * 320 * 8, 2 * 320 * 8)
+    assert forward_work(*inputs(torch.float64)).row_bytes.state == (8 * 192 * 8, 8 * (128 + 2) * 8)
+    assert backward_work(*inputs(torch.float64)).row_bytes.kv == (2 * 320 * 8, 2 * 320 * 8)
 
 
 def test_flops_per_pair() -> None:

@@ -152,7 +152,8 @@ def test_all_to_all_by_hand() -> None:
     """Each of 2 GPUs sends half of its heads in one chunk: the bytes of `bytes_per_row`, and two latencies per direction."""
     layer = Layer(4096, 4, 4, 128, 2, ulysses=2)
     cost = all_to_all(layer, SLOW, attention=1.0)
-    assert layer.overlap_chunks == 1 and 2 * cost.bytes == 2048 * bytes_per_row(2, 1, 4, 4, 128, 128)
+    x = torch.empty(1, 1, 4, 128, dtype=torch.bfloat16, device="meta")
+    assert layer.overlap_chunks == 1 and 2 * cost.bytes == 2048 * bytes_per_row(x, x, x, ulysses=2, ring=1)
     assert cost.compute == 0 and cost.seconds == cost.exposed == pytest.approx(ALL_TO_ALL_FACTOR * cost.bytes / 1e9 + 2e-4)
     across = all_to_all(replace(layer, ranks=16, ulysses=4, heads=16), replace(SLOW, node=2), attention=1.0)
     to_each = 256 * (2 * 16 + 2 * 4) * 128 * 2 / 4
