@@ -70,7 +70,7 @@ def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: 
     model = GPT(settings, vocab_size)
     storage.load(path, state_dict.model_state(model))
     tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    for name in {huggingface.NAMES["embedding"], huggingface.NAMES["head"]} & tensors.keys():
+    for name in {huggingface.hugging_face_name("embedding"), huggingface.hugging_face_name("head")} & tensors.keys():
         # The rows beyond the vocabulary are padding and were never trained.
         tensors[name] = tensors[name][:vocab_size].clone()
     return tensors

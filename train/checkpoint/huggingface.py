@@ -8,7 +8,6 @@ from such a model (`trainer.init_from`), and `scripts/tools/export_huggingface.p
 import json
 import operator
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,22 @@ from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 
-# The names of our weights in Hugging Face's format.
-NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
-# The same for the weights of a block, without the prefix that contains the number of the block.
-BLOCK_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "query.weight": "self_attn.q_proj.weight",
-    "key.weight": "self_attn.k_proj.weight",
-    "value.weight": "self_attn.v_proj.weight",
-    "query.bias": "self_attn.q_proj.bias",
-    "key.bias": "self_attn.k_proj.bias",
-    "value.bias": "self_attn.v_proj.bias",
-    "query_norm": "self_attn.q_norm.weight",
-    "key_norm": "self_attn.k_norm.weight",
-    "output.weight": "self_attn.o_proj.weight",
-    "ffn_norm": "post_attention_layernorm.weight",
-    "gate.weight": "mlp.gate_proj.weight",
-    "up.weight": "mlp.up_proj.weight",
-    "down.weight": "mlp.down_proj.weight",
+# The names of our modules and weights in Hugging Face's format, without the prefix that contains the number of a block.
+NAMES = {
+    "embedding": "model.embed_tokens",
+    "attention_norm": "input_layernorm",
+    "query": "self_attn.q_proj",
+    "key": "self_attn.k_proj",
+    "value": "self_attn.v_proj",
+    "query_norm": "self_attn.q_norm",
+    "key_norm": "self_attn.k_norm",
+    "output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
 }
 # Further settings that config.json may contain, and the only value of each that our model supports.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
@@ -63,13 +60,15 @@ def is_model(path: Path) -> bool:
 
 def hugging_face_name(name: str) -> str:
     """Return the name that a parameter of `ringattn.train.model.gpt.GPT` has in Hugging Face's format."""
-    if match := re.fullmatch(r"blocks\.(\d+)\.(.*)", name):
-        return f"model.layers.{match[1]}.{BLOCK_NAMES[match[2]]}"
-    return NAMES[name]
+    block, module, kind = re.fullmatch(r"(blocks\.\d+\.)?(\w+)\.?(\w*)", name).groups(default="")
+    # Our norms, embedding and head are parameters without a module, so their names do not end in ".weight".
+    return f"{block.replace('blocks', 'model.layers')}{NAMES[module]}.{kind or 'weight'}"
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of the model in the folder `path` under the names of the fields of ModelConfig.
+
+    The settings `rope_trained_len` and `rope_scaling`, which have no effect without `rope_factor`, are left out if it is None.
 
     Raises:
         ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
@@ -88,27 +87,25 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     rope, kind = _rope(config)
-    scaled = kind != "default"
+    # `operator.index` raises a TypeError unless the value is an integer.
     settings = {
-        "vocab_size": config["vocab_size"],
-        "layers": config["num_hidden_layers"],
-        "dim": config["hidden_size"],
-        "heads": config["num_attention_heads"],
-        "kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+        "vocab_size": operator.index(config["vocab_size"]),
+        "layers": operator.index(config["num_hidden_layers"]),
+        "dim": operator.index(config["hidden_size"]),
+        "heads": operator.index(config["num_attention_heads"]),
+        "kv_heads": operator.index(config.get("num_key_value_heads") or config["num_attention_heads"]),
         "resolved_head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-        "resolved_ffn_dim": config["intermediate_size"],
+        "resolved_ffn_dim": operator.index(config["intermediate_size"]),
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
-        "rope_factor": float(rope["factor"]) if scaled else None,
-        "rope_trained_len": _trained_len(config, rope) if scaled else None,
-        "rope_scaling": kind if scaled else ModelConfig.rope_scaling,
+        "rope_factor": None,
         "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
-    for name in ("vocab_size", "layers", "dim", "heads", "kv_heads", "resolved_ffn_dim"):
-        operator.index(settings[name])  # raises TypeError unless the value is an integer
+    if kind != "default":
+        settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": _trained_len(config, rope), "rope_scaling": kind}
     return settings
 
 
@@ -179,9 +176,6 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         )
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
-    if settings["rope_factor"] is None:
-        # Without a factor, these settings have no effect.
-        del settings["rope_trained_len"], settings["rope_scaling"]
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     # The options for resolved_head_dim and resolved_ffn_dim are head_dim and ffn_dim.
     listed = ", ".join(
@@ -207,17 +201,18 @@ def load(path: Path, model: nn.Module) -> None:
     Raises:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
-    find = _open_tensors(path)
-    for name, parameter in model.state_dict().items():
-        stored = find(hugging_face_name(name))
+    files = _open_tensors(path)
+    for parameter_name, parameter in model.state_dict().items():
+        name = hugging_face_name(parameter_name)
+        if name not in files:
+            raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
+        stored = files[name].get_slice(name)
         if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-            raise ConfigError(
-                f"{path}: {hugging_face_name(name)} is {dtype}, so the model is quantized: use the original model"
-            )
+            raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
         shape = tuple(stored.get_shape())
-        num_rows = min(shape[0], len(parameter)) if name in ("embedding", "head") else len(parameter)
+        num_rows = min(shape[0], len(parameter)) if parameter_name in ("embedding", "head") else len(parameter)
         if shape != (num_rows, *parameter.shape[1:]):
-            raise ConfigError(f"{path}: {hugging_face_name(name)} has shape {shape}, but {tuple(parameter.shape)} in this run")
+            raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(parameter.shape)} in this run")
         own, first = _own_rows(parameter)
         last = min(first + len(own), num_rows)
         if first < last:
@@ -234,14 +229,14 @@ def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
     return parameter.to_local(), parameter.device_mesh.get_local_rank() * -(-len(parameter) // parameter.device_mesh.size())
 
 
-def _open_tensors(path: Path) -> Callable[[str], Any]:
+def _open_tensors(path: Path) -> dict[str, Any]:
     """Open the safetensors files of a folder.
 
     Returns:
-        A function that returns the tensor of a name. Slicing this tensor reads only the slice.
+        For the name of each tensor, the open file that contains the tensor.
 
     Raises:
-        ConfigError: a file cannot be read. The returned function raises it as well, if there is no tensor of that name.
+        ConfigError: a file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -257,11 +252,4 @@ def _open_tensors(path: Path) -> Callable[[str], Any]:
         files = [safe_open(name, "pt") for name in sorted(names)]
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
-    file_of = {name: file for file in files for name in file.keys()}
-
-    def find(name: str) -> Any:
-        if name not in file_of:
-            raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
-        return file_of[name].get_slice(name)
-
-    return find
+    return {name: file for file in files for name in file.keys()}
