@@ -33,8 +33,7 @@ from typing import NamedTuple
 Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: the rows of the owner's block for which the rank has work
 
 
-@dataclass(frozen=True)
-class Message:
+class Message(NamedTuple):
     """One message of one hop: a block or a result, or some of its rows."""
 
     kind: str  # "block" or "result"
@@ -52,16 +51,14 @@ class LocalStep(NamedTuple):
     rows: range
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One step of all ranks. Its messages are in flight while its local steps are computed."""
 
     local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
 
 
-@dataclass(frozen=True)
-class RankStep:
+class RankStep(NamedTuple):
     """One rank's part of a step."""
 
     local_steps: tuple[LocalStep, ...]
@@ -85,15 +82,6 @@ class Schedule:
         """Return the owner of the last block that `rank` computes with; None if it computes nothing."""
         local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
         return local_steps[-1].owner if local_steps else None
-
-    def bytes_sent(self, block_row: int, result_row: int) -> list[int]:
-        """Return the bytes that each rank sends, given the bytes per row of a block and of a result."""
-        size = {"block": block_row, "result": result_row}
-        sent = [0] * self.ranks
-        for step in self.steps:
-            for message in step.messages:
-                sent[message.src] += len(message.rows) * size[message.kind]
-        return sent
 
 
 def _by_rank(step: Step, ranks: int) -> list[RankStep]:
@@ -186,9 +174,9 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
     blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments are the
     same as for `direct`.
     """
-    forward, backward = (_one_way(need, results, split_points, direction) for direction in (1, -1))
-    hops = [sum(len(step.messages) for step in schedule.steps) for schedule in (forward, backward)]
-    return forward if hops[0] <= hops[1] else backward
+    schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
+    # On a tie, min() picks the first direction.
+    return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
 
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:

@@ -46,6 +46,7 @@ from scripts.bench import ring_variants as variants
 from scripts.bench.cases import Case
 from scripts.bench.ring_report import PARTS
 from scripts.bench.ring_variants import Call, Calls
+from scripts.tools.plan_ring import bytes_sent
 
 CHECKED_LENGTH = 1536  # tokens per rank of the case that is compared with the float64 reference
 NAMES = ("out", "dq", "dk", "dv")
@@ -120,7 +121,7 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
         block, result = getattr(work.row_bytes, names[-1])
         steps = plan.schedule(names[-1], result > 0, interconnect.all_pairs)
         hops += chunks * sum(bool(step.messages) for step in steps.steps)
-        sent = [a + chunks * b for a, b in zip(sent, steps.bytes_sent(block, result), strict=True)]
+        sent = [a + chunks * b for a, b in zip(sent, bytes_sent(steps, block, result), strict=True)]
         found[part] = {"schedule": " / ".join(names), "hops": hops, "bytes_sent": max(sent)}
     return found
 

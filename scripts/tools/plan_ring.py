@@ -35,6 +35,7 @@ from ringattn.layout import KINDS
 from ringattn.planning import ulysses_degree, workload
 from ringattn.planning.cost_model import MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
 from ringattn.planning.rank_plan import SCHEDULES, Plan, get_plan
+from ringattn.planning.schedule import Schedule
 from ringattn.planning.ulysses_degree import MAX_PLANNED_POSITIONS, MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work
 from scripts import command
@@ -227,12 +228,22 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     name = plan.choose_schedule(layer.schedule, work, interconnect)
     hops = plan.costs(name, work, interconnect)
     block, result = getattr(work.row_bytes, name)
-    sent = max(plan.schedule(name, result > 0, interconnect.all_pairs).bytes_sent(block, result))
+    sent = max(bytes_sent(plan.schedule(name, result > 0, interconnect.all_pairs), block, result))
     overhead = len(hops) * cluster.speed("overhead", work.direction)
     overhead += plan.merge_bytes(work) / cluster.speed("merge", work.direction)
     compute = sum(hop.compute for hop in hops) + overhead
     seconds = max(sum(hop.seconds for hop in hops) + overhead, len(hops) * cluster.speed("launch", work.direction))
     return Cost(compute, seconds, layer.batch * sent) * group
+
+
+def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
+    """Return the bytes that each rank sends, given the bytes per row of a block and of a result."""
+    size = {"block": block_row, "result": result_row}
+    sent = [0] * schedule.ranks
+    for step in schedule.steps:
+        for message in step.messages:
+            sent[message.src] += len(message.rows) * size[message.kind]
+    return sent
 
 
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from ringattn import Layout, Mask
 from ringattn.planning.rank_plan import needs
 from ringattn.planning.schedule import LocalStep, Message, Need, Schedule, Step, build_schedule, direct, relay
+from scripts.tools.plan_ring import bytes_sent
 
 ALL = range(4)  # the rows of a whole block in these tests
 
@@ -162,7 +163,7 @@ def test_a_rank_sends_at_most_one_direct_message_of_a_kind(need: Need, results: 
 def test_no_rank_sends_more_than_the_formula(results: bool, all_pairs: bool) -> None:
     """Every rank sends P - 1 times the bytes of a block and, with results, P - 1 times the bytes of a result."""
     schedule = build_schedule(everyone(5, range(10)), results, all_pairs)
-    assert schedule.bytes_sent(block_row=3, result_row=7) == [4 * 10 * (3 + 7 * results)] * 5
+    assert bytes_sent(schedule, block_row=3, result_row=7) == [4 * 10 * (3 + 7 * results)] * 5
 
 
 @pytest.mark.parametrize("all_pairs", (False, True), ids=("relay", "direct"))

@@ -17,7 +17,7 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR
 from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.ulysses_degree import bytes_per_row
 from scripts.tools import plan_ring
-from scripts.tools.plan_ring import Cluster, Layer, all_to_all, predict, ring_pass, with_ulysses
+from scripts.tools.plan_ring import Cluster, Layer, all_to_all, bytes_sent, predict, ring_pass, with_ulysses
 
 # 1 TFLOP/s, 1 GB/s and 0.1 ms per message, and nothing else takes time except launches of at most 0.1 ms.
 SLOW = Cluster(
@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_schedule(ranks: int, mask: str, window: int | No
         for work in works:
             all_pairs = Cluster(node=node).ring_interconnect(ranks, 1e12).all_pairs
             block, result = getattr(work.row_bytes, name)
-            sent = plan.schedule(name, result > 0, all_pairs).bytes_sent(block, result)
+            sent = bytes_sent(plan.schedule(name, result > 0, all_pairs), block, result)
             assert ring_pass(layer, work, Cluster(node=node)).bytes == 2 * max(sent)
             if mask == "full" and window is None and 1024 % ranks == 0:
                 assert max(sent) == (ranks - 1) * (1024 // ranks) * (block + result)
