@@ -274,16 +274,17 @@ AT_LEAST_ONE = (
     "trainer.batch_size trainer.accumulate trainer.keep_checkpoints trainer.eval_tokens trainer.log_every"
 ).split()
 AT_LEAST_ZERO = (
-    "data.seed optim.warmup_steps optim.weight_decay optim.min_lr_ratio trainer.seed trainer.checkpoint_every "
-    "trainer.eval_every trainer.sample_tokens"
+    "data.seed optim.warmup_steps optim.weight_decay trainer.seed trainer.checkpoint_every trainer.eval_every "
+    "trainer.sample_tokens"
 ).split()
 POSITIVE = "model.rope_theta model.norm_eps optim.lr optim.eps optim.clip trainer.peak_tflops trainer.time_limit_s".split()
-SEEDS = ("data.seed", "trainer.seed")
 BOUNDS = (
     (AT_LEAST_ONE, "at least 1 and finite", lambda value: 1 <= value < math.inf),
     (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
     (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
-    (SEEDS, "below 2**63", lambda value: value < 2**63),
+    (["optim.decay_fraction"], "above 0 and at most 1", lambda value: 0 < value <= 1),
+    (["optim.min_lr_ratio"], "from 0 to 1", lambda value: 0 <= value <= 1),
+    (["data.seed", "trainer.seed"], "below 2**63", lambda value: value < 2**63),
 )
 
 
@@ -297,15 +298,8 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: names the first invalid setting.
     """
-    problems = (
-        _check_values(config),
-        _check_data(config.data),
-        _check_model(config.model),
-        _check_parallel(config, world_size),
-        _check_optim(config.optim, config.trainer.steps),
-        _check_trainer(config),
-    )
-    for problem in chain.from_iterable(problems):
+    problems = _check_values(config), _check_unused(config), _check_model(config.model), _check_parallel(config, world_size)
+    for problem in chain(*problems, _check_training(config)):
         raise ConfigError(problem)
 
 
@@ -326,15 +320,23 @@ def _check_values(config: Config) -> Iterator[str]:
                 yield f"{name}={value}: must be {bound}"
 
 
-def _check_data(data: DataConfig) -> Iterator[str]:
-    # A setting that the source does not read would be ignored, and the run would train on other text than the user expects.
-    for name in ("path", "eval_path"):
-        if data.source == "stdlib" and (path := getattr(data, name)) is not None:
-            yield f"data.{name}={path}, but data.source=stdlib reads no files: choose data=text, jsonl, parquet or hub"
-    if data.source != "hub" and data.subset is not None:
-        yield f"data.subset={data.subset} requires a dataset of the hub: choose data=hub, or leave it out"
-    if data.source in ("stdlib", "text") and data.column != DataConfig.column:
-        yield f"data.column={data.column} requires columns, and data.source={data.source} has none: leave it out"
+def _check_unused(config: Config) -> Iterator[str]:
+    # A setting that has no effect is an error, because its user expects an effect, such as training on other text.
+    data, optim = config.data, config.optim
+    for names, is_unused, reason in (
+        ("data.path data.eval_path", data.source == "stdlib", "if data.source=stdlib: choose data=text, jsonl, parquet or hub"),
+        ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
+        ("data.column", data.source in ("stdlib", "text"), f"if data.source={data.source}: choose data=jsonl, parquet or hub"),
+        ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
+        ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
+        ("trainer.eval_every trainer.eval_tokens", data.held_out is None, "alone: set data.eval_split or data.eval_path"),
+        ("trainer.sample_prompt", config.trainer.sample_tokens == 0, "if trainer.sample_tokens=0: raise it"),
+        ("logger.project", config.logger.wandb == "off", "if logger.wandb=off: choose another value of it"),
+    ):
+        for name in names.split():
+            value = attrgetter(name)(config)
+            if is_unused and value != attrgetter(name)(Config()):
+                yield f"{name}={value} has no effect {reason}, or leave {name} out"
 
 
 def _check_model(model: ModelConfig) -> Iterator[str]:
@@ -343,14 +345,8 @@ def _check_model(model: ModelConfig) -> Iterator[str]:
         yield f"model.kv_heads={kv_heads} must divide model.heads={heads}: choose one of {_divisors(heads)}"
     if model.head_dim is None and model.dim % heads:
         yield f"model.heads={heads} must divide model.dim={model.dim}: change one of them, or set model.head_dim"
-    for name in ("rope_trained_len", "rope_scaling"):
-        if model.rope_factor is None and (value := getattr(model, name)) != getattr(ModelConfig, name):
-            yield f"model.{name}={value} requires model.rope_factor: set both, or neither"
     if model.rope_factor is not None and model.rope_trained_len is None:
-        yield (
-            f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the sequence length that the "
-            "model was trained with"
-        )
+        yield f"model.rope_factor={model.rope_factor} requires model.rope_trained_len: set it to the length of training"
     if model.rope_scaling == "yarn" and model.rope_theta <= 1:
         # YaRN divides by the logarithm of rope_theta, which must be positive.
         yield f"model.rope_theta={model.rope_theta} must be above 1 with model.rope_scaling=yarn: raise it"
@@ -375,22 +371,12 @@ def _check_parallel(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
-def _check_optim(optim: OptimConfig, steps: int) -> Iterator[str]:
-    fraction = optim.decay_fraction
+def _check_training(config: Config) -> Iterator[str]:
+    optim, trainer = config.optim, config.trainer
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"optim.betas={list(optim.betas)}: must be two numbers from 0 to below 1, such as [0.9,0.95]"
-    if not 0 < fraction <= 1:
-        yield f"optim.decay_fraction={fraction}: must be a fraction of the steps, above 0 and at most 1"
-    if optim.schedule != "wsd" and fraction != OptimConfig.decay_fraction:
-        yield f"optim.decay_fraction={fraction} has no effect on optim.schedule={optim.schedule}: choose optim=wsd"
-    if not optim.min_lr_ratio <= 1:
-        yield f"optim.min_lr_ratio={optim.min_lr_ratio}: must be a fraction of optim.lr, from 0 to 1"
-    if (optim.warmup_steps or 0) > steps:
-        yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={steps}: lower it, or train longer"
-
-
-def _check_trainer(config: Config) -> Iterator[str]:
-    trainer, no_evaluation = config.trainer, config.data.held_out is None
+    if (optim.warmup_steps or 0) > trainer.steps:
+        yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if trainer.init_from is not None and trainer.resume not in ("auto", "never"):
         yield (
             f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "
@@ -399,16 +385,6 @@ def _check_trainer(config: Config) -> Iterator[str]:
     if trainer.deterministic and config.parallel.kernel == "hopper":
         # The backward pass of the Hopper kernels accumulates gradients in no fixed order.
         yield "trainer.deterministic=true is impossible with parallel.kernel=hopper: use parallel.kernel=auto"
-    # A setting that has no effect without another one is an error, because its user expects an effect.
-    for name, is_unused, required in (
-        ("trainer.eval_every", no_evaluation, "data.eval_split or data.eval_path"),
-        ("trainer.eval_tokens", no_evaluation, "data.eval_split or data.eval_path"),
-        ("trainer.sample_prompt", trainer.sample_tokens == 0, "trainer.sample_tokens above 0"),
-        ("logger.project", config.logger.wandb == "off", "another value of logger.wandb than off"),
-    ):
-        value = attrgetter(name)(config)
-        if is_unused and value != attrgetter(name)(Config()):
-            yield f"{name}={value} has no effect alone: it requires {required}"
 
 
 def _divisors(n: int) -> str:
