@@ -17,21 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringattn.kernels.triton import common as triton_common
-from ringattn.kernels.triton.common import (
-    LOG2_E,
-    block_loop,
-    draw_keep_mask,
-    kept_blocks,
-    load_block_column,
-    load_rows,
-    load_scalars,
-    load_tile,
-    loop_length,
-    program_tile,
-    tile_start,
-    visible,
-)
+from ringattn.kernels.triton import common
+from ringattn.kernels.triton.common import LOG2_E, load_rows, load_scalars, load_tile, loop_length, tile_start, visible
 from ringattn.kernels.triton.launcher import launch
 
 
@@ -46,10 +33,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
     # and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
-    if MASKED:
-        tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0)
-    else:
-        tile = tl.load(pointers)
+    tile = common.load_inside(pointers, rows < num_rows - first, MASKED)
     lse, delta = tl.split(tl.reshape(tile, [ROWS, 2, 2]))
     lse, _ = tl.split(lse)
     delta, _ = tl.split(delta)
@@ -59,32 +43,31 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 @triton.jit
 def _key_step(
     q, dout, stats, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dropout, head, dk, dv, log2_scale,
-    STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Add the tile of queries at `start` to dk / scale and dv / factor of the tile of keys.
 
     Scores are transposed: (keys, queries). `dropout` is None or the tuple of `ringattn.kernels.triton.common.draw_keep_mask`.
     """
-    query = load_rows(q, start, q_stride, num_queries, STEP, DIM, PADDED, MASKED)
-    log2_lse, delta = _load_stats(stats, start, num_queries, STEP, MASKED)
-    p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=PRECISION) * log2_scale - log2_lse[None, :])
+    query = load_rows(q, start, q_stride, num_queries, CONFIG.queries, CONFIG.dim, MASKED)
+    log2_lse, delta = _load_stats(stats, start, num_queries, CONFIG.queries, MASKED)
+    p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=CONFIG.precision) * log2_scale - log2_lse[None, :])
     # Mask p instead of the scores: a query without keys has lse = -inf, and its p is inf for all scores.
     if MASKED:
-        p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
-    grad = load_rows(dout, start, dout_stride, num_queries, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+        p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
+    grad = load_rows(dout, start, dout_stride, num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
     # dv sums the dropped probabilities, whereas ds contains the full ones times the dropped dp.
     dropped = p
     if dropout is not None:
-        keep = draw_keep_mask(dropout, head, start, num_queries, STEP, True, MASKED)
+        keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)
         dropped = tl.where(keep, p, 0.0)
-    dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=PRECISION)
-    dp = tl.dot(value, tl.trans(grad), input_precision=PRECISION)
+    dv = tl.dot(dropped.to(grad.dtype), grad, dv, input_precision=CONFIG.precision)
+    dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
     # This ds lacks its factor `scale`. Instead, dk is multiplied by `scale` once after the loop.
     ds = p * (dp - delta[None, :])
-    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
+    dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
 
 
@@ -110,9 +93,7 @@ def _key_gradient_kernel(
     q, k, v, dout, stats, query_lo, query_hi, table, dk, dv,
     q_strides, k_strides, v_strides, dout_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    ADD_DK: tl.constexpr, ADD_DV: tl.constexpr,
+    ADD_DK: tl.constexpr, ADD_DV: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of one tile of keys of one key head.
 
@@ -125,72 +106,75 @@ def _key_gradient_kernel(
         dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), contiguous. They are added to with ADD_DK and ADD_DV, else overwritten.
         scale: factor on the scores.
         query_positions and the rest up to factor: see `ringattn.kernels.triton.forward`.
-        block_lists: int32 (B or 1, Hkv or 1, key blocks, query blocks * GROUP + 1, 2), or None without a block mask, with the
-            strides of the first two dimensions in block_strides. The block size is BLOCK, 0 without a block mask.
-        GROUP: Hq / Hkv. QUERIES and KEYS: sides of a tile. PADDED and VALUE_PADDED: DIM and VALUE_DIM padded to powers of two.
+        block_lists: int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), or None without a block mask, with the
+            strides of the first two dimensions in block_strides.
+        CONFIG: see `ringattn.kernels.triton.common.Config`.
     """
-    NUM_KEY_HEADS: tl.constexpr = NUM_HEADS // GROUP
-    tile, index = program_tile(num_tiles)
+    NUM_KEY_HEADS: tl.constexpr = CONFIG.num_heads // CONFIG.group
+    KEYS: tl.constexpr = CONFIG.keys
+    PADDED: tl.constexpr = common.pad_dim(CONFIG.dim)
+    VALUE_PADDED: tl.constexpr = common.pad_dim(CONFIG.value_dim)
+    tile, index = common.program_tile(num_tiles)
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
     # The loop goes through all query heads of the group, so these pointers are not advanced to a head yet.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
-    stats += batch * num_queries * NUM_HEADS * 2
+    stats += batch * num_queries * CONFIG.num_heads * 2
     entry = tl.minimum(batch, num_masks - 1)
     query_lo += entry * num_keys
     query_hi += entry * num_keys
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     # The tiles of keys and values stay in registers or shared memory during the whole loop.
-    key = load_rows(k, first, k_strides[1], end, KEYS, DIM, PADDED, True)
-    value = load_rows(v, first, v_strides[1], end, KEYS, VALUE_DIM, VALUE_PADDED, True)
+    key = load_rows(k, first, k_strides[1], end, KEYS, CONFIG.dim, True)
+    value = load_rows(v, first, v_strides[1], end, KEYS, CONFIG.value_dim, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
     blocks, dropout = None, None
     if block_lists is not None:
-        blocks = kept_blocks(block_lists, block_strides, batch, key_head, first // BLOCK, num_queries, BLOCK, GROUP)
-        loop = block_loop(query_lo, query_hi, first, end, blocks, QUERIES, BLOCK, GROUP)
+        blocks = common.kept_blocks(
+            block_lists, block_strides, batch, key_head, first // CONFIG.block, num_queries, CONFIG.block, CONFIG.group
+        )
+        loop = common.block_loop(query_lo, query_hi, first, end, blocks, CONFIG.queries, CONFIG.block, CONFIG.group)
     if query_positions is not None:
         row_positions = load_scalars(key_positions, first, end, KEYS, True)
         dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
-    key_grad = tl.zeros([KEYS, PADDED], tl.float32)
-    value_grad = tl.zeros([KEYS, VALUE_PADDED], tl.float32)
+    key_grad, value_grad = tl.zeros([KEYS, PADDED], tl.float32), tl.zeros([KEYS, VALUE_PADDED], tl.float32)
     # One loop covers all heads of the group. Nested loops would drain the pipeline of loads after every head and spill
     # registers. With a block mask, the list of blocks already contains all heads.
-    HEADS: tl.constexpr = GROUP if blocks is None else 1
+    HEADS: tl.constexpr = CONFIG.group if blocks is None else 1
     for MASKED in tl.static_range(2):
-        column = load_block_column(blocks, loop, 0, QUERIES, BLOCK, MASKED)
+        column = common.load_block_column(blocks, loop, 0, CONFIG.queries, CONFIG.block, MASKED)
         for step in range(0, HEADS * loop_length(loop, MASKED)):
-            next_column = load_block_column(blocks, loop, step + 1, QUERIES, BLOCK, MASKED)
-            start, head = _group_tile(loop, step, column, QUERIES, BLOCK, GROUP, MASKED)
-            head = (key_head * GROUP + head).to(tl.int64)
+            next_column = common.load_block_column(blocks, loop, step + 1, CONFIG.queries, CONFIG.block, MASKED)
+            start, head = _group_tile(loop, step, column, CONFIG.queries, CONFIG.block, CONFIG.group, MASKED)
+            head = (key_head * CONFIG.group + head).to(tl.int64)
             key_grad, value_grad = _key_step(
                 q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
                 q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
                 key_grad, value_grad, log2_scale,
-                QUERIES, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+                MASKED, CONFIG,
             )  # fmt: skip
             column = next_column
     if dropout is not None:
         value_grad *= factor
 
     base = batch * num_keys * NUM_KEY_HEADS + key_head
-    _store_rows(dk + base * DIM, key_grad * scale, first, end, NUM_KEY_HEADS, KEYS, DIM, PADDED, ADD_DK)
-    _store_rows(dv + base * VALUE_DIM, value_grad, first, end, NUM_KEY_HEADS, KEYS, VALUE_DIM, VALUE_PADDED, ADD_DV)
+    _store_rows(dk + base * CONFIG.dim, key_grad * scale, first, end, NUM_KEY_HEADS, KEYS, CONFIG.dim, ADD_DK)
+    _store_rows(dv + base * CONFIG.value_dim, value_grad, first, end, NUM_KEY_HEADS, KEYS, CONFIG.value_dim, ADD_DV)
 
 
 @triton.jit
 def _store_rows(
-    base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
-    ADD: tl.constexpr,
+    base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
 ):  # fmt: skip
     """Write `tile` to rows [first, end), at most ROWS, of one head of a contiguous (rows, NUM_HEADS, DIM) tensor.
 
     With ADD, add the tile to these rows.
     """
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
     mask = (rows < end - first) & (columns < DIM)
     # No other program writes these elements, so a plain load and store is enough and the sum is deterministic.
@@ -202,20 +186,20 @@ def _store_rows(
 @triton.jit
 def _query_step(
     query, grad, k, v, k_stride, v_stride, start, num_keys, lo, hi, log2_lse, delta, dropout, head, dq, log2_scale,
-    STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys at `start` to dq / scale of the tile of queries. `dropout` is as in `_key_step`."""
-    key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
-    value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
-    p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=PRECISION) * log2_scale - log2_lse[:, None])
+    key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
+    value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
+    p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=CONFIG.precision) * log2_scale - log2_lse[:, None])
     if MASKED:
-        p = tl.where(visible(lo, hi, start, STEP), p, 0.0)
-    dp = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+        p = tl.where(visible(lo, hi, start, CONFIG.keys), p, 0.0)
+    dp = tl.dot(grad, tl.trans(value), input_precision=CONFIG.precision)
     if dropout is not None:
-        dp = tl.where(draw_keep_mask(dropout, head, start, num_keys, STEP, False, MASKED), dp * dropout[6], 0.0)
+        keep = common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED)
+        dp = tl.where(keep, dp * dropout[6], 0.0)
     ds = p * (dp - delta[:, None])
-    return tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(key.dtype), key, dq, input_precision=CONFIG.precision)
 
 
 @triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
@@ -223,9 +207,7 @@ def _query_gradient_kernel(
     q, k, v, dout, stats, lo, hi, table, dq,
     q_strides, k_strides, v_strides, dout_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
-    ADD_DQ: tl.constexpr,
+    ADD_DQ: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of one tile of queries of one head.
 
@@ -236,50 +218,50 @@ def _query_gradient_kernel(
         block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask.
         All other arguments are those of `_key_gradient_kernel`.
     """
-    tile, index = program_tile(num_tiles)
-    head, batch = (index % NUM_HEADS).to(tl.int64), (index // NUM_HEADS).to(tl.int64)
+    QUERIES: tl.constexpr = CONFIG.queries
+    PADDED: tl.constexpr = common.pad_dim(CONFIG.dim)
+    tile, index = common.program_tile(num_tiles)
+    head, batch = (index % CONFIG.num_heads).to(tl.int64), (index // CONFIG.num_heads).to(tl.int64)
     q += batch * q_strides[0] + head * q_strides[2]
-    k += batch * k_strides[0] + head // GROUP * k_strides[2]
-    v += batch * v_strides[0] + head // GROUP * v_strides[2]
+    k += batch * k_strides[0] + head // CONFIG.group * k_strides[2]
+    v += batch * v_strides[0] + head // CONFIG.group * v_strides[2]
     dout += batch * dout_strides[0] + head * dout_strides[2]
     entry = tl.minimum(batch, num_masks - 1)
     lo += entry * num_queries
     hi += entry * num_queries
-    stats += (batch * NUM_HEADS + head) * num_queries * 2
+    stats += (batch * CONFIG.num_heads + head) * num_queries * 2
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
-    query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
-    grad = load_rows(dout, first, dout_strides[1], end, QUERIES, VALUE_DIM, VALUE_PADDED, True)
+    query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
+    grad = load_rows(dout, first, dout_strides[1], end, QUERIES, CONFIG.value_dim, True)
     log2_lse, delta = _load_stats(stats, first, end, QUERIES, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
-        blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
-        loop = block_loop(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
+        blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
+        loop = common.block_loop(lo, hi, first, end, blocks, CONFIG.keys, CONFIG.block, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
     for MASKED in tl.static_range(2):
-        column = load_block_column(blocks, loop, 0, KEYS, BLOCK, MASKED)
+        column = common.load_block_column(blocks, loop, 0, CONFIG.keys, CONFIG.block, MASKED)
         for i in range(0, loop_length(loop, MASKED)):
-            next_column = load_block_column(blocks, loop, i + 1, KEYS, BLOCK, MASKED)
-            start = tile_start(loop, i, column, KEYS, BLOCK, 1, MASKED)
+            next_column = common.load_block_column(blocks, loop, i + 1, CONFIG.keys, CONFIG.block, MASKED)
+            start = tile_start(loop, i, column, CONFIG.keys, CONFIG.block, 1, MASKED)
             query_grad = _query_step(
                 query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
                 row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
-                KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+                MASKED, CONFIG,
             )  # fmt: skip
             column = next_column
-    base = batch * num_queries * NUM_HEADS + head
-    _store_rows(dq + base * DIM, query_grad * scale, first, end, NUM_HEADS, QUERIES, DIM, PADDED, ADD_DQ)
+    base = batch * num_queries * CONFIG.num_heads + head
+    _store_rows(dq + base * CONFIG.dim, query_grad * scale, first, end, CONFIG.num_heads, QUERIES, CONFIG.dim, ADD_DQ)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _row_delta_kernel(
-    out, dout, dlse, delta, num_rows, DIM: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
+def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr):
     """Compute delta of ROWS rows.
 
     Args:
@@ -289,8 +271,8 @@ def _row_delta_kernel(
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
-    outputs = triton_common.load_outputs(out, dout, rows, inside, DIM, PADDED)
-    tl.store(delta + rows, triton_common.row_delta(outputs, dlse, rows, inside), mask=inside)
+    outputs = common.load_outputs(out, dout, rows, inside, DIM, common.pad_dim(DIM))
+    tl.store(delta + rows, common.row_delta(outputs, dlse, rows, inside), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -352,7 +334,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
             launch(
                 _row_delta_kernel, -(-delta.numel() // tile),
                 (out.contiguous(), dout.contiguous(), None if dlse is None else dlse.contiguous(), delta), (delta.numel(),),
-                DIM=value_dim, PADDED=max(16, 1 << (value_dim - 1).bit_length()), ROWS=tile,
+                DIM=value_dim, ROWS=tile,
             )  # fmt: skip
     return delta
 
@@ -376,20 +358,20 @@ def backward(
         (dq, dk, dv): the accumulators, or new contiguous tensors.
     """
     given = dq, dk, dv
-    dq, dk, dv = triton_common.allocate_gradients(q, k, v, given, grad_dtype)
+    dq, dk, dv = common.allocate_gradients(q, k, v, given, grad_dtype)
     # Without queries or keys, the new gradients are zero already, and a grid without programs would be an error.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)
-    inputs = [triton_common.as_addressable(x) for x in (q, k, v, dout)]
+    inputs = [common.as_addressable(x) for x in (q, k, v, dout)]
     with torch.cuda.device_of(q):
         stats = (_interleave(lse, delta),)
-        triton_common.launch_tiles(
+        common.launch_tiles(
             _key_gradient_kernel, "key_gradient", inputs, stats, intervals, (dk, dv), scale, dropout, blocks,
-            PRECISION=precision, ADD_DK=add_dk, ADD_DV=add_dv,
+            precision, ADD_DK=add_dk, ADD_DV=add_dv,
         )  # fmt: skip
-        triton_common.launch_tiles(
+        common.launch_tiles(
             _query_gradient_kernel, "query_gradient", inputs, stats, intervals, (dq,), scale, dropout, blocks,
-            PRECISION=precision, ADD_DQ=add_dq,
+            precision, ADD_DQ=add_dq,
         )  # fmt: skip
     return dq, dk, dv

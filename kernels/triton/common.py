@@ -15,6 +15,7 @@ no mask. Helpers that take MASKED refer to the i-th tile of one of these two loo
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -46,10 +47,6 @@ class Tile(NamedTuple):
     keys: int
     num_warps: int
     num_stages: int
-
-    def options(self) -> dict[str, int]:
-        """Return the keyword arguments of a kernel launch for this tile."""
-        return dict(QUERIES=self.queries, KEYS=self.keys, num_warps=self.num_warps, num_stages=self.num_stages)
 
 
 # The fastest tiles measured on sm_90 for fp16 and bf16, by padded head dim. Up to head dim 128 no kernel spills registers,
@@ -85,21 +82,51 @@ def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
     return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
 
 
-def shape_constants(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the constexpr arguments that follow from the shapes of q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv).
+@triton.constexpr_function
+def pad_dim(dim: int) -> int:
+    """Return a head dim padded to a power of two of at least 16, as `tl.arange` and `tl.dot` require."""
+    return max(16, triton.next_power_of_2(dim))
 
-    PADDED and VALUE_PADDED are D and Dv padded to a power of two of at least 16, as `tl.arange` and `tl.dot` require.
+
+@dataclass(frozen=True)
+class Config:
+    """The constants for which the kernels of the forward and of the backward are compiled.
+
+    Args:
+        num_heads: Hq.
+        group: number of query heads per key head, Hq / Hkv.
+        dim: D, without padding.
+        value_dim: Dv, without padding.
+        queries, keys: sides of a tile.
+        block: the block size, 0 without a block mask.
+        precision: of products of fp32 inputs, "ieee" or "tf32".
     """
-    num_heads, head_dim = q.shape[2:]
-    value_dim = v.shape[-1]
-    return dict(
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // k.shape[2],
-        DIM=head_dim,
-        VALUE_DIM=value_dim,
-        PADDED=max(16, triton.next_power_of_2(head_dim)),
-        VALUE_PADDED=max(16, triton.next_power_of_2(value_dim)),
-    )
+
+    num_heads: int
+    group: int
+    dim: int
+    value_dim: int
+    queries: int
+    keys: int
+    block: int
+    precision: str
+
+
+def configure(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, precision: str
+) -> tuple[Config, dict[str, int]]:
+    """Return the constants of a kernel, and the number of warps and of pipeline stages as keyword arguments of its launch.
+
+    Args:
+        kernel: "forward", "key_gradient" or "query_gradient".
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
+    """
+    num_heads, head_dim, value_dim = q.shape[2], q.shape[3], v.shape[3]
+    tile = fit_tile(choose_tile(kernel, q.dtype, max(pad_dim(head_dim), pad_dim(value_dim))), blocks)
+    block = 0 if blocks is None else blocks.size
+    config = Config(num_heads, num_heads // k.shape[2], head_dim, value_dim, tile.queries, tile.keys, block, precision)
+    return config, dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
 
 
 def as_addressable(x: Tensor) -> Tensor:
@@ -107,9 +134,7 @@ def as_addressable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
 
 
-def allocate_results(
-    q: Tensor, v: Tensor, state: State | None, final: bool
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+def allocate_results(q: Tensor, v: Tensor, state: State | None, final: bool) -> tuple[Tensor | None, ...]:
     """Return (m, l, o, out, lse) for a forward call; None for those that the call neither reads nor writes.
 
     m, l and o are those of `state`, or new ones if the call starts from the empty state and returns a state. out and lse are
@@ -161,7 +186,8 @@ def launch_tiles(
     scale: float,
     dropout: Dropout | None,
     blocks: BlockMask | None,
-    **constants: bool | str,
+    precision: str,
+    **constants: bool,
 ) -> None:
     """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
 
@@ -175,18 +201,17 @@ def launch_tiles(
         stats: further inputs, whose strides the kernel knows.
         intervals: of the queries, for all three kernels.
         results: contiguous tensors, or None.
-        scale, dropout, blocks: as for `ringattn.kernels.triton.forward.forward`.
-        constants: the remaining constexpr arguments.
+        scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
+        constants: the constexpr arguments other than CONFIG.
     """
     q, k, v, *_ = inputs
-    (batch, num_queries, num_heads), num_keys = q.shape[:3], k.shape[1]
-    shape = shape_constants(q, k, v)
-    tile = fit_tile(choose_tile(name, q.dtype, max(shape["PADDED"], shape["VALUE_PADDED"])), blocks)
+    (batch, num_queries, num_heads), (num_keys, num_key_heads) = q.shape[:3], k.shape[1:3]
+    config, options = configure(name, q, k, v, blocks, precision)
     if name == "key_gradient":
-        heads, mask, rows, columns = k.shape[2], intervals.transposed, tile.keys, tile.queries
-        lists = None if blocks is None else blocks.key_lists(shape["GROUP"])
+        heads, mask, rows, columns = num_key_heads, intervals.transposed, config.keys, config.queries
+        lists = None if blocks is None else blocks.key_lists(config.group)
     else:
-        heads, mask, rows, columns = num_heads, intervals, tile.queries, tile.keys
+        heads, mask, rows, columns = num_heads, intervals, config.queries, config.keys
         lists = None if blocks is None else blocks.query_lists
     # With a block mask, tiles end where blocks end, and therefore cannot end where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
@@ -195,7 +220,7 @@ def launch_tiles(
         *inputs, *stats, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs),
         mask.batch, num_tiles, num_queries, num_keys, float(scale),
         *dropout_arguments(dropout), *block_arguments(lists, batch, heads),
-        BLOCK=0 if blocks is None else blocks.size, **constants, **shape, **tile.options(),
+        **constants, CONFIG=config, **options,
     )  # fmt: skip
 
 
@@ -217,19 +242,22 @@ def program_tile(num_tiles):
 
 
 @triton.jit
-def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows [first, first + ROWS) of a (num_rows, DIM) matrix as (ROWS, PADDED), padded with zeros.
+def load_inside(pointers, inside, MASKED: tl.constexpr):
+    """Load where `inside`, with 0 elsewhere. Without MASKED, `inside` must be true everywhere, and it is not computed."""
+    return tl.load(pointers, mask=inside, other=0) if MASKED else tl.load(pointers)
+
+
+@triton.jit
+def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
+    """Load rows [first, first + ROWS) of a (num_rows, DIM) matrix as (ROWS, pad_dim(DIM)), padded with zeros.
 
     Without MASKED, all of these rows must exist.
     """
+    PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     # Only the offset of the first row needs 64 bits. Offsets within the tile in 32 bits need fewer registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
-    if MASKED or DIM != PADDED:
-        tile = tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
-    else:
-        tile = tl.load(pointers)
-    return tile
+    return load_inside(pointers, (rows < num_rows - first) & (columns < DIM), MASKED or DIM != PADDED)
 
 
 @triton.jit
@@ -297,21 +325,17 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
     Loops load the column of the next tile one step ahead. If they loaded it in the step that uses it, Triton's software
     pipeline would spend one of its stages on this load.
     """
-    column = 0
-    if blocks is not None:
-        column = tl.load(blocks + (loop[0] + loop_tile(loop, i, MASKED) // (BLOCK // STEP)) * 2 + 1)
-    return column
+    if blocks is None:
+        return 0
+    else:
+        return tl.load(blocks + (loop[0] + loop_tile(loop, i, MASKED) // (BLOCK // STEP)) * 2 + 1)
 
 
 @triton.jit
 def tile_start(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
     """Return the first column of the i-th tile. With a block mask (BLOCK > 0), `column` is from `load_block_column`."""
     tile = loop_tile(loop, i, MASKED)
-    if BLOCK == 0:
-        start = loop[0] + tile * STEP
-    else:
-        start = column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP
-    return start
+    return loop[0] + tile * STEP if BLOCK == 0 else column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP
 
 
 @triton.jit
@@ -325,11 +349,7 @@ def visible(lo, hi, start, COLUMNS: tl.constexpr):
 def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
     """Load one number per row for rows [first, first + ROWS), 0 past the end. Without MASKED, all of these rows must exist."""
     rows = first + tl.arange(0, ROWS)
-    if MASKED:
-        loaded = tl.load(base + rows, mask=rows < num_rows, other=0)
-    else:
-        loaded = tl.load(base + rows)
-    return loaded
+    return tl.load(base + rows, mask=rows < num_rows, other=0) if MASKED else tl.load(base + rows)
 
 
 @triton.jit

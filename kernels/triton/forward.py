@@ -9,40 +9,25 @@ import torch
 import triton
 import triton.language as tl
 
-from ringattn.kernels.triton import common as triton_common
-from ringattn.kernels.triton.common import (
-    LN_2,
-    LOG2_E,
-    block_loop,
-    draw_keep_mask,
-    kept_blocks,
-    load_block_column,
-    load_rows,
-    load_scalars,
-    load_tile,
-    loop_length,
-    program_tile,
-    tile_start,
-    visible,
-)
+from ringattn.kernels.triton import common
+from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars, load_tile, loop_length, tile_start, visible
 
 
 @triton.jit
 def _step(
     q, k, v, k_stride, v_stride, start, num_keys, lo, hi, dropout, head, m, l, o, log2_scale,
-    STEP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
 
     `dropout` is None or the tuple of `ringattn.kernels.triton.common.draw_keep_mask`. The caller multiplies o by the factor of
     the dropout after the last tile.
     """
-    key = load_rows(k, start, k_stride, num_keys, STEP, DIM, PADDED, MASKED)
+    key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     # The scores stay unscaled here: scaling them and subtracting the maximum below is then one fused multiply-add.
-    scores = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+    scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
-        scores = tl.where(visible(lo, hi, start, STEP), scores, float("-inf"))
+        scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
     # A query that has not attended to any key yet keeps m = -inf. Subtract 0 there: exp2(-inf - 0) is 0, exp2(-inf + inf) is
     # NaN. In a tile without a mask, every query attends to a key.
@@ -52,10 +37,10 @@ def _step(
     # l sums all probabilities, o only those that dropout keeps.
     dropped = p
     if dropout is not None:
-        dropped = tl.where(draw_keep_mask(dropout, head, start, num_keys, STEP, False, MASKED), p, 0.0)
-    value = load_rows(v, start, v_stride, num_keys, STEP, VALUE_DIM, VALUE_PADDED, MASKED)
+        dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
+    value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
     # alpha rescales what was summed relative to the old maximum. Passing o to tl.dot as the accumulator saves an addition.
-    o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=PRECISION)
+    o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=CONFIG.precision)
     return new_m, l * alpha + tl.sum(p, 1), o
 
 
@@ -73,9 +58,7 @@ def _forward_kernel(
     q, k, v, lo, hi, table, state_m, state_l, state_o, out, lse,
     q_strides, k_strides, v_strides, num_masks, num_tiles, num_queries, num_keys, scale,
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
-    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED: tl.constexpr,
-    VALUE_PADDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr, HAS_STATE: tl.constexpr, FINAL: tl.constexpr,
+    HAS_STATE: tl.constexpr, FINAL: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of queries of one head.
 
@@ -91,57 +74,59 @@ def _forward_kernel(
         query_positions, key_positions: int32 (Nq,) and (Nk,), or None without dropout; first_head, seed, threshold and factor
             are those of `ringattn.kernels.dropout.Dropout`.
         block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask, with the strides of
-            the first two dimensions in block_strides. The block size is BLOCK, 0 without a block mask.
-        GROUP: Hq / Hkv. QUERIES and KEYS: sides of a tile. PADDED and VALUE_PADDED: DIM and VALUE_DIM padded to powers of two.
+            the first two dimensions in block_strides.
+        CONFIG: see `ringattn.kernels.triton.common.Config`.
     """
-    tile, index = program_tile(num_tiles)
-    head, batch = index % NUM_HEADS, (index // NUM_HEADS).to(tl.int64)
+    QUERIES: tl.constexpr = CONFIG.queries
+    PADDED: tl.constexpr = common.pad_dim(CONFIG.value_dim)
+    tile, index = common.program_tile(num_tiles)
+    head, batch = index % CONFIG.num_heads, (index // CONFIG.num_heads).to(tl.int64)
     # Offsets of whole batch entries and heads may exceed 32 bits.
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
-    k += batch * k_strides[0] + head_index // GROUP * k_strides[2]
-    v += batch * v_strides[0] + head_index // GROUP * v_strides[2]
+    k += batch * k_strides[0] + head_index // CONFIG.group * k_strides[2]
+    v += batch * v_strides[0] + head_index // CONFIG.group * v_strides[2]
     # One mask may serve all batch entries.
     entry = tl.minimum(batch, num_masks - 1)
     lo += entry * num_queries
     hi += entry * num_queries
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
-    query = load_rows(q, first, q_strides[1], end, QUERIES, DIM, PADDED, True)
+    query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     # Without a block mask or without dropout, the variable is None at compile time, and Triton generates no code for it.
     blocks, dropout = None, None
     if block_lists is not None:
-        blocks = kept_blocks(block_lists, block_strides, batch, head, first // BLOCK, num_keys, BLOCK, 1)
-        loop = block_loop(lo, hi, first, end, blocks, KEYS, BLOCK, 1)
+        blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
+        loop = common.block_loop(lo, hi, first, end, blocks, CONFIG.keys, CONFIG.block, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
-    o = tl.zeros([QUERIES, VALUE_PADDED], tl.float32)
+    o = tl.zeros([QUERIES, PADDED], tl.float32)
     # The first loop covers the tiles without a mask and the second loop those with one. The online softmax does not depend on
     # the order of the tiles.
     for MASKED in tl.static_range(2):
-        column = load_block_column(blocks, loop, 0, KEYS, BLOCK, MASKED)
+        column = common.load_block_column(blocks, loop, 0, CONFIG.keys, CONFIG.block, MASKED)
         for i in range(0, loop_length(loop, MASKED)):
-            next_column = load_block_column(blocks, loop, i + 1, KEYS, BLOCK, MASKED)
-            start = tile_start(loop, i, column, KEYS, BLOCK, 1, MASKED)
+            next_column = common.load_block_column(blocks, loop, i + 1, CONFIG.keys, CONFIG.block, MASKED)
+            start = tile_start(loop, i, column, CONFIG.keys, CONFIG.block, 1, MASKED)
             m, l, o = _step(
                 query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
-                KEYS, DIM, VALUE_DIM, PADDED, VALUE_PADDED, PRECISION, MASKED,
+                MASKED, CONFIG,
             )  # fmt: skip
             column = next_column
     if dropout is not None:
         o *= factor
 
     rows = first + tl.arange(0, QUERIES)
-    columns = tl.arange(0, VALUE_PADDED)
+    columns = tl.arange(0, PADDED)
     row_mask = rows < end
-    mask = row_mask[:, None] & (columns[None, :] < VALUE_DIM)
-    row_index = (batch * num_queries + rows) * NUM_HEADS + head
-    index = row_index[:, None] * VALUE_DIM + columns[None, :]
+    mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
+    row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
+    index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
     # The loop started from the empty state, so that the factor of the dropout applies to its own sum alone. The given state is
     # merged now.
     if HAS_STATE:
@@ -178,12 +163,12 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     Returns:
         The state (m, l, o) in fp32, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq) in fp32.
     """
-    m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
+    m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:
-        inputs = [triton_common.as_addressable(x) for x in (q, k, v)]
+        inputs = [common.as_addressable(x) for x in (q, k, v)]
         with torch.cuda.device_of(q):
-            triton_common.launch_tiles(
+            common.launch_tiles(
                 _forward_kernel, "forward", inputs, (), intervals, (m, l, o, out, lse), scale, dropout, blocks,
-                PRECISION=precision, HAS_STATE=state is not None, FINAL=final,
+                precision, HAS_STATE=state is not None, FINAL=final,
             )  # fmt: skip
     return (out, lse) if final else (m, l, o)

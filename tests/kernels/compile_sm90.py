@@ -17,6 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton import forward as triton_forward
@@ -66,12 +67,12 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
         head_dim: the padded head dim of q, k and v.
         options: any of dropout, blocks and tf32, joined by plus signs.
     """
-    kernel, tile = KERNELS[name], triton_common.choose_tile(name, DTYPES[dtype], head_dim)
-    q = torch.empty(1, 1, 4, head_dim, device="meta")
-    k = torch.empty(1, 1, 2, head_dim, device="meta")
-    constants = triton_common.shape_constants(q, k, k) | tile.options() | dict(HAS_STATE=True, FINAL=True)
-    constants |= dict(ADD_DQ=True, ADD_DK=True, ADD_DV=True)
-    constants |= dict(BLOCK=128 if "blocks" in options else 0, PRECISION="tf32" if "tf32" in options else "ieee")
+    kernel = KERNELS[name]
+    q = torch.empty(1, 1, 4, head_dim, device="meta", dtype=DTYPES[dtype])
+    k = torch.empty(1, 1, 2, head_dim, device="meta", dtype=DTYPES[dtype])
+    blocks = BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool), 128) if "blocks" in options else None
+    config, launch = triton_common.configure(name, q, k, k, blocks, "tf32" if "tf32" in options else "ieee")
+    constants = dict(CONFIG=config, HAS_STATE=True, FINAL=True, ADD_DQ=True, ADD_DK=True, ADD_DV=True)
     if "dropout" not in options:
         constants |= dict(query_positions=None, key_positions=None)
     if "blocks" not in options:
@@ -79,7 +80,6 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, aligned(signature))
-    launch = dict(num_warps=tile.num_warps, num_stages=tile.num_stages)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
