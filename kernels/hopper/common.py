@@ -9,6 +9,7 @@ warpgroup (four warps, 128 threads). An mbarrier is a barrier in shared memory t
 named barrier is one of the 16 barriers that the hardware has per program (CTA).
 """
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -42,6 +43,40 @@ TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 # Triton 3.8 renames the asynchronous copies from and to global memory.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+
+@dataclass(frozen=True)
+class Config:
+    """The constants that the kernels of the forward and of the backward have in common.
+
+    Args:
+        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
+        value_dim: Dv.
+        num_heads: Hq.
+        group: number of query heads per key head.
+    """
+
+    dim: int
+    value_dim: int
+    num_heads: int
+    group: int
+
+    @property
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's results (64, dim) in registers: o in the forward, dk and dv in the backward."""
+        return accumulator_layout(self.dim)
+
+    @property
+    def p_layout(self) -> gl.DotOperandLayout:
+        """The layout of probabilities as the left operand of a product whose result has the `output_layout`."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=2)
+
+
+@gluon.constexpr_function
+def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
+    """Return the layout in which wgmma leaves a product (64, columns) in the registers of a consumer."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
@@ -177,6 +212,12 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 
 @gluon.jit
+def execute(ASSEMBLY: gl.constexpr):
+    """Execute PTX instructions that have side effects, and return the int32 that they write to $0. The operand $1 is 0."""
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def wait_for_writes():
     """Wait until everything that this partition has stored by TMA is visible in global memory.
 
@@ -184,25 +225,16 @@ def wait_for_writes():
     """
     # Gluon has no function for the form of the instruction without ".read". An inline assembly call must return a value, hence
     # the unused move.
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.constexpr_function
-def _barrier_assembly(instruction, number, threads):
-    return f"{instruction} {number}, {threads}; mov.b32 $0, $1;"
+    execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def named_barrier_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Arrive at a named barrier with all threads of this partition, without waiting."""
-    ASSEMBLY: gl.constexpr = _barrier_assembly("bar.arrive", NUMBER, THREADS)
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    execute(f"bar.arrive {NUMBER}, {THREADS}; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def named_barrier_wait(NUMBER: gl.constexpr, THREADS: gl.constexpr):
     """Wait at a named barrier until THREADS threads have arrived, including those of this partition."""
-    ASSEMBLY: gl.constexpr = _barrier_assembly("bar.sync", NUMBER, THREADS)
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    execute(f"bar.sync {NUMBER}, {THREADS}; mov.b32 $0, $1;")

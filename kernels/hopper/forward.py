@@ -56,26 +56,11 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
-from ringattn.kernels.hopper.common import (
-    LOG2_E,
-    ROWS,
-    named_barrier_arrive,
-    named_barrier_wait,
-    step_start,
-    tile_view,
-    tma_load,
-    wait_for_writes,
-)
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.triton import common as triton_common
@@ -91,14 +76,11 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(hopper_common.Config):
     """The constants for which a kernel is compiled.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
-        value_dim: Dv.
-        num_heads: Hq.
-        group: number of query heads per key head.
+        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
         has_state: whether there is an incoming state.
         final: whether (out, lse) is written instead of a state.
         consumers: number of consumers, 2 or 3.
@@ -111,10 +93,6 @@ class Config:
         update_ref_max: whether the reference max is updated from the first pass on. Otherwise only the retry pass updates it.
     """
 
-    dim: int
-    value_dim: int
-    num_heads: int
-    group: int
     has_state: bool
     final: bool
     consumers: int
@@ -132,19 +110,14 @@ class Config:
         return self.consumers * ROWS.value
 
     @property
+    def partitions(self) -> gl.tuple:
+        """The numbers of the partitions, first the consumers and then the producer, as constants over which Gluon iterates."""
+        return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
+
+    @property
     def scores_layout(self) -> gl.NVMMADistributedLayout:
         """The layout of a consumer's scores (64, keys) in registers."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.keys, 16])
-
-    @property
-    def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's o (64, dim) in registers."""
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dim, 16])
-
-    @property
-    def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of p (64, keys) as the left operand of p v."""
-        return gl.DotOperandLayout(operand_index=0, parent=self.output_layout, k_width=2)
+        return hopper_common.accumulator_layout(self.keys)
 
     @property
     def updates_state(self) -> bool:
@@ -218,11 +191,8 @@ def _next_stage(stage, phase, CONFIG: gl.constexpr):
 @gluon.jit
 def _produce(arguments, overflow, CONFIG: gl.constexpr):
     """The producer partition, a single warp: load all work tiles, and once more if there is a retry pass."""
-    slot = gl.to_tensor(0)
-    stage = gl.to_tensor(0)
-    # A wait for the phase before the first one returns at once, so the producer finds all stages empty.
-    phase = gl.to_tensor(1)
-    slot, stage, phase = _load_tiles(arguments, slot, stage, phase, CONFIG)
+    # A wait for the phase before the first one returns at once, so the producer starts with phase 1 and finds all stages empty.
+    slot, stage, phase = _load_tiles(arguments, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1), CONFIG)
     if not CONFIG.update_ref_max:
         if _any_overflow(overflow, 1, CONFIG):
             _load_tiles(arguments, slot, stage, phase, CONFIG)
@@ -305,14 +275,14 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
 def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
     if CONFIG.ping_pong:
-        named_barrier_wait(FIRST_PING_PONG_BARRIER + CONSUMER, PING_PONG_THREADS)
+        hopper_common.named_barrier_wait(FIRST_PING_PONG_BARRIER + CONSUMER, PING_PONG_THREADS)
 
 
 @gluon.jit
 def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Let the next consumer issue its products."""
     if CONFIG.ping_pong:
-        named_barrier_arrive(FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers, PING_PONG_THREADS)
+        hopper_common.named_barrier_arrive(FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers, PING_PONG_THREADS)
 
 
 @gluon.jit
@@ -324,8 +294,8 @@ def _step(
 
     Args:
         query: the consumer's Q (64, dim) in shared memory.
-        buffers: (keys, values).
-        barriers: (k_full, k_empty, v_full, v_empty).
+        buffers: (queries, keys, values).
+        barriers: (q_full, q_empty, k_full, k_empty, v_full, v_empty).
         carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase): the probabilities of the previous step, the
             softmax state without them in o, the stage and phase of this step and of the previous one.
         row_bounds: from `_load_consumer_tile`.
@@ -337,8 +307,8 @@ def _step(
     """
     KEYS: gl.constexpr = CONFIG.keys
     SCORES: gl.constexpr = CONFIG.scores_layout
-    keys, values = buffers
-    k_full, k_empty, v_full, v_empty = barriers
+    _, keys, values = buffers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
@@ -355,13 +325,12 @@ def _step(
     _, _, _, num_masked = loop
     if step < num_masked:
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, KEYS), CONFIG)
-    if not UPDATE_REF_MAX:
-        # All rows see all keys of the first unmasked tile, step num_masked. After it, no reference max is unset.
-        if (step <= num_masked) & ~all_initialised:
-            ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     if UPDATE_REF_MAX:
         ref_max, alpha = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
+    # All rows see all keys of the first unmasked tile, step num_masked. After it, no reference max is unset.
+    elif (step <= num_masked) & ~all_initialised:
+        ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, l, log2_scale, CONFIG)
     l = softmax.fence_softmax(l, CONFIG)
     o = warpgroup_mma_wait(0, deps=(pending_o,))
@@ -378,20 +347,20 @@ def _step(
 
 @gluon.jit
 def _first_step(
-    query, keys, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+    query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of the first step of a work tile. Return (p, ref_max, l, o) as `_step` takes them.
+    """Compute the probabilities of the first step of a work tile, whose stage and phase are given, and return the carry.
 
-    The arguments are those of `_step`, but barriers = (k_full, k_empty, v_empty, q_empty), and `state_stage` is the state stage
-    of the previous work tile, or -1. If no row sees a key, the keys of this step may all lie past the end, and all scores are
-    masked.
+    The other arguments are those of `_step`, and `state_stage` is the state stage of the previous work tile, or -1. If no row
+    sees a key, the keys of this step may all lie past the end, and all scores are masked.
     """
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
     SCORES: gl.constexpr = CONFIG.scores_layout
     OUTPUT: gl.constexpr = CONFIG.output_layout
-    k_full, k_empty, v_empty, q_empty = barriers
+    _, keys, _ = buffers
+    _, q_empty, k_full, k_empty, _, v_empty = barriers
     lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
@@ -401,7 +370,7 @@ def _first_step(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     # Only now release the memory through which the result of the previous work tile leaves. TMA had the time of one product to
     # read it, so this wait is short.
-    tma.store_wait(0)
+    hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     _release_keys(k_empty, stage, CONFIG)
     if CONFIG.q_slots == 2:
@@ -419,27 +388,27 @@ def _first_step(
     weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
     o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
-    return p, ref_max, l, o
+    next_stage, next_phase = _next_stage(stage, phase, CONFIG)
+    return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
 
 @gluon.jit
 def _release_state_stage(k_empty, v_empty, state_stage, CONFIG: gl.constexpr):
     """Release the stage that held this consumer's o of the previous work tile; -1 if there is none."""
-    if CONFIG.state_stages > 0:
-        if state_stage >= 0:
-            _release_keys(k_empty, state_stage, CONFIG)
-            mbarrier.arrive(v_empty.index(state_stage), count=1)
+    if CONFIG.state_stages > 0 and state_stage >= 0:
+        _release_keys(k_empty, state_stage, CONFIG)
+        mbarrier.arrive(v_empty.index(state_stage), count=1)
 
 
 @gluon.jit
-def _skip_tile(barriers, q_empty, num_steps, state_stage, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+def _skip_tile(barriers, num_steps, state_stage, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Skip a work tile in which this consumer has no rows. Return the next stage and phase.
 
     The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore arrives at every barrier
     without computing anything.
     """
-    k_full, k_empty, v_full, v_empty = barriers
-    tma.store_wait(0)
+    _, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     for _step_index in range(gl.maximum(num_steps, 1)):
@@ -460,7 +429,7 @@ def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFI
 
     CONSUMER is -1 for a consumer that skips the work tile and keeps none. Return (own stage, next stage, its phase).
     """
-    k_full, k_empty, v_full, v_empty = barriers
+    _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     own_stage = stage
     for i in gl.static_range(STATE_STAGES):
@@ -476,9 +445,7 @@ def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFI
 
 
 @gluon.jit
-def _load_consumer_tile(
-    work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
-):  # fmt: skip
+def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Load what a consumer needs to know of its rows of a work tile.
 
     Returns:
@@ -486,6 +453,7 @@ def _load_consumer_tile(
         ref_max). lo and hi (64,) are the intervals of the rows. ref_max (64,) is the reference max with which they start.
         all_initialised tells whether the first step sets the reference max of every row that sees a key at all.
     """
+    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     batch, head, first, end, loop = _load_work_tile(work_tiles, index)
     first_row = first + CONSUMER * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -508,17 +476,17 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """A consumer partition: 64 rows of every work tile, and once more if a row of the program has overflowed."""
     if CONFIG.ping_pong and CONSUMER == CONFIG.consumers - 1:
         # Consumer 0 has the first turn.
-        named_barrier_arrive(FIRST_PING_PONG_BARRIER, PING_PONG_THREADS)
-    slot = gl.to_tensor(0)
-    stage = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    slot, stage, phase, overflowed = _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, CONFIG.update_ref_max, CONFIG)
+        hopper_common.named_barrier_arrive(FIRST_PING_PONG_BARRIER, PING_PONG_THREADS)
+    first = gl.to_tensor(0)
+    slot, stage, phase, overflowed = _compute_work_tiles(
+        arguments, first, first, first, CONSUMER, CONFIG.update_ref_max, CONFIG
+    )
     if not CONFIG.update_ref_max:
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise they could
             # arrive later and replace the valid ones.
-            wait_for_writes()
+            hopper_common.wait_for_writes()
             _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
 
 
@@ -531,12 +499,8 @@ def _compute_work_tiles(
     lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    tiles = keys, values
-    kv_barriers = k_full, k_empty, v_full, v_empty
     index = gl.program_id(0)
-    batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
-        work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
-    )
+    batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, BY_ROW)
     state_stage = gl.to_tensor(-1)
     while end > 0:
@@ -545,19 +509,15 @@ def _compute_work_tiles(
         if first_row < end:
             row_range = batch, head, first_row, end
             query = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
-            first_barriers = k_full, k_empty, v_empty, q_empty
-            p, ref_max, l, o = _first_step(
-                query, keys, first_barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
+            carry = _first_step(
+                query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
                 CONSUMER, UPDATE_REF_MAX, CONFIG,
             )  # fmt: skip
-            previous_stage = stage
-            previous_phase = phase
-            stage, phase = _next_stage(stage, phase, CONFIG)
             for step in range(1, num_masked + num_unmasked):
-                carry = p, ref_max, l, o, stage, phase, previous_stage, previous_phase
-                p, ref_max, l, o, stage, phase, previous_stage, previous_phase = _step(
-                    query, tiles, kv_barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
+                carry = _step(
+                    query, buffers, barriers, carry, row_bounds, loop, step, log2_scale, CONSUMER, UPDATE_REF_MAX, CONFIG
                 )
+            p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
             if CONFIG.q_slots == 1:
                 mbarrier.arrive(q_empty, count=1)
             # The product with the values of the last step.
@@ -566,30 +526,25 @@ def _compute_work_tiles(
             # While it runs, load the scalars of the incoming state and the next work tile.
             incoming = load_state_scalars(results, row_range, num_queries, CONFIG)
             index += gl.num_programs(0)
-            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
-                work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
-            )
+            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(v_empty.index(previous_stage), count=1)
             # Only now combine the numbers of the four threads that share a row.
             l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
             ref_max = gl.convert_layout(gl.max(ref_max, axis=1), BY_ROW)
-            state_stage, stage, phase = _wait_for_state_stages(kv_barriers, stage, phase, CONSUMER, CONFIG)
+            state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
             state_buffers = keys.index(state_stage), values.index(state_stage)
             overflowed |= finish_work_tile(
                 ref_max, l, o, query, state_buffers, incoming, results, row_range, num_queries, CONSUMER, UPDATE_REF_MAX, CONFIG
             )
         else:
-            num_steps = num_masked + num_unmasked
-            stage, phase = _skip_tile(kv_barriers, q_empty, num_steps, state_stage, stage, phase, CONSUMER, CONFIG)
+            stage, phase = _skip_tile(barriers, num_masked + num_unmasked, state_stage, stage, phase, CONSUMER, CONFIG)
             index += gl.num_programs(0)
-            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(
-                work_tiles, index, lo, hi, results, num_masks, num_queries, CONSUMER, CONFIG
-            )
+            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
         slot ^= 1
     # Shared memory ends with the program. TMA must have read it before.
-    tma.store_wait(0)
+    hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     return slot, stage, phase, overflowed
 
@@ -645,29 +600,16 @@ def _forward_kernel(
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
-    # The lists give the numbers of warps and registers of all partitions but the first, which is the default partition. It has
-    # four warps and gets the registers that the other partitions do not use.
-    if CONFIG.consumers == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (computing, overflow, 0, CONFIG)),
-                (_consume, (computing, overflow, 1, CONFIG)),
-                (_produce, (loading, overflow, CONFIG)),
-            ],
-            [4, 1],
-            [CONFIG.registers, PRODUCER_REGISTERS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (computing, overflow, 0, CONFIG)),
-                (_consume, (computing, overflow, 1, CONFIG)),
-                (_consume, (computing, overflow, 2, CONFIG)),
-                (_produce, (loading, overflow, CONFIG)),
-            ],
-            [4, 4, 1],
-            [CONFIG.registers, CONFIG.registers, PRODUCER_REGISTERS],
-        )
+    # The last two arguments are the numbers of warps and registers of all partitions but the first, which is the default
+    # partition. It has four warps and gets the registers that the other partitions do not use.
+    gl.warp_specialize(
+        [
+            (_consume, (computing, overflow, i, CONFIG)) if i < CONFIG.consumers else (_produce, (loading, overflow, CONFIG))
+            for i in CONFIG.partitions
+        ],
+        [4] * (CONFIG.consumers - 1) + [1],
+        [CONFIG.registers] * (CONFIG.consumers - 1) + [PRODUCER_REGISTERS],
+    )
 
 
 def forward(
