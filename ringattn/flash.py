@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringattn import custom_op
 from ringattn.kernels import dispatch
@@ -27,7 +28,7 @@ def flash_attention(
     is_causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
-    seed: int = 0,
+    seed: int | None = None,
     blocks: BlockMask | None = None,
     backend: str = "auto",
     precision: str = "ieee",
@@ -39,22 +40,26 @@ def flash_attention(
     FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run, unless
     `torch.use_deterministic_algorithms(True)` selects the slower kernels. All other results have the same bits in every run.
 
+    There are two differences from `scaled_dot_product_attention`. It expects tensors of the shape (B, H, N, D), in which heads
+    come before tokens. And if there are fewer queries than keys, its `is_causal` aligns the first query with the first key,
+    whereas this function aligns the last query with the last key.
+
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. All three tensors have the same dtype (fp16,
-            bf16, fp32 or fp64) and the same device. Under `torch.autocast`, they are cast to the autocast dtype.
-            `scaled_dot_product_attention` expects the opposite order of tokens and heads, (B, H, N, D). All values must be
-            finite: a NaN in v may reach queries of the same tile that do not attend to it.
+            bf16, fp32 or fp64) and the same device. Under `torch.autocast`, they are cast to the autocast dtype. All values
+            must be finite: a NaN in v may reach queries of the same tile that do not attend to it.
         mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position, as
             in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: a short form of mask=Mask.causal(). If neither `mask` nor `is_causal` is given, every query attends to every
-            key.
+        is_causal: a short form of mask=Mask.causal(), which aligns the mask to the end of the keys. If neither `mask` nor
+            `is_causal` is given, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. Use a different seed for every layer and step.
+        seed: the seed of the dropout. None: with dropout, every call draws a new seed from torch's default generator on the
+            CPU, which `torch.manual_seed` seeds. `torch.compile` requires a seed.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
@@ -65,7 +70,8 @@ def flash_attention(
         query that may attend to no key yields out = 0 and lse = -inf.
 
     Raises:
-        ValueError: arguments contradict each other. All arguments are checked before any work starts.
+        ValueError: arguments contradict each other, or the shapes prove that the tensors are (B, H, N, D). All arguments are
+            checked before any work starts.
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
@@ -73,7 +79,10 @@ def flash_attention(
         raise ValueError(f"blocks is a {type(blocks).__name__}: it must be a ringattn.BlockMask")
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
+    _check_order(q, k)
     q, k, v = autocast(q, k, v)
+    if seed is None:
+        seed = _draw_seed() if dropout_p else 0
     # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for it.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
@@ -90,6 +99,26 @@ def flash_attention(
     )
     out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
+
+
+def _check_order(q: Tensor, k: Tensor) -> None:
+    """Raise ValueError if dimension 2 cannot be the heads but dimension 1 can, as in the tensors of torch's attention."""
+    if q.ndim == k.ndim == 4 and 0 not in k.shape and q.shape[2] % k.shape[2] and q.shape[1] % k.shape[1] == 0:
+        raise ValueError(
+            f"q {tuple(q.shape)} and k {tuple(k.shape)} seem to be (batch, heads, tokens, head dim), but the order must be "
+            "(batch, tokens, heads, head dim): pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
+        )
+
+
+def _draw_seed() -> int:
+    """Draw the seed of a dropout from torch's default generator on the CPU.
+
+    Activation checkpointing restores this generator, so the recomputation of a call draws the same seed.
+    """
+    if torch.compiler.is_compiling():
+        raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
+    with unset_fake_temporarily():  # a fake tensor has no value
+        return int(torch.randint(2**63 - 1, (), device="cpu"))
 
 
 class FlashSpec(NamedTuple):

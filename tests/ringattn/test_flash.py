@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from ringattn import BlockMask, Mask, flash, flash_attention
 from ringattn.kernels import interval_mask
@@ -206,6 +208,48 @@ def test_autocast_casts_the_inputs() -> None:
         double = [x.double() for x in (q, k, v)]
         under_autocast = flash_attention(*double, is_causal=True)
     assert torch.equal(under_autocast, flash_attention(*double, is_causal=True))
+
+
+def test_dropout_without_a_seed_follows_the_generator_of_torch() -> None:
+    """Two calls drop different entries, and the same seed of torch gives the same entries again. Fake tensors draw no seed."""
+    tensors = inputs(7, 9)
+
+    def attend() -> torch.Tensor:
+        return flash_attention(*tensors, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    first, second = attend(), attend()
+    torch.manual_seed(3)
+    assert torch.equal(attend(), first) and not torch.equal(first, second)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert attend().shape == first.shape
+    state = torch.get_rng_state()
+    flash_attention(*tensors)
+    assert torch.equal(torch.get_rng_state(), state), "a call without dropout draws nothing"
+
+
+def test_a_checkpoint_recomputes_the_same_dropout() -> None:
+    """The recomputation draws the same seed, because `checkpoint` restores the generator."""
+    tensors = inputs(7, 9)
+    torch.manual_seed(3)
+    expected = torch.autograd.grad(flash_attention(*tensors, dropout_p=0.5).sum(), tensors)
+    torch.manual_seed(3)
+    out = checkpoint(lambda *x: flash_attention(*x, dropout_p=0.5), *tensors, use_reentrant=False)
+    for x, y in zip(torch.autograd.grad(out.sum(), tensors), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_a_compiler_requires_a_seed_for_the_dropout() -> None:
+    """A compiler would make the seed a constant."""
+    with pytest.raises(Exception, match="requires a seed"):
+        torch.compile(lambda *x: flash_attention(*x, dropout_p=0.5), backend="eager", fullgraph=True)(*inputs(7, 9))
+
+
+@pytest.mark.parametrize(("query", "key"), [((2, 4, 7, 8), (2, 4, 9, 8)), ((2, 4, 1, 8), (2, 2, 9, 8))], ids=str)
+def test_tensors_with_heads_before_tokens_are_pointed_out(query: tuple[int, ...], key: tuple[int, ...]) -> None:
+    """Torch's own attention takes (B, H, N, D)."""
+    with pytest.raises(ValueError, match=r"transpose\(1, 2\)"):
+        flash_attention(torch.randn(query), torch.randn(key), torch.randn(key))
 
 
 def test_dropout_of_the_last_queries() -> None:
