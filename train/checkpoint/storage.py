@@ -19,7 +19,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -105,12 +105,10 @@ def read_meta(path: Path) -> dict:
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
         raise CheckpointError(f"{path} is not a checkpoint ({found}): give the path of a step_... directory")
-    try:
+    with _report_damage(path, "meta.json"):
         meta = json.loads((path / "meta.json").read_text())
         if not isinstance(meta["step"], int) or not all(isinstance(size, int) for size in meta["files"].values()):
             raise ValueError("step and the sizes of files must be integers")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, "meta.json", error) from error
     return meta
 
 
@@ -143,33 +141,30 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 @contextmanager
+def _convert_errors(problem: str, advice: str) -> Iterator[None]:
+    """Report every error of the body as a CheckpointError of one line: the problem, the first error, and the advice."""
+    try:
+        yield
+    # CheckpointException is not a subclass of Exception.
+    except (Exception, CheckpointException) as error:
+        # DCP gathers the errors of all ranks in a CheckpointException. The error of the lowest rank that failed is reported.
+        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        if isinstance(first, CheckpointError):
+            raise first from None
+        reason = next(iter(str(first).splitlines()), "").rstrip(".")
+        raise CheckpointError(f"{problem}: {type(first).__name__}: {reason}; {advice}") from error
+
+
+@contextmanager
 def _sync_checkpoint_errors(path: Path) -> Iterator[None]:
     """Report every error of the body as a CheckpointError, and raise it on all ranks."""
-    with sync_errors():
-        try:
-            yield
-        # CheckpointException is not a subclass of Exception.
-        except (Exception, CheckpointException) as error:
-            first = _first_failure(error)
-            if isinstance(first, CheckpointError):
-                raise first from None
-            raise CheckpointError(f"{path} failed: {_describe(first)}; check the disk and the files") from error
+    with sync_errors(), _convert_errors(f"{path} failed", "check the disk and the files"):
+        yield
 
 
-def _first_failure(error: BaseException) -> BaseException:
-    """Return the error of the lowest rank that failed if DCP has gathered the errors of all ranks, or else the error itself."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-def _damaged(path: Path, name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is damaged: {name}: {_describe(error)}; remove the directory to resume from the previous checkpoint"
-    )
-
-
-def _describe(error: BaseException) -> str:
-    """Return the type of an error and the first line of its message."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
+def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
+    """Report every error of the body as damage to the file `name` of the checkpoint at `path`."""
+    return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
@@ -247,12 +242,9 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], info: object) -> IO[bytes]:
         """Read a tensor, which is stored as a zip archive, and check its checksums. torch.load does not check them."""
         content = io.BytesIO(super()._slice_file(file, info).read())
-        try:
-            with zipfile.ZipFile(content) as archive:
-                if (name := archive.testzip()) is not None:
-                    raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-        except zipfile.BadZipFile as error:
-            raise _damaged(Path(self.path), Path(file.name).name, error) from error
+        with _report_damage(Path(self.path), Path(file.name).name), zipfile.ZipFile(content) as archive:
+            if (name := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
         content.seek(0)
         return content
 
@@ -267,16 +259,15 @@ def _read_index(path: Path) -> Metadata:
     meta = read_meta(path)
     sizes = meta["files"]
     for name, size in sizes.items():
-        if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
-            raise _damaged(path, name, ValueError(f"the file is missing, or its size is not {size} bytes"))
-    try:
+        with _report_damage(path, name):
+            if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
+                raise ValueError(f"the file is missing, or its size is not {size} bytes")
+    with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
         # The first versions of ringattn did not write a checksum of the index.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=sizes)
-    except Exception as error:
-        raise _damaged(path, ".metadata", error) from error
 
 
 def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors: dict[str, Tensor]) -> None:
