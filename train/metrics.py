@@ -7,9 +7,9 @@ import os
 import secrets
 import statistics
 from collections import deque
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -85,18 +85,13 @@ class Recorder:
         self._seconds.append(seconds)
         if step % self._every == 0 or step == self._steps or "eval_loss" in record:
             log.info(self._format(record))
-        self._send_to_wandb(record)
+        self._call_wandb("log", record)
 
     def close(self) -> None:
         """Close metrics.jsonl and the W&B run."""
-        if not self._is_active:
-            return
-        self._file.close()
-        if self._wandb is not None:
-            try:
-                self._wandb.finish()
-            except Exception as error:  # The run itself is complete, whatever has failed.
-                log.warning("W&B: %s", error)
+        if self._is_active:
+            self._file.close()
+            self._call_wandb("finish")
 
     def _format(self, record: dict[str, float]) -> str:
         """Return the message on the console."""
@@ -106,13 +101,13 @@ class Recorder:
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
         return "  ".join([step, *known, f"ETA {timedelta(seconds=round(remaining))}"])
 
-    def _send_to_wandb(self, record: dict[str, float]) -> None:
-        if self._wandb is None:
-            return
+    def _call_wandb(self, method: str, *arguments: Any) -> None:
+        """Call a method of the W&B run, if there is one. After an error, W&B is not used any more."""
         try:
-            self._wandb.log(record)
+            if self._wandb is not None:
+                getattr(self._wandb, method)(*arguments)
         except Exception as error:  # Training must not stop because W&B fails.
-            log.warning("W&B: %s; training continues without it", error)
+            log.warning("W&B: %s; the run continues without it", error)
             self._wandb = None
 
 
@@ -123,12 +118,10 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
     """
     records = []
     for text in path.read_text().splitlines() if path.exists() else []:
-        try:
+        with suppress(ValueError, LookupError, TypeError):
             record = json.loads(text)
             if record["step"] <= until:
                 records.append(record)
-        except (ValueError, LookupError, TypeError):
-            continue
     return records
 
 
@@ -204,7 +197,7 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     import wandb  # This import is slow.
 
     wandb.setup(settings=wandb.Settings(silent=True))
-    if choice != "offline" and not _is_logged_in(wandb):
+    if choice != "offline" and not wandb.login(prompt=False, verify=False):
         if choice == "online":
             raise ConfigError("logger.wandb=online requires a login to W&B: run `wandb login`, or use offline or auto")
         choice = "offline"
@@ -212,7 +205,9 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     if not (done and id_file.exists()):
         id_file.write_text(secrets.token_hex(4))
     project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    name, group = _wandb_name_and_group(config.name, directory)
+    # The jobs of a sweep share the name of the sweep, and their directories are numbers.
+    is_job_of_sweep = bool(config.name) and directory.name.isdecimal() and directory.parent.name == Path(config.name).name
+    name, group = (f"{config.name}/{directory.name}", config.name) if is_job_of_sweep else (config.name, None)
     options = dict(project=project, name=name, group=group, id=id_file.read_text(), config=asdict(config))
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
@@ -226,17 +221,3 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
             run.define_metric("*", step_metric="step")
             return run
     return None
-
-
-def _wandb_name_and_group(name: str | None, directory: Path) -> tuple[str | None, str | None]:
-    """Return the name and the group of a run in W&B. The jobs of a sweep share a name, and their directories are numbers."""
-    if name and directory.name.isdecimal() and directory.parent.name == Path(name).name:
-        return f"{name}/{directory.name}", name
-    return name, None
-
-
-def _is_logged_in(wandb: Any) -> bool:
-    if "prompt" in signature(wandb.login).parameters:
-        return wandb.login(prompt=False, verify=False)
-    # In older releases of W&B, `login` would ask for a key.
-    return wandb.api.api_key is not None

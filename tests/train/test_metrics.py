@@ -195,7 +195,7 @@ def test_training_continues_if_wandb_cannot_start(tmp_path, monkeypatch, caplog)
     def fail(*args, mode, **kwargs):
         raise OSError(f"{mode} is impossible")
 
-    monkeypatch.setattr(metrics, "_is_logged_in", lambda wandb: True)
+    monkeypatch.setattr("wandb.login", lambda **options: True)
     monkeypatch.setattr("wandb.init", fail)
     record(Recorder(config("auto"), tmp_path), 1)
     assert steps_of(tmp_path) == [1]
@@ -221,7 +221,7 @@ def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch
     if mode:
         monkeypatch.setenv("WANDB_MODE", mode)
     monkeypatch.setenv("WANDB_PROJECT", "ours")
-    monkeypatch.setattr(metrics, "_is_logged_in", lambda wandb: True)
+    monkeypatch.setattr("wandb.login", lambda **options: True)
     monkeypatch.setattr("wandb.init", init)
     Recorder(config("auto"), tmp_path / "run" / "3").close()
     if started is None:
