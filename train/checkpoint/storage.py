@@ -180,25 +180,24 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
 def _write_meta(directory: Path, meta: dict) -> None:
     meta["files"] = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     meta["index"] = zlib.crc32((directory / ".metadata").read_bytes())
-    with open(directory / "meta.json", "w") as file:
-        file.write(json.dumps(meta, indent=2))
-        file.flush()
-        os.fsync(file.fileno())
+    (directory / "meta.json").write_text(json.dumps(meta, indent=2))
+    _fsync(directory / "meta.json")
 
 
 def _publish(temporary: Path, target: Path) -> None:
     """Give a completely written checkpoint its name."""
     # The files must be on the disk before the directory has its name. Otherwise a power failure could leave a checkpoint that
     # has a valid name but lacks some of its contents.
-    _fsync_directory(temporary)
+    _fsync(temporary)
     if target.exists():
         _hide(target)
     os.rename(temporary, target)
-    _fsync_directory(target.parent)
+    _fsync(target.parent)
 
 
-def _fsync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _fsync(path: Path) -> None:
+    """Wait until a file, or the list of the files in a directory, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
