@@ -62,7 +62,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     Raises:
         CheckpointError: on every rank, if a file cannot be written.
     """
-    target = Path(directory) / f"step_{step:08d}"
+    target = directory / f"step_{step:08d}"
     temporary = target.with_name(f".{target.name}.tmp")
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -101,7 +101,6 @@ def read_meta(path: Path) -> dict:
     Raises:
         CheckpointError: `path` is not a checkpoint, or it is damaged.
     """
-    path = Path(path)
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
         raise CheckpointError(f"{path} is not a checkpoint ({found}): give the path of a step_... directory")
@@ -209,7 +208,7 @@ def _list_checkpoints(directory: Path) -> list[Path]:
 
     Step numbers have eight digits, so the order of names is that of steps.
     """
-    return sorted(path for path in Path(directory).glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
+    return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
 
 def _remove(directory: Path, checkpoints: list[Path]) -> None:
@@ -224,7 +223,7 @@ def _hide(checkpoint: Path) -> None:
 
 
 def _remove_hidden(directory: Path) -> None:
-    for path in Path(directory).glob(".step_*"):
+    for path in directory.glob(".step_*"):
         shutil.rmtree(path)
 
 
@@ -254,7 +253,6 @@ def _read_index(path: Path) -> Metadata:
     Raises:
         CheckpointError: the index is damaged, or it does not agree with the files.
     """
-    path = Path(path)
     meta = read_meta(path)
     sizes = meta["files"]
     for name, size in sizes.items():
