@@ -68,9 +68,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     try:
         with _sync_checkpoint_errors(temporary):
             if is_rank_0:
-                directory.mkdir(parents=True, exist_ok=True)
                 _remove_hidden(directory)
-                temporary.mkdir()
         with _sync_checkpoint_errors(temporary):
             _write_tensors(temporary, tensors)
         with _sync_checkpoint_errors(target):
@@ -167,6 +165,7 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    """Write the tensors and their index to `directory`, which DCP creates."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is not a tensor")

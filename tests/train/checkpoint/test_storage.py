@@ -148,7 +148,7 @@ def test_a_failed_save_does_not_fill_the_disk(tmp_path, monkeypatch):
 
 def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="FileExistsError: .*check the disk"):
+    with pytest.raises(CheckpointError, match="NotADirectoryError: .*check the disk"):
         save(tmp_path / "file", 1)
 
 
