@@ -29,7 +29,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,9 @@ from ringattn.planning.schedule import Message, Schedule
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-ARRIVED, CREDIT = range(2)  # the purposes of flags; every kind of message has one flag of each purpose in every step
+# The purposes of flags. Every kind of message has one flag of each purpose in every step, but only the ready flags of blocks
+# in the first step are used.
+PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # If all results of a pass need at most 1 GiB, every result gets its own slot, and one kernel sums all results at the end of the
 # pass.
@@ -70,67 +73,51 @@ class ReceiveBuffer:
 
     Args:
         transport: the transport between the ranks.
-        purpose: what the buffer is used for, in log messages.
-        not_run: a clause for the error message that is raised if the buffer is too small during the capture of a CUDA graph.
-            The clause says what has not run yet.
+        user: what the buffer is used for, such as "the ring", in log messages and error messages.
         before_release: a function that is called before the memory is released.
     """
 
-    def __init__(
-        self, transport: "NvlinkTransport", purpose: str, not_run: str, before_release: Callable[[], None] = lambda: None
-    ) -> None:
-        self.transport, self.purpose, self.not_run, self.before_release = transport, purpose, not_run, before_release
+    def __init__(self, transport: "NvlinkTransport", user: str, before_release: Callable[[], None] = lambda: None) -> None:
+        self.transport, self.user, self.before_release = transport, user, before_release
         self.memory: Tensor | None = None
         self.addresses: list[int] = []  # by rank
-        self._kept: dict[int, Tensor] = {}  # by address: memory whose address is part of a CUDA graph
+        self._kept: set[Tensor] = set()  # memory whose address is part of a CUDA graph
 
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.memory is None else self.memory.numel()
-
-    def reserve(self, count: int, capturing: bool) -> None:
+    def reserve(self, count: int) -> None:
         """Make the buffer at least `count` bytes long.
 
         Raises:
             RuntimeError: the buffer is too small and a CUDA graph is being captured, in which nothing can be allocated.
         """
-        if self.memory is not None and self.nbytes >= count:
+        if self.memory is not None and self.memory.numel() >= count:
             return
-        if capturing:
+        if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                f"{self.not_run} with these shapes yet, so its memory cannot be part of a CUDA graph: call it once before the "
-                "capture"
+                f"{self.user} has not run with these shapes yet, so its memory cannot be part of a CUDA graph: call it once "
+                "before the capture"
             )
         self.transport.synchronise()  # after this no rank writes to the old memory
         self.before_release()
         self.memory = None
         # -(-n >> 21) rounds up, as -(-n // 2**21) does.
         count = max(1, -(-count >> 21)) << 21  # whole pages of 2 MiB
-        log.info("rank %d: %d MiB of receive buffer for %s over NVLink", self.transport.rank, count >> 20, self.purpose)
+        log.info("rank %d: %d MiB of receive buffer for %s over NVLink", self.transport.rank, count >> 20, self.user)
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
-    def keep(self) -> None:
-        """Never release the current memory, even if the buffer grows: a CUDA graph contains its address."""
-        self._kept.setdefault(self.memory.data_ptr(), self.memory)
+    def keep_for_graph(self) -> None:
+        """Never release the current memory, even if the buffer grows, if a CUDA graph that contains its address is captured."""
+        if torch.cuda.is_current_stream_capturing():
+            self._kept.add(self.memory)
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(NamedTuple):
     """One outgoing message: the addresses that its tensors are copied to, and the flags that belong to it."""
 
     message: Message
-    # The first block that is sent to a rank waits for the ready flag of this rank. A message whose slot was used before waits
-    # for the credit flag of the slot.
+    # A block waits for the ready flag of its receiver. A message whose slot was used before waits for the credit flag of the
+    # slot.
     wait_flags: list[int]
-    targets: tuple[int, ...]
-    arrived: int
-
-
-@dataclass(frozen=True)
-class Receive:
-    """One incoming message: its tensors in the receive buffer, and the flag that is set when they have arrived."""
-
-    block: Tensors
+    targets: list[int]
     arrived: int
 
 
@@ -138,19 +125,18 @@ class Receive:
 class RouteStep:
     """One step of a pass on this rank."""
 
-    credits: list[int] = field(default_factory=list)  # flags to set when the local steps of all earlier steps are done
+    # The flags to set when the local steps of all earlier steps are done: ready flags in the first step, credits in the others.
+    flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
-    receives: list[Receive] = field(default_factory=list)
-    sends_results_next: bool = False  # whether the next step sends results that this step computes
+    received: list[Tensors] = field(default_factory=list)  # the tensors of each incoming message in the receive buffer
+    arrived: list[int] = field(default_factory=list)  # the flags that are set when they have arrived
+
+    @property
+    def sends_results(self) -> bool:
+        return any(send.message.kind == "result" for send in self.sends)
 
 
-@dataclass
-class Route:
-    """Everything that one rank sends, receives and signals in a pass."""
-
-    steps: list[RouteStep]
-    ready_flags: list[int]  # flags to set at the beginning of the pass
-    keeps_results: bool
+Route = tuple[list[RouteStep], bool]  # what one rank sends, receives and signals in a pass; whether it keeps all results
 
 
 class Slots:
@@ -181,10 +167,8 @@ class Slots:
 
     def tensor_offsets(self, message: Message) -> list[int]:
         """Return the offset of each tensor of a message in its slot, followed by the end of the last tensor."""
-        ends = [0]
-        for x in self.templates[message.kind]:
-            ends.append(ends[-1] + padded_bytes(x, len(message.rows)))
-        return ends
+        sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
+        return list(accumulate(sizes, initial=0))
 
 
 class NvlinkTransport:
@@ -196,23 +180,20 @@ class NvlinkTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, joined: Interconnect, watchdog: Watchdog) -> None:
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
-        # Blocks and results use
-        # separate streams, so that a block does not wait behind a result that is not yet computed.
+        # Blocks and results use separate streams, so that a block does not wait behind a result that is not yet computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
-        self._ready, self._sent = torch.cuda.Event(), torch.cuda.Event()
         self._allocate()
 
     def _allocate(self) -> None:
         """Create the routes, the receive buffer and the flags, which all passes use."""
         self._routes: dict[tuple, Route] = {}
-        self.receive_buffer = ReceiveBuffer(self, "the ring", "the ring has not run", before_release=self._routes.clear)
+        self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._routes.clear)
         self.all_to_all_buffers: Any = None  # created by `ringattn.comm.nvlink_all_to_all` when it is first used
-        self._flags, self._flag_addresses = self.share(torch.int32, (1 + 2 * len(KINDS) * self._max_steps) * self.size)
-
-    @property
-    def _max_steps(self) -> int:
-        """The largest number of steps of a direct schedule."""
-        return self.size + 2
+        # Recorded when everything that the next sends of a pass read has been computed.
+        self.computed = torch.cuda.Event()
+        self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
+        count = len(PURPOSES) * len(KINDS) * self._max_steps * self.size
+        self._flags, self._flag_addresses = self.share(torch.int32, count)
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
         """Allocate zeros that all ranks map. Return them, and the address at which this rank has mapped each rank's zeros.
@@ -238,105 +219,90 @@ class NvlinkTransport:
         """The other ranks, in ascending order."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def _ready_flag(self, rank: int, writer: int) -> int:
-        """Return the address of the flag in the memory of `rank` that `writer` sets when its receive buffer is ready."""
-        return self._flag_addresses[rank] + 4 * writer
-
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
         """Return the address of a flag in the memory of `rank`, for the message of `kind` that `writer` sends or reads at step
         `t`.
         """
-        row = 1 + (2 * KINDS.index(kind) + purpose) * self._max_steps + t
+        row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
-        capturing = torch.cuda.is_current_stream_capturing()
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
         # The number of tokens is not a part of the key, because the
         # schedule already determines the rows of every message.
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
-        route = self._routes.get((schedule, shapes))
-        if route is None:
+        if (schedule, shapes) not in self._routes:
             slots = Slots(schedule, templates)
-            self.receive_buffer.reserve(slots.total_bytes, capturing)
+            self.receive_buffer.reserve(slots.total_bytes)
             # Routes are cheap to rebuild, so the whole cache is
             # cleared instead of tracking which route was used last.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
-            route = self._routes[schedule, shapes] = self._plan_route(schedule, slots)
-        if capturing:
-            self.receive_buffer.keep()
-        return _NvlinkPass(self, route)
+            self._routes[schedule, shapes] = self._plan_steps(schedule, slots), slots.keeps_results
+        self.receive_buffer.keep_for_graph()
+        return _NvlinkPass(self, *self._routes[schedule, shapes])
 
-    def _plan_route(self, schedule: Schedule, slots: Slots) -> Route:
+    def _plan_steps(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
         # Credits of the last messages belong to up to two steps after the last step of the schedule.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
-        receivers: set[int] = set()  # ranks that were sent a block
         for t, step in enumerate(schedule.by_rank[self.rank]):
-            for message in step.outgoing:
-                first = message.kind == "block" and message.dst not in receivers
-                if first:
-                    receivers.add(message.dst)
-                steps[t].sends.append(self._plan_send(t, message, slots, first))
-            steps[t].receives = [self._plan_receive(t, message, slots) for message in step.incoming]
-            steps[t - 1].sends_results_next = any(message.kind == "result" for message in step.outgoing)
+            steps[t].sends = [self._plan_send(t, message, slots) for message in step.outgoing]
+            steps[t].received = [self._received(message, slots) for message in step.incoming]
+            steps[t].arrived = [self._flag(self.rank, ARRIVED, message.kind, t, message.src) for message in step.incoming]
         for kind in KINDS:
             queue = slots.arrivals.get((self.rank, kind), [])
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
                 # Kernels read a block in the step after its arrival. A result is merged at the end of the step it arrives in.
                 done = t + (2 if kind == "block" else 1)
-                steps[done].credits.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
-        sources = sorted({message.src for _, message in slots.arrivals.get((self.rank, "block"), [])})
-        return Route(steps, [self._ready_flag(src, self.rank) for src in sources], slots.keeps_results)
+                steps[done].flags.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
+        sources = [message.src for _, message in slots.arrivals.get((self.rank, "block"), [])]
+        steps[0].flags = [self._flag(src, READY, "block", 0, self.rank) for src in sources]
+        return steps
 
-    def _plan_send(self, t: int, message: Message, slots: Slots, first: bool) -> Send:
+    def _plan_send(self, t: int, message: Message, slots: Slots) -> Send:
         kind, dst = message.kind, message.dst
         queue = [other for _, other in slots.arrivals[dst, kind]]
-        wait_flags = [self._ready_flag(self.rank, dst)] if first else []
+        # In a direct schedule, a rank sends at most one block to each other rank.
+        wait_flags = [self._flag(self.rank, READY, kind, 0, dst)] if kind == "block" else []
         if queue.index(message) >= slots.counts[kind]:
             wait_flags.append(self._flag(self.rank, CREDIT, kind, t, dst))
         address = self.receive_buffer.addresses[dst] + slots.offsets[message]
-        targets = tuple(address + start for start in slots.tensor_offsets(message)[:-1])
+        targets = [address + start for start in slots.tensor_offsets(message)[:-1]]
         return Send(message, wait_flags, targets, self._flag(dst, ARRIVED, kind, t, self.rank))
 
-    def _plan_receive(self, t: int, message: Message, slots: Slots) -> Receive:
+    def _received(self, message: Message, slots: Slots) -> Tensors:
+        """Return the tensors of an incoming message in the receive buffer."""
         block = []
         for start, x in zip(slots.tensor_offsets(message), slots.templates[message.kind], strict=False):
             shape = x.shape[0], len(message.rows), *x.shape[2:]
             start += slots.offsets[message]
             end = start + torch.Size(shape).numel() * x.element_size()
             block.append(self.receive_buffer.memory[start:end].view(x.dtype).view(shape))
-        return Receive(tuple(block), self._flag(self.rank, ARRIVED, message.kind, t, message.src))
+        return tuple(block)
 
 
 class _NvlinkPass:
     """One ring pass in progress, see `ringattn.comm.transport.RingPass`."""
 
-    def __init__(self, transport: NvlinkTransport, route: Route) -> None:
-        self.transport, self.route = transport, route
-        self.keeps_results = route.keeps_results
+    def __init__(self, transport: NvlinkTransport, steps: list[RouteStep], keeps_results: bool) -> None:
+        self.transport, self.steps, self.keeps_results = transport, steps, keeps_results
         self.main = torch.cuda.current_stream(transport.device)
-        self.handle = self.main.cuda_stream
-        self.ready = transport._ready  # recorded when everything that the next sends read has been computed
         # Blocks were computed by earlier work of the main stream, so
         # the side stream must wait for that work before it copies them.
-        self.ready.record(self.main)
-        transport.streams["block"].wait_event(self.ready)
-        if route.ready_flags:
-            cuda_driver.set_flags(route.ready_flags, self.handle)
+        transport.computed.record(self.main)
+        transport.streams["block"].wait_event(transport.computed)
         # Results in flight, each with the event after which its memory may be reused.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
-        step = self.route.steps[t]
-        if step.credits:
-            cuda_driver.set_flags(step.credits, self.handle)
+        step = self.steps[t]
+        cuda_driver.set_flags(step.flags, self.main.cuda_stream)
         # The memory of a sent result may be reused once the copy has finished.
         # Waiting for all but the newest result keeps one copy in flight.
         while len(self.sending) > 1:
-            self.main.wait_event(self.sending[0][0])
-            self.sending.popleft()
+            event, _ = self.sending.popleft()
+            self.main.wait_event(event)
         for send, block in zip(step.sends, outgoing, strict=True):
             self._send(send, block)
         return partial(self._wait, t)
@@ -346,9 +312,8 @@ class _NvlinkPass:
         stream = self.transport.streams[send.message.kind]
         handle = stream.cuda_stream
         if is_result:
-            stream.wait_event(self.ready)
-        if send.wait_flags:
-            cuda_driver.wait_and_clear_flags(send.wait_flags, handle)
+            stream.wait_event(self.transport.computed)
+        cuda_driver.wait_and_clear_flags(send.wait_flags, handle)
         for x, target in zip(block, send.targets, strict=True):
             _copy_message(x, target, send.message.rows, handle)
         cuda_driver.set_flags([send.arrived], handle)
@@ -358,13 +323,11 @@ class _NvlinkPass:
             self.sending.append((sent, block))
 
     def _wait(self, t: int) -> list[Tensors]:
-        step = self.route.steps[t]
         # The event is recorded after the kernels of this step, because the next step sends their results.
-        if step.sends_results_next:
-            self.ready.record(self.main)
-        if step.receives:
-            cuda_driver.wait_and_clear_flags([receive.arrived for receive in step.receives], self.handle)
-        return [receive.block for receive in step.receives]
+        if self.steps[t + 1].sends_results:
+            self.transport.computed.record(self.main)
+        cuda_driver.wait_and_clear_flags(self.steps[t].arrived, self.main.cuda_stream)
+        return self.steps[t].received
 
     def end(self) -> None:
         # After the pass, the caching allocator may give the memory of sent tensors to
@@ -372,8 +335,7 @@ class _NvlinkPass:
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()
-        self.transport._sent.record(self.transport.streams["block"])
-        self.main.wait_event(self.transport._sent)
+        self.main.wait_stream(self.transport.streams["block"])
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:

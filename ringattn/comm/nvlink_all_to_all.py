@@ -44,17 +44,13 @@ class StridedCopy(NamedTuple):
     count: int
 
 
+Sizes = tuple[int, ...]
+
+
 @lru_cache(maxsize=1024)
 def _strided_copies(
-    take: Slice,
-    put: Slice,
-    shape: torch.Size,
-    strides: tuple[int, ...],
-    heads: torch.Size,
-    lengths: tuple[int, ...],
-    element_size: int,
-    rank: int,
-) -> tuple[tuple[StridedCopy, ...], ...]:
+    take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
+) -> list[list[StridedCopy]]:
     """Return the copies that send slices of a tensor of `rank` to each receiving rank, with one copy per batch entry.
 
     Args:
@@ -65,6 +61,10 @@ def _strided_copies(
         element_size: bytes per element.
         rank: the sender.
     """
+
+    def offset_and_pitch(x: Tensor, entry: int) -> tuple[int, int]:
+        return x[entry].storage_offset() * element_size, x.stride(1) * element_size
+
     # Slicing tensors on the meta device computes offsets and strides without memory.
     source_tensor = torch.empty_strided(shape, strides, device="meta")
     copies = []
@@ -73,14 +73,8 @@ def _strided_copies(
         source = take(source_tensor, peer)
         count, width = source.shape[1], source.shape[2:].numel() * element_size
         batch = range(shape[0]) if count and width else ()
-        of_peer = []
-        for i in batch:
-            (target_offset, target_pitch), (source_offset, source_pitch) = (
-                ((x.storage_offset() + i * x.stride(0)) * element_size, x.stride(1) * element_size) for x in (target, source)
-            )
-            of_peer.append(StridedCopy(target_offset, target_pitch, source_offset, source_pitch, width, count))
-        copies.append(tuple(of_peer))
-    return tuple(copies)
+        copies.append([StridedCopy(*offset_and_pitch(target, i), *offset_and_pitch(source, i), width, count) for i in batch])
+    return copies
 
 
 class AllToAllBuffers:
@@ -88,7 +82,7 @@ class AllToAllBuffers:
 
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport = transport
-        self.receive_buffer = ReceiveBuffer(transport, "the all-to-all", "the all-to-all has not run")
+        self.receive_buffer = ReceiveBuffer(transport, "the all-to-all")
         self.flags, self.addresses = transport.share(torch.int32, (MAX_SENDS + 1) * transport.size)
         # All buffers are ready before the first call, which waits for
         # the ready flags without an earlier call that could set them.
@@ -101,15 +95,6 @@ class AllToAllBuffers:
         `purpose` is the number of a send, or READY.
         """
         return self.addresses[rank] + 4 * (purpose * self.transport.size + writer)
-
-
-def receive_buffer_bytes(transport: NvlinkTransport) -> int:
-    """Return the bytes of a transport's receive buffers for rings and all-to-alls.
-
-    The statistics of torch's allocator do not include these bytes.
-    """
-    buffers = transport.all_to_all_buffers
-    return transport.receive_buffer.nbytes + (buffers.receive_buffer.nbytes if buffers else 0)
 
 
 class NvlinkAllToAll:
@@ -144,12 +129,9 @@ class NvlinkAllToAll:
         """Return the number of a new send, and let the side streams wait for everything computed so far."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
-            capturing = torch.cuda.is_current_stream_capturing()
-            # At the first send, all exchanges of the call exist and the total size
-            # is known. No memory can be allocated in the capture of a CUDA graph.
-            self.buffers.receive_buffer.reserve(self.total_bytes, capturing)
-            if capturing:
-                self.buffers.receive_buffer.keep()
+            # At the first send, all exchanges of the call exist and the total size is known.
+            self.buffers.receive_buffer.reserve(self.total_bytes)
+            self.buffers.receive_buffer.keep_for_graph()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
         # The side streams must not read the tensors before the main stream has computed them.
         self.computed.record(self.main)
@@ -159,10 +141,8 @@ class NvlinkAllToAll:
 
     def finish(self) -> None:
         """See `AllToAll.finish`. It also allows the other ranks to write into this rank's receive buffer again."""
-        for stream in (self.send_stream, self.local_stream):
-            done = torch.cuda.Event()
-            done.record(stream)
-            self.main.wait_event(done)
+        self.main.wait_stream(self.send_stream)
+        self.main.wait_stream(self.local_stream)
         self.sent.clear()
         # The ready flags come last, because the other ranks may
         # overwrite the receive buffer as soon as they see them.
@@ -177,8 +157,8 @@ class _NvlinkExchange:
         self, all_to_all: NvlinkAllToAll, into: Tensors, lengths: tuple[int, ...], offsets: list[int], sends: int
     ) -> None:
         self.all_to_all, self.into, self.lengths, self.offsets = all_to_all, into, lengths, offsets
-        self.remaining_sends = sends
-        self.awaited: list[int] = []  # numbers of the sends that fill these tensors
+        self.num_sends = sends
+        self.awaited: list[int] = []  # numbers of the sends so far
         self.complete = torch.cuda.Event()
         self.hop = None
 
@@ -191,21 +171,25 @@ class _NvlinkExchange:
         if number == 0:
             cuda_driver.wait_and_clear_flags([buffers.flag(transport.rank, READY, peer) for peer in others], stream)
         addresses = buffers.receive_buffer.addresses  # read after begin_send, which may have allocated a larger buffer
-        sources = []
-        for x, y, offset in zip(block, self.into, self.offsets, strict=True):
-            copies = _strided_copies(
-                take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), transport.rank
-            )
-            sources.append((copies, x.data_ptr(), offset))
+        copies = [
+            _strided_copies(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), transport.rank)
+            for x, y in zip(block, self.into, strict=True)
+        ]
+
+        def copy_to(peer: int, stream: int) -> None:
+            for x, offset, of_tensor in zip(block, self.offsets, copies, strict=True):
+                region, tensor = addresses[peer] + offset, x.data_ptr()
+                for target, target_pitch, source, source_pitch, width, count in of_tensor[peer]:
+                    cuda_driver.copy_rows(region + target, target_pitch, tensor + source, source_pitch, width, count, stream)
+
         # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
-            _start_copies(sources, peer, addresses[peer], stream)
+            copy_to(peer, stream)
         cuda_driver.set_flags([buffers.flag(peer, number, transport.rank) for peer in others], stream)
-        _start_copies(sources, transport.rank, addresses[transport.rank], all_to_all.local_stream.cuda_stream)
+        copy_to(transport.rank, all_to_all.local_stream.cuda_stream)
         self.awaited.append(number)
         all_to_all.sent.append(block)
-        self.remaining_sends -= 1
-        if not self.remaining_sends:
+        if len(self.awaited) == self.num_sends:
             self._copy_out()
 
     def _copy_out(self) -> None:
@@ -223,28 +207,10 @@ class _NvlinkExchange:
         self.complete.record(stream)
 
     def wait(self) -> Tensors:
-        assert not self.remaining_sends, "all blocks must be sent before they are waited for"
+        assert len(self.awaited) == self.num_sends, "all blocks must be sent before they are waited for"
         self.all_to_all.main.wait_event(self.complete)
         self.all_to_all.transport.watchdog.finished(self.hop)
         return self.into
-
-
-def _start_copies(
-    sources: list[tuple[tuple[tuple[StridedCopy, ...], ...], int, int]], peer: int, receive_buffer: int, stream: int
-) -> None:
-    """Copy the slices of rank `peer` into its receive buffer.
-
-    Args:
-        sources: for each tensor (copies by receiving rank, address of the tensor, offset of its region).
-        peer: the receiving rank.
-        receive_buffer: the address of that rank's buffer.
-        stream: a raw CUDA stream.
-    """
-    for copies, address, offset in sources:
-        for target, target_pitch, source, source_pitch, width, count in copies[peer]:
-            cuda_driver.copy_rows(
-                receive_buffer + offset + target, target_pitch, address + source, source_pitch, width, count, stream
-            )
 
 
 def _heads_are_contiguous(x: Tensor) -> bool:

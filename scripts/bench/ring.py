@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm.connect import connect
-from ringattn.comm.nvlink_all_to_all import receive_buffer_bytes
+from ringattn.comm.nvlink import NvlinkTransport
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.planning import workload
 from ringattn.planning.cost_model import Interconnect
@@ -102,6 +102,15 @@ def peak_bytes(call: Call) -> int:
     call()
     torch.cuda.synchronize()
     return int(largest_of_ranks(torch.cuda.max_memory_allocated()))
+
+
+def receive_buffer_bytes(transport: NvlinkTransport) -> int:
+    """Return the bytes of a transport's receive buffers for rings and all-to-alls.
+
+    The statistics of torch's allocator do not include these bytes.
+    """
+    users = [user for user in (transport, transport.all_to_all_buffers) if user is not None]
+    return sum(user.receive_buffer.memory.nbytes for user in users if user.receive_buffer.memory is not None)
 
 
 def count_messages(case: Case, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict]:

@@ -138,7 +138,6 @@ class FakeNvlinkTransport(NvlinkTransport):
         self.host, self.rank, self.size, self.device = host, rank, host.ranks, torch.device("cpu")
         self.interconnect, self.watchdog = interconnect("nvlink"), NoWatchdog()
         self.streams = {kind: Stream() for kind in nvlink.KINDS}
-        self._ready, self._sent = Event(), Event()
         self._allocate()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[torch.Tensor, list[int]]:

@@ -81,7 +81,7 @@ def test_strided_copies_by_hand() -> None:
     heads, tokens = HeadSlice(ranks=2, chunks=1, chunk=0), TokenSlice((2, 3))
     copies = _strided_copies(heads, tokens, shape, strides, torch.Size((2, 8)), (5, 5), 2, 1)
     # In the target, 2 tokens of rank 0 come first, and a token of two heads has 32 bytes.
-    assert copies == (
-        (StridedCopy(target=64, target_pitch=32, source=0, source_pitch=64, width=32, count=3),),
-        (StridedCopy(target=64, target_pitch=32, source=32, source_pitch=64, width=32, count=3),),
-    )
+    assert copies == [
+        [StridedCopy(target=64, target_pitch=32, source=0, source_pitch=64, width=32, count=3)],
+        [StridedCopy(target=64, target_pitch=32, source=32, source_pitch=64, width=32, count=3)],
+    ]
