@@ -29,9 +29,6 @@ FREE = {
 # Settings that have no effect if model.rope_factor is None.
 ROPE_SCALING = {"model.rope_trained_len", "model.rope_scaling"}
 
-# Settings that differ, by name: the value of the checkpoint and the value of this run.
-Changes = dict[str, tuple[Any, Any]]
-
 
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
@@ -85,16 +82,12 @@ def _check_init_from(newest: Path, init_from: str | None) -> None:
     """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names, if any."""
     if init_from is None:
         return
-    saved = _init_from(storage.read_meta(newest))
+    saved = storage.read_meta(newest)["config"]["trainer"].get("init_from")
     if saved is None or Path(saved).expanduser().resolve() != Path(init_from).expanduser().resolve():
         raise ConfigError(
             f"trainer.init_from={init_from}, but {newest} belongs to a run that started from {saved or 'random weights'}: "
             "choose another name for this run, or remove trainer.init_from"
         )
-
-
-def _init_from(meta: dict[str, Any]) -> str | None:
-    return meta["config"]["trainer"].get("init_from")
 
 
 def _parent(path: Path) -> str | None:
@@ -124,7 +117,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
                 "steps, or set optim.warmup_steps"
             )
     if path.parent.resolve() == directory.resolve():
-        config.trainer.init_from = _init_from(meta)
+        config.trainer.init_from = meta["config"]["trainer"].get("init_from")
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> None:
@@ -166,19 +159,17 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     """
     changes = _changes(meta, config, COMPARED_GROUPS)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
-        changes = {"tokens_per_step": (before, tokens_per_step)} | changes
-    if fixed := [name for name in changes if name.startswith(FIXED)]:
-        raise ConfigError(
-            f"{path} was trained with {_describe(changes, fixed)}: resume with the same settings, or choose another name"
-        )
+        changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
+    if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
+        raise ConfigError(f"{path} was trained with {', '.join(fixed)}: resume with the same settings, or choose another name")
     # A completed run can be sampled from on any number of ranks, so these settings do not matter then.
-    relevant = [name for name in changes if not name.startswith(("parallel.", "tokens_per_step"))]
+    relevant = [change for name, change in changes.items() if not name.startswith(("parallel.", "tokens_per_step"))]
     if relevant and meta["step"] >= config.trainer.steps:
         raise ConfigError(
-            f"{path} has completed all {meta['step']} steps, with {_describe(changes, relevant)}: choose another name for this "
+            f"{path} has completed all {meta['step']} steps, with {', '.join(relevant)}: choose another name for this "
             "run, or raise trainer.steps"
         )
-    return _describe(changes, changes)
+    return ", ".join(changes.values())
 
 
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
@@ -197,13 +188,13 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
             Other settings that change shapes lead to an error when the weights are loaded.
     """
     changes = _changes(meta, config, ("model",))
-    if fixed := [name for name in changes if name in ("model.heads", "model.kv_heads")]:
-        raise ConfigError(f"{path} contains a model with {_describe(changes, fixed)}: use the same settings")
-    return _describe(changes, changes)
+    if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:
+        raise ConfigError(f"{path} contains a model with {', '.join(fixed)}: use the same settings")
+    return ", ".join(changes.values())
 
 
-def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Changes:
-    """Return the settings in `groups` that differ, except for settings that are free to change."""
+def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dict[str, str]:
+    """Return a description of each setting in `groups` that differs, by name, except for settings that are free to change."""
     saved = meta["config"]
     # JSON turns tuples into lists, as in the checkpoint.
     current, defaults = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
@@ -216,9 +207,5 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> Cha
             # A setting that the checkpoint does not contain did not exist yet. The run behaved as with today's default.
             before = saved[group].get(name, defaults[group][name])
             if before != value and f"{group}.{name}" not in ignored:
-                changes[f"{group}.{name}"] = before, value
+                changes[f"{group}.{name}"] = f"{group}.{name}={before} (now {value})"
     return changes
-
-
-def _describe(changes: Changes, names: Iterable[str]) -> str:
-    return ", ".join(f"{name}={changes[name][0]} (now {changes[name][1]})" for name in names)
