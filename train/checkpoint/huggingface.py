@@ -76,13 +76,11 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
         config = DEFAULTS.get(config["model_type"], {}) | config
-        unsupported = _unsupported(config)
-        settings = {} if unsupported else _settings(config)
+        _check_supported(config)
+        return _settings(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path}/config.json does not describe a supported model: {type(error).__name__}: {error}") from error
-    if unsupported:
-        raise ConfigError(f"{path}/config.json: {unsupported}: choose another model")
-    return settings
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}: choose another model") from error
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -109,8 +107,12 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _unsupported(config: dict[str, Any]) -> str:
-    """Describe the first setting in `config` that our model does not support. Return "" if it supports all settings."""
+def _check_supported(config: dict[str, Any]) -> None:
+    """Check that our model supports all settings in `config`.
+
+    Raises:
+        ValueError: names the first setting that our model does not support.
+    """
     rope, kind = _rope(config)
     # Each setting with its value and the supported values.
     checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
@@ -126,8 +128,7 @@ def _unsupported(config: dict[str, Any]) -> str:
         checks["layer_types"] = " and ".join(sorted(types)), ("one of them",)
     for name, (value, supported) in checks.items():
         if value not in supported:
-            return f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported"
-    return ""
+            raise ValueError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
 
 
 def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
