@@ -80,7 +80,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         return _settings(config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}: choose another model") from error
+        raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

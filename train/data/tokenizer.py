@@ -117,11 +117,8 @@ def _read(path: str | Path):
         raise ConfigError(
             f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers, or set data.tokenizer=bytes"
         ) from error
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise ConfigError(f"data.tokenizer={path} is not a file: it must be `bytes` or the path of a tokenizer.json")
     try:
-        return Reader.from_file(str(file))
+        return Reader.from_file(str(Path(path).expanduser()))
     except Exception as error:  # The package raises errors of no other type.
         reason = str(error).splitlines()[0]
         raise ConfigError(

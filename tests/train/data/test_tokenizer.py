@@ -96,7 +96,7 @@ def test_another_fingerprint_than_expected_is_an_error():
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="is not a file"):
+    with pytest.raises(ConfigError, match="none.json cannot be read: No such file or directory"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
