@@ -32,10 +32,10 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
         seed: the seed of the initial weights.
         bf16: whether the model computes in bf16. Parameters stay in fp32, and gradients are summed in fp32.
     """
-    precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    options = dict(mesh=mesh.all, mp_policy=precision if bf16 else MixedPrecisionPolicy())
-    if not memory.reshard_after_forward(model.config, bf16):
-        options["reshard_after_forward"] = False
+    precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
+    # None stands for FSDP's default, which shards all parameters again except those of the root module.
+    reshard = None if memory.reshard_after_forward(model.config, bf16) else False
+    options = dict(mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
     for group in (*(blocks[start : start + size] for start in range(0, len(blocks), size)), [model]):
