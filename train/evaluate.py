@@ -4,6 +4,7 @@ The context length of a token is the number of earlier tokens that the token att
 sequences has a lower loss on tokens with a longer context.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -53,11 +54,10 @@ def evaluate(run: Run) -> dict[str, float]:
 
 def context_groups(seq_len: int) -> list[int]:
     """Return the shortest context length of each group, for sequences of `seq_len` tokens."""
-    starts, start = [0], SHORTEST_CONTEXT
-    while start < seq_len:
-        starts.append(start)
-        start *= 2
-    return starts
+    starts = [0, SHORTEST_CONTEXT]
+    while starts[-1] < seq_len:
+        starts.append(2 * starts[-1])
+    return starts[:-1]
 
 
 def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
@@ -67,18 +67,17 @@ def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
     return torch.bucketize(context, torch.tensor(starts[1:]), right=True).expand_as(batch.tokens)
 
 
-def held_out_batches(run: Run) -> list[Batch]:
-    """Return this rank's batches of held-out sequences.
+def held_out_batches(run: Run) -> Iterator[Batch]:
+    """Yield this rank's batches of held-out sequences.
 
     The evaluated sequences are spread evenly over the held-out text, so that they represent all of it. All ranks have the same
     number of batches, because they compute together. The labels of sequences beyond the last one to evaluate are IGNORE.
     """
     dp, size = run.mesh.dp, run.config.trainer.batch_size
     count = min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
-    offset, batches = dp.get_local_rank() * size, []
+    offset = dp.get_local_rank() * size
     for start in range(offset, offset + count, dp.size() * size):
         numbers = range(start, start + size)
         batch = run.held_out.batch(number * run.held_out.sequences_per_epoch // count for number in numbers)
         batch.labels[max(count - start, 0) :] = IGNORE
-        batches.append(batch)
-    return batches
+        yield batch
