@@ -29,11 +29,9 @@ def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     if config.rope_factor is not None:
         frequency = frequency * slowdown(frequency, config)
     angle = torch.atleast_2d(positions).double()[..., None, None] * frequency
-    cos, sin = angle.cos().float(), angle.sin().float()
-    if config.rope_factor is not None and config.rope_scaling == "yarn":
-        scale = yarn_scale(config.rope_factor)
-        return scale * cos, scale * sin
-    return cos, sin
+    is_yarn = config.rope_factor is not None and config.rope_scaling == "yarn"
+    scale = yarn_scale(config.rope_factor) if is_yarn else 1.0
+    return scale * angle.cos().float(), scale * angle.sin().float()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
