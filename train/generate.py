@@ -37,7 +37,7 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
     ranks, rank = group.size(), group.rank()
     tokens = [tokenizer.eos, *prompt]
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
-    options = dict(layout=layout, window=model.config.window, group=group, backend=run.config.parallel.kernel)
+    options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
     attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
     inputs, positions = layout.shard(torch.tensor([tokens]), rank), layout.positions(rank)
@@ -55,23 +55,21 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
     return tokens[1:]
 
 
-def _attend_with_cache(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, window: int | None, **options: Any
-) -> Tensor:
+def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, **options: Any) -> Tensor:
     """Compute the attention of one layer: the prompt on the ring in the first call, and one new token in each later call.
 
     Args:
         q, k, v: the queries, keys and values of the tokens of this rank.
         cache: the keys and values of all earlier calls.
         layout: the layout of the prompt.
-        window: the sliding window of the model.
+        mask: the mask of the model, which is causal, possibly with a sliding window.
         options: the group and the attention kernels, as for `ring_attention`.
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)
-        return ring_attention(q, k, v, layout=layout, mask=Mask.causal(window), **options)
+        return ring_attention(q, k, v, layout=layout, mask=mask, **options)
     cache.append(k, v)
-    return decode_attention(q, cache, window=window, **options)
+    return decode_attention(q, cache, window=mask.window, **options)
 
 
 def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
