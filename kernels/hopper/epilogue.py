@@ -53,7 +53,7 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 
 @gluon.jit
-def _row_index(row_range, num_queries, CONFIG: gl.constexpr):
+def _row_index(row_range, results, CONFIG: gl.constexpr):
     """Return (index, inside): the index of a consumer's rows in a tensor (B, Nq, Hq), and which rows the work tile has.
 
     `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
@@ -61,28 +61,25 @@ def _row_index(row_range, num_queries, CONFIG: gl.constexpr):
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
     # The tensors may have more than 2**31 elements.
-    return (batch.to(gl.int64) * num_queries + rows) * CONFIG.num_heads + head, rows < end
+    return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head, rows < end
 
 
 @gluon.jit
-def load_ref_max(results, row_range, num_queries, CONFIG: gl.constexpr):
+def load_ref_max(results, row_range, CONFIG: gl.constexpr):
     """Load the m of the incoming state in log2 units, with which the reference max starts; UNSET_REF_MAX if there is none."""
-    index, inside = _row_index(row_range, num_queries, CONFIG)
-    m = gl.full([ROWS], UNSET_REF_MAX, gl.float32, gl.SliceLayout(1, CONFIG.scores_layout))
+    index, inside = _row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
-        m = gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
-    return m
+        return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
+    else:
+        return gl.full([ROWS], UNSET_REF_MAX, gl.float32, gl.SliceLayout(1, CONFIG.scores_layout))
 
 
 @gluon.jit
-def load_state_scalars(results, row_range, num_queries, CONFIG: gl.constexpr):
+def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
     """Load (m in log2 units, l) of the incoming state; without one, those of a row that has not seen a key."""
-    index, inside = _row_index(row_range, num_queries, CONFIG)
-    m = load_ref_max(results, row_range, num_queries, CONFIG)
-    l = gl.zeros_like(m)
-    if CONFIG.has_state:
-        l = gl.load(results[1] + index, mask=inside, other=0.0)
-    return m, l
+    index, inside = _row_index(row_range, results, CONFIG)
+    m = load_ref_max(results, row_range, CONFIG)
+    return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
 
 
 @gluon.jit
@@ -96,16 +93,11 @@ def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return views of the one part, or of the left and the right part, of a consumer's o.
 
     `buffers` are the K and the V buffer of the consumer's state stage. If one buffer holds a whole o, consumers with even
-    numbers use K, and those with odd numbers use V.
+    numbers use K, and those with odd numbers use V. The right part is then of no use.
     """
     keys, values = buffers
-    if CONFIG.o_parts == 1:
-        left = _state_view(keys if CONSUMER % 2 == 0 else values, CONFIG)
-        right = left
-    else:
-        left = _state_view(keys, CONFIG)
-        right = _state_view(values, CONFIG)
-    return left, right
+    left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
+    return _state_view(left, CONFIG), _state_view(values, CONFIG)
 
 
 @gluon.jit
@@ -113,13 +105,12 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Load the incoming o from shared memory, in the layout of `o`."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.o_parts == 1:
-        loaded = left.load(CONFIG.output_layout)
+        return left.load(CONFIG.output_layout)
     else:
         half, _ = _split_columns(o)
         HALF: gl.constexpr = half.type.layout
         halves = gl.join(left.load(HALF), right.load(HALF))
-        loaded = gl.convert_layout(halves.permute((0, 2, 1)).reshape([ROWS, CONFIG.dim]), CONFIG.output_layout)
-    return loaded
+        return gl.convert_layout(halves.permute((0, 2, 1)).reshape([ROWS, CONFIG.dim]), CONFIG.output_layout)
 
 
 @gluon.jit
@@ -173,37 +164,35 @@ def _merge_scalars(ref_max, l, state_m, state_l):
 
 
 @gluon.jit
-def _write_output(ref_max, l, o, query, results, row_range, index, inside, CONFIG: gl.constexpr):
-    """Write out = o / l and lse. The buffer of Q, `query`, is free by now and holds the output until TMA has stored it."""
+def _write_result(
+    ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Write out = o / l and lse, or a new state if the output is not wanted. There is no incoming state to update.
+
+    The buffer of Q, `query`, is free by now and holds the output until TMA has stored it.
+    """
     batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
-    # A row that has not seen a key has l = 0 and o = 0. Its lse is -inf, and its output is 0.
-    gl.store(lse + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
-    # One division per row and a product per element take fewer instructions than a division per element.
-    o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
-    o = o.to(query.dtype)
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    if CONFIG.final:
+        # A row that has not seen a key has l = 0 and o = 0. Its lse is -inf, and its output is 0.
+        gl.store(lse + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
+        # One division per row and a product per element take fewer instructions than a division per element.
+        o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
+        o = o.to(query.dtype)
+    else:
+        gl.store(state_m + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
+        gl.store(state_l + index, l, mask=inside)
     if first_row + ROWS <= end:
-        query.store(o)
-        fence_async_shared()
-        tma_store(out_tiles, [batch, first_row, head, 0], tile_view(query, out_tiles))
+        if CONFIG.final:
+            query.store(o)
+            fence_async_shared()
+            tma_store(out_tiles, [batch, first_row, head, 0], tile_view(query, out_tiles))
+        else:
+            _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
         # TMA would also write rows after the end, which belong to another work tile.
         element, mask = _elements(index, inside, CONFIG)
-        gl.store(out + element, o, mask=mask)
-
-
-@gluon.jit
-def _write_state(ref_max, l, o, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Write a new state. There is no incoming one."""
-    batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
-    gl.store(state_m + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
-    gl.store(state_l + index, l, mask=inside)
-    if first_row + ROWS <= end:
-        _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
-    else:
-        element, mask = _elements(index, inside, CONFIG)
-        gl.store(state_o + element, o, mask=mask)
+        gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
 
 @gluon.jit
@@ -218,7 +207,7 @@ def _update_state(
     was, except that it sets the sign bit of l. The retry pass updates the rows with that bit, and no others.
     """
     batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles = results
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
@@ -248,7 +237,7 @@ def _update_state(
 
 @gluon.jit
 def finish_work_tile(
-    ref_max, l, o, query, buffers, incoming, results, row_range, num_queries,
+    ref_max, l, o, query, buffers, incoming, results, row_range,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Merge the incoming state and write the new state or the output. Return which rows (64,) have overflowed.
@@ -259,16 +248,15 @@ def finish_work_tile(
         query: the shared memory of this consumer's Q.
         buffers: the K and the V buffer of this consumer's state stage.
         incoming: (m in log2 units, l) of the incoming state, from `load_state_scalars`.
-        results: the pointers and descriptors (state_m, state_l, state_o, state_tiles, lse, out, out_tiles).
+        results: the pointers and descriptors (state_m, state_l, state_o, state_tiles, lse, out, out_tiles), and Nq.
         row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
-        num_queries: Nq.
         CONSUMER: number of this consumer.
         UPDATE_REF_MAX: whether the reference max was updated in every step. Then no row overflows.
 
     A row has overflowed if its l is not below OVERFLOW_LIMIT, which is also the case if l is NaN. What this function writes for
     such a row is invalid until the retry pass has rewritten it.
     """
-    index, inside = _row_index(row_range, num_queries, CONFIG)
+    index, inside = _row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
     if CONFIG.updates_state:
         _update_state(
@@ -280,8 +268,5 @@ def finish_work_tile(
             ref_max, l, alpha, beta = _merge_scalars(ref_max, l, incoming_m, incoming_l)
             o *= _by_output_row(alpha, CONFIG)
             o += _load_incoming_o(buffers, o, CONSUMER, CONFIG) * _by_output_row(beta, CONFIG)
-        if CONFIG.final:
-            _write_output(ref_max, l, o, query, results, row_range, index, inside, CONFIG)
-        else:
-            _write_state(ref_max, l, o, buffers, results, row_range, index, inside, CONSUMER, CONFIG)
+        _write_result(ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER, CONFIG)
     return overflowed

@@ -53,7 +53,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -62,7 +61,6 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
-from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
@@ -467,7 +465,7 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    ref_max = load_ref_max(results, (batch, head, first_row, end), num_queries, CONFIG)
+    ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
     return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
@@ -524,7 +522,7 @@ def _compute_work_tiles(
             mbarrier.wait(v_full.index(previous_stage), previous_phase)
             o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
             # While it runs, load the scalars of the incoming state and the next work tile.
-            incoming = load_state_scalars(results, row_range, num_queries, CONFIG)
+            incoming = load_state_scalars(results, row_range, CONFIG)
             index += gl.num_programs(0)
             batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             o = warpgroup_mma_wait(0, deps=(o,))
@@ -535,7 +533,7 @@ def _compute_work_tiles(
             state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
             state_buffers = keys.index(state_stage), values.index(state_stage)
             overflowed |= finish_work_tile(
-                ref_max, l, o, query, state_buffers, incoming, results, row_range, num_queries, CONSUMER, UPDATE_REF_MAX, CONFIG
+                ref_max, l, o, query, state_buffers, incoming, results, row_range, CONSUMER, UPDATE_REF_MAX, CONFIG
             )
         else:
             stage, phase = _skip_tile(barriers, num_masked + num_unmasked, state_stage, stage, phase, CONSUMER, CONFIG)
@@ -554,7 +552,7 @@ def _forward_kernel(
     q, k, v, state_tiles, out_tiles, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The arguments are those that `_launch` passes.
+    """Compute all work tiles. The arguments are those that `forward` passes.
 
     Args:
         q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
@@ -598,7 +596,7 @@ def _forward_kernel(
         k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
-    results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles
+    results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
     # The last two arguments are the numbers of warps and registers of all partitions but the first, which is the default
     # partition. It has four warps and gets the registers that the other partitions do not use.
@@ -610,6 +608,29 @@ def _forward_kernel(
         [4] * (CONFIG.consumers - 1) + [1],
         [CONFIG.registers] * (CONFIG.consumers - 1) + [PRODUCER_REGISTERS],
     )
+
+
+@lru_cache(maxsize=256)
+def configure(
+    dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool, few_rows: bool
+) -> Config:
+    """Return the constants of the kernel for a call.
+
+    Args:
+        dims: head dims (D, Dv).
+        heads: numbers of query heads and key heads (Hq, Hkv).
+        dtype: of q, k and v.
+        has_state, final: whether a state comes in, and whether the output is wanted.
+        few_rows: whether to use the tiles for few rows.
+    """
+    dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
+    tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
+    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max must be updated in every step of the first pass.
+    update = dtype != torch.bfloat16
+    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
+    # While state stages are in use, the first keys of the next work tile need stages, too: one if Q has two slots. With one
+    # slot there is room for two.
+    return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
 def forward(
@@ -643,59 +664,30 @@ def forward(
         relative to it. A query that has not seen a key has the state (-inf, 0, 0), the output 0 and the lse -inf.
     """
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
-    if q.numel() > 0:
-        _launch(q, k, v, intervals, scale, (m, l, o, out, lse), state is not None, shares_sms)
-    return (out, lse) if final else (m, l, o)
-
-
-@lru_cache(maxsize=256)
-def configure(
-    dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool, few_rows: bool
-) -> Config:
-    """Return the constants of the kernel for a call.
-
-    Args:
-        dims: head dims (D, Dv).
-        heads: numbers of query heads and key heads (Hq, Hkv).
-        dtype: of q, k and v.
-        has_state, final: whether a state comes in, and whether the output is wanted.
-        few_rows: whether to use the tiles for few rows.
-    """
-    dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
-    tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
-    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max must be updated in every step of the first pass.
-    update = dtype != torch.bfloat16
-    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
-    # While state stages are in use, the first keys of the next work tile need stages, too: one if Q has two slots. With one
-    # slot there is room for two.
-    return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
-
-
-def _launch(
-    q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, results: tuple, has_state: bool, shares_sms: bool
-) -> None:  # fmt: skip
-    """Run the kernel; `results` are (m, l, o, out, lse), with None for those that the call neither reads nor writes."""
+    if q.numel() == 0:
+        return (out, lse) if final else (m, l, o)
+    has_state = state is not None
     (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
-    m, l, o, out, lse = results
     few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
-    config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, out is not None, few_rows)
-    given_o, o = o, hopper_common.as_addressable(o) if has_state else o
+    config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, final, few_rows)
     q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
+    addressable_o = hopper_common.as_addressable(o) if has_state else o
     tiles = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
-    tiles += (o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
+    tiles += (addressable_o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
     descriptors = [None if x is None else hopper_common.tma_descriptor(x, rows, columns) for x, rows, columns in tiles]
     l2_bytes = L2_BYTES_WITH_STATE if has_state else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
     # In an in-place update, rows that see no key leave the state as it is.
-    skip_empty = has_state and out is None
+    skip_empty = has_state and not final
     work_tiles = intervals.work_tiles(config.queries, config.keys, batch, num_heads, num_head_groups, programs, skip_empty)
     with torch.cuda.device_of(q):
         launch(
             _forward_kernel, work_tiles.shape[1],
-            (*descriptors, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
+            (*descriptors, intervals.lo, intervals.hi, work_tiles, m, l, addressable_o, lse, out),
             (intervals.batch, num_queries, float(scale) * LOG2_E.value), CONFIG=config,
         )  # fmt: skip
-    if config.updates_state and o is not given_o:
-        given_o.copy_(o)
+    if config.updates_state and addressable_o is not o:
+        o.copy_(addressable_o)
+    return (out, lse) if final else (m, l, o)
