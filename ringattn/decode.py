@@ -16,8 +16,9 @@ from ringattn.comm.connect import Call, Group, rank_and_size
 from ringattn.comm.transport import Addressed
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.validation import FLOAT_DTYPES
+from ringattn.kernels.validation import check_scale, check_tensors
 from ringattn.layout import Layout
+from ringattn.mask import check_window
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
@@ -56,11 +57,8 @@ class KVCache:
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
         self.length = 0  # tokens in the caches of all ranks together
         self.rows = [0] * ranks  # tokens in the cache of each rank
-        # The rank that receives new tokens, and how many tokens of its current block it already has.
-        self._receiver, self._received = 0, block
-        self._layout: Layout | None = None
-        self._prompt_length = 0  # number of first tokens, which are distributed according to the layout
-        self._owners: list[int] = []  # the rank that holds each token after the prompt
+        self._received = block  # tokens of the current block that were appended already; the next token starts a new block
+        self._owners: list[int] = []  # the rank that holds each token
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -76,7 +74,7 @@ class KVCache:
             ValueError: the cache is not empty, the layout has a different number of ranks than the cache, the sequence exceeds
                 the capacity, or k and v do not have as many tokens as this rank's shard.
         """
-        _check_pair(k, v)
+        check_tensors(k, k, v)  # the queries will have the dtype and the head dim of the keys
         if self.length:
             raise ValueError(
                 f"the cache already holds {self.length} tokens: prefill requires an empty cache, so create a new one"
@@ -91,9 +89,11 @@ class KVCache:
         self._reserve(k, v, layout.seq_len, rows)
         self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
-        self.rows = [layout.rows(rank) for rank in range(self.ranks)]
-        self.length = self._prompt_length = layout.seq_len
-        self._layout = layout
+        self.rows, self.length = [layout.rows(rank) for rank in range(self.ranks)], layout.seq_len
+        owners = torch.empty(layout.seq_len, dtype=torch.int32, device="cpu")
+        for rank in range(self.ranks):
+            owners[layout.positions(rank)] = rank
+        self._owners = owners.tolist()
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the next tokens: k (B, N, Hkv, D) and v (B, N, Hkv, Dv).
@@ -104,17 +104,22 @@ class KVCache:
             ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens, or
                 attention does not support their shape or dtype.
         """
-        _check_pair(k, v)
+        check_tensors(k, k, v)
         self._reserve(k, v, k.shape[1], 0)
         k, v = k.detach(), v.detach()
         for i in range(k.shape[1]):
             # Every rank runs this loop over all tokens, also over the
             # tokens of other ranks, so that all ranks count the same rows.
-            if (owner := self._next_owner()) == self.rank:
+            if self._received < self.block:
+                owner = self._owners[-1]
+            else:  # On a tie, index() picks the lowest rank, so that all ranks choose the same one.
+                owner, self._received = self.rows.index(min(self.rows)), 0
+            if owner == self.rank:
                 row = self.rows[owner]
                 self._k[:, row], self._v[:, row], self._positions[row] = k[:, i], v[:, i], self.length
             self.rows[owner] += 1
             self.length += 1
+            self._received += 1
             self._owners.append(owner)
 
     def truncate(self, length: int) -> None:
@@ -131,14 +136,9 @@ class KVCache:
                 f"length={length}: the cache holds {self.length} tokens, so it must be an integer from 0 to {self.length}"
             )
         before, self.length = self.rows[self.rank], length
-        self._prompt_length = min(self._prompt_length, length)
-        # The tokens of the prompt are distributed according to the
-        # layout. `_owners` describes only the tokens after the prompt.
-        self._owners = self._owners[: length - self._prompt_length]
-        self.rows = [self._owners.count(rank) for rank in range(self.ranks)]
-        if self._prompt_length:
-            remaining = [int((self._layout.positions(rank) < self._prompt_length).sum()) for rank in range(self.ranks)]
-            self.rows = [prompt + new for prompt, new in zip(remaining, self.rows, strict=True)]
+        for owner in self._owners[length:]:
+            self.rows[owner] -= 1
+        del self._owners[length:]
         # The next token starts a new block, because the block of the removed tokens may have been incomplete.
         self._received = self.block
         if self._k is not None:
@@ -159,15 +159,6 @@ class KVCache:
         if self._k is None:
             raise ValueError("the cache is empty: call prefill or append first")
         return self._k, self._v, self._positions
-
-    def _next_owner(self) -> int:
-        """Return the rank that holds the next token."""
-        # The current block is complete. On a tie, index() picks
-        # the lowest rank, so that all ranks choose the same one.
-        if self._received == self.block:
-            self._receiver, self._received = self.rows.index(min(self.rows)), 0
-        self._received += 1
-        return self._receiver
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
         """Check that new tokens fit. On the first call, and while the cache is empty, allocate at least `rows` rows."""
@@ -190,17 +181,6 @@ class KVCache:
                     f"new keys or values have shape {tuple(new.shape)} and dtype {new.dtype}, but the cache has "
                     f"{tuple(stored.shape)} and {stored.dtype}: batch, heads, head dim and dtype must be the same"
                 )
-
-
-def _check_pair(k: Tensor, v: Tensor) -> None:
-    """Raise ValueError unless k and v have shapes, dtypes and devices that attention supports."""
-    if k.ndim != 4 or v.ndim != 4 or k.shape[:3] != v.shape[:3] or not k.shape[2]:
-        raise ValueError(f"k {tuple(k.shape)} and v {tuple(v.shape)}: the shapes must be (B, N, Hkv, D) and (B, N, Hkv, Dv)")
-    if (k.dtype, k.device) != (v.dtype, v.device) or k.dtype not in FLOAT_DTYPES:
-        raise ValueError(
-            f"k is {k.dtype} on {k.device} and v is {v.dtype} on {v.device}: both must have the same device and one dtype of "
-            "fp16, bf16, fp32 and fp64"
-        )
 
 
 def decode_attention(
@@ -266,27 +246,19 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Cal
 
 
 def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:
-    k, _, _ = cache.shard
+    k, v, _ = cache.shard
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
         raise ValueError(
             f"the cache was created for rank {cache.rank} of {cache.ranks} but this is rank {rank} of {size} in the group: the "
             "two must be equal"
         )
-    if q.ndim != 4 or (len(q), q.shape[3]) != (len(k), k.shape[3]) or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"q {tuple(q.shape)} and cached keys {tuple(k.shape)}: they must be (B, N, Hq, D) and (B, N, Hkv, D), and Hkv must "
-            "divide Hq"
-        )
+    check_tensors(q, k, v)
+    check_scale(scale)
+    check_window(window)
     if not 1 <= q.shape[1] <= cache.length:
         raise ValueError(
             f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the keys of the new tokens first"
-        )
-    if (q.dtype, q.device) != (k.dtype, k.device):
-        raise ValueError(f"q is {q.dtype} on {q.device} but the cache is {k.dtype} on {k.device}: the two must be equal")
-    if not 0 < scale < float("inf") or (window is not None and (isinstance(window, float | bool) or window < 1)):
-        raise ValueError(
-            f"scale={scale}, window={window}: scale must be positive and finite, window an integer of at least 1 or None"
         )
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError(

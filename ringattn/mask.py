@@ -48,11 +48,7 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and (isinstance(self.window, bool | float | tuple | list) or self.window < 1):
-            raise ValueError(
-                f"window={self.window}: it must be an integer of at least 1, because a token always attends to itself; use "
-                "window=None for no window"
-            )
+        check_window(self.window)
         for entry in self.documents or ():
             if any(length < 1 for length in entry):
                 raise ValueError(
@@ -156,6 +152,15 @@ class Mask:
                 entries.append(tuple(entry))
                 entry, total = [], 0
         return cls(is_causal, window, tuple(entries) or None)
+
+
+def check_window(window: int | None) -> None:
+    """Raise ValueError unless `window` is None or an integer of at least 1."""
+    if window is not None and (isinstance(window, bool | float | tuple | list) or window < 1):
+        raise ValueError(
+            f"window={window}: it must be an integer of at least 1, because a token always attends to itself; use "
+            "window=None for no window"
+        )
 
 
 def check_mask(mask: Mask) -> None:
