@@ -54,7 +54,7 @@ because this order avoids bank conflicts in shared memory, whose bandwidth limit
 within the step. If one were in flight at the end of the loop, ptxas would serialise all of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -63,18 +63,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, tile_view, tma_load, tma_reduce_add
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
@@ -104,42 +98,25 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
-def query_tile(dim: int) -> int:
-    """Return the number of queries per step, for a padded head dim."""
-    return 64 if dim == 128 else 128
-
-
 @dataclass(frozen=True)
-class Config:
+class Config(hopper_common.Config):
     """The constants for which the kernels are compiled.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
+        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
         head_dim: D.
-        value_dim: Dv.
-        num_heads: Hq.
-        group: number of query heads per key head.
         add_dq, add_dk, add_dv: whether to add the gradient to an accumulator, or else write it.
     """
 
-    dim: int
     head_dim: int
-    value_dim: int
-    num_heads: int
-    group: int
     add_dq: bool
     add_dk: bool
     add_dv: bool
 
     @property
-    def num_key_heads(self) -> int:
-        """Hkv."""
-        return self.num_heads // self.group
-
-    @property
     def queries(self) -> int:
         """The number of queries per step."""
-        return query_tile(self.dim)
+        return 64 if self.dim == 128 else 128
 
     @property
     def chunk_columns(self) -> int:
@@ -156,26 +133,6 @@ class Config:
         return ROWS.value * self.chunk_columns
 
     @property
-    def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's transposed scores (64 keys, queries) in registers."""
-        return _accumulator_layout(self.queries)
-
-    @property
-    def gradient_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's dk and dv (64, dim) in registers."""
-        return _accumulator_layout(self.dim)
-
-    @property
-    def p_layout(self) -> gl.DotOperandLayout:
-        """The layout of p and ds (64 keys, queries) as left operands of the products for dv and dk."""
-        return gl.DotOperandLayout(operand_index=0, parent=self.gradient_layout, k_width=2)
-
-    @property
-    def chunk_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a chunk of dQ in registers, as the products produce it."""
-        return _accumulator_layout(self.chunk_columns)
-
-    @property
     def staging_layout(self) -> gl.SharedLinearLayout:
         """The layout of a chunk of dQ in shared memory: the order in which the registers of a warpgroup hold it.
 
@@ -188,10 +145,6 @@ class Config:
         order += [[0, 8 << i] for i in range((self.chunk_columns // 8).bit_length() - 1)]
         swizzled = [[a ^ b for a, b in zip(order[5 + i], order[2 + i], strict=True)] for i in range(3)]
         return gl.SharedLinearLayout(order[:5] + swizzled + order[8:], [], 1024)
-
-
-def _accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
@@ -334,7 +287,7 @@ def _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG: gl.conste
         start: the first query of the step.
     """
     QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores_layout
+    SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     query_lo, query_hi, num_own, first_unmasked, last_unmasked = key_bounds
     # The bounds of the keys are loaded only in steps that need a mask.
     if (start < first_unmasked) | (start > last_unmasked):
@@ -375,7 +328,7 @@ def _opaque_zero():
     An address with a constant index would be hoisted out of the loops and occupy registers there, which would then be spilled.
     An index with this number added is computed where it is used.
     """
-    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    return hopper_common.execute("mov.b32 $0, 0;")
 
 
 @gluon.jit
@@ -397,9 +350,8 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
     `stage` is the stage of the step that wrote dS, and `slot` is the slot of its keys.
     """
     COLUMNS: gl.constexpr = CONFIG.chunk_columns
-    CHUNK: gl.constexpr = CONFIG.chunk_layout
     own = CONSUMER + _opaque_zero()
-    grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, CHUNK)
+    grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     grad_q = _issue_dq_half(ds_tiles, keys, stage, slot, own, grad_q, False, CONSUMER, CONFIG)
     return _issue_dq_half(ds_tiles, keys, stage, slot, 1 - own, grad_q, True, CONSUMER, CONFIG)
 
@@ -434,8 +386,7 @@ def _step(
         grad_k and grad_v.
     """
     QUERIES: gl.constexpr = CONFIG.queries
-    SCORES: gl.constexpr = CONFIG.scores_layout
-    P_LAYOUT: gl.constexpr = CONFIG.p_layout
+    SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     BY_QUERY: gl.constexpr = gl.SliceLayout(0, SCORES)
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
@@ -455,7 +406,7 @@ def _step(
     # Load delta only now. Before the wait, it would occupy registers that D = 64 does not have.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
-    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), P_LAYOUT), dout, grad_v, is_async=True)
+    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), CONFIG.p_layout), dout, grad_v, is_async=True)
     # After this wait, the other consumer has written its dS of the previous step, and it no longer reads the memory that this
     # step's dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
@@ -464,9 +415,9 @@ def _step(
     fence_async_shared()
     # TMA has read the staging buffer long ago. The compiler puts a barrier of the warpgroup's threads around this wait, and
     # here that barrier is shared with the one for dS.
-    tma.store_wait(0)
+    hopper_common.tma_store_wait(0)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
-    grad_k = warpgroup_mma(gl.convert_layout(ds, P_LAYOUT), query, grad_k, is_async=True)
+    grad_k = warpgroup_mma(gl.convert_layout(ds, CONFIG.p_layout), query, grad_k, is_async=True)
     # Wait until only dK is in flight, and send dQ while dK is computed.
     grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
     _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
@@ -486,12 +437,11 @@ def _compute_work_tile(
         (grad_k, grad_v, chunk and key slot of the last step, whose dQ is still missing, next stage, its phase).
     """
     DIM: gl.constexpr = CONFIG.dim
-    GRADIENTS: gl.constexpr = CONFIG.gradient_layout
     GROUP: gl.constexpr = CONFIG.group
     QUERIES: gl.constexpr = CONFIG.queries
     batch, key_head, first, end, begin, num_steps = work_tile
-    grad_k = gl.zeros([ROWS, DIM], gl.float32, GRADIENTS)
-    grad_v = gl.zeros([ROWS, DIM], gl.float32, GRADIENTS)
+    grad_k = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
+    grad_v = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
     first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
     # If the compiler knew the number of iterations, every step would take some more instructions.
     for _member in range(GROUP + _opaque_zero()):
@@ -541,7 +491,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         # Start to load the next work tile before the gradients of this one are written.
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
-        tma.store_wait(0)
+        hopper_common.tma_store_wait(0)
         own_staging = staging.index(CONSUMER)
         _write_gradient(dv, grad_v, own_staging, row_range, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
         _write_gradient(dk, grad_k * scale, own_staging, row_range, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
@@ -549,10 +499,10 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_previous_step(empty, stage, phase)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-    tma.store_wait(0)
+    hopper_common.tma_store_wait(0)
     _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
     # Shared memory ends with the program. TMA must have read it before.
-    tma.store_wait(0)
+    hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
@@ -566,14 +516,14 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
         row_range: (batch entry, key head, first key of the consumer, end of the work tile's keys).
     """
     batch, key_head, own, end = row_range
-    base = grads + ((batch * num_keys + own).to(gl.int64) * CONFIG.num_key_heads + key_head) * COLUMNS
+    NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
+    base = grads + ((batch * num_keys + own).to(gl.int64) * NUM_KEY_HEADS + key_head) * COLUMNS
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
     # Four threads of an accumulator hold 8 neighbouring columns. In fp32 these are a whole 32-byte sector of memory, so they
     # are stored directly. In 16 bits they are half a sector, so the tile is first brought into whole rows.
-    GRADIENTS: gl.constexpr = CONFIG.gradient_layout
-    STORED: gl.constexpr = GRADIENTS if dtype == gl.float32 else WHOLE_ROWS
+    STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
@@ -584,7 +534,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
         tile = in_order.load(STORED)
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DIM, layout=gl.SliceLayout(0, STORED))
-    pointers = base + rows.to(gl.int64)[:, None] * (CONFIG.num_key_heads * COLUMNS) + columns[None, :]
+    pointers = base + rows.to(gl.int64)[:, None] * (NUM_KEY_HEADS * COLUMNS) + columns[None, :]
     mask = (rows < end - own)[:, None] & (columns < COLUMNS)[None, :]
     if ADD:
         tile += gl.load(pointers, mask=mask, other=0.0)
@@ -596,7 +546,7 @@ def _main_kernel(
     q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, work_tiles,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of all work tiles, and add up dq. The arguments are those that `_add_block` passes.
+    """Compute dk and dv of all work tiles, and add up dq. The arguments are those that `IncrementalBackward.add` passes.
 
     Args:
         q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
@@ -611,10 +561,8 @@ def _main_kernel(
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
-    COLUMNS: gl.constexpr = CONFIG.chunk_columns
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q.dtype)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QUERIES], q.dtype)
-    STAGING: gl.constexpr = CONFIG.staging_layout
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
     douts = gl.allocate_shared_memory(q.dtype, [STAGES, QUERIES, DIM], MATRIX)
@@ -622,7 +570,7 @@ def _main_kernel(
     keys = gl.allocate_shared_memory(q.dtype, [2 * KEY_SLOTS, ROWS, DIM], MATRIX)
     values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
-    staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, COLUMNS], STAGING)
+    staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, CONFIG.chunk_columns], CONFIG.staging_layout)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -719,15 +667,11 @@ def backward(
     Returns:
         (dq, dk, dv), each either the accumulator or a new contiguous tensor.
     """
-    given = dq, dk, dv
-    grads = triton_common.allocate_gradients(q, k, v, given, grad_dtype)
-    if q.numel() > 0 and k.numel() > 0:
-        config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], tuple(x is not None for x in given))
-        with torch.cuda.device_of(q):
-            sums = _prepare(q, dout, lse, delta, config)
-            _add_block(q, k, v, dout, sums, intervals, float(scale), grads[1:], config, shares_sms)
-            _finish(sums[1], grads[0], float(scale), config)
-    return grads
+    if q.numel() == 0 or k.numel() == 0:
+        return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)
+    kernels = IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
+    dk, dv = kernels.add(k, v, intervals, dk, dv, grad_dtype=grad_dtype)
+    return kernels.finish(dq, grad_dtype), dk, dv
 
 
 class IncrementalBackward:
@@ -745,14 +689,9 @@ class IncrementalBackward:
         self._config: Config | None = None
 
     def add(
-        self,
-        k: Tensor,
-        v: Tensor,
-        intervals: Intervals,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None = None, dv: Tensor | None = None,
+        dropout: Dropout | None = None, grad_dtype: torch.dtype | None = torch.float32,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Add one block of keys to dq and return its (dk, dv).
 
         Args:
@@ -760,33 +699,65 @@ class IncrementalBackward:
             intervals: of the queries over the keys of this block.
             dk, dv: fp32 accumulators with the shapes of k and v, or None.
             dropout: must be None.
+            grad_dtype: the dtype of a new dk or dv: fp32 or q's dtype (None).
 
         Returns:
-            (dk, dv) in fp32: the accumulators, or new tensors.
+            (dk, dv): the accumulators, or new tensors.
 
         Raises:
             ValueError: `dropout` is not None.
         """
-        q, dout, lse, delta = self._queries
         if dropout is not None:
             raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
-        add = False, dk is not None, dv is not None
-        config = _configure(q.shape[3], v.shape[3], q.shape[2], k.shape[2], add)
-        _, dk, dv = triton_common.allocate_gradients(q, k, v, (q, dk, dv), torch.float32)
+        q, dout, lse, delta = self._queries
+        (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
+        config = _configure(head_dim, value_dim, num_heads, num_key_heads, (False, dk is not None, dv is not None))
+        _, *grads = triton_common.allocate_gradients(q, k, v, (q, dk, dv), grad_dtype)
+        num_tiles = -(-num_queries // config.queries)
+        by_key = intervals.transposed
+        num_head_groups = -(-batch * num_key_heads // _heads_per_group(num_queries))
+        programs = hopper_common.num_programs(q.device, self._shares_sms)
+        work_tiles = by_key.work_tiles(
+            KEYS.value, config.queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
+        )
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
-            _add_block(q, k, v, dout, self._sums, intervals, self._scale, (dk, dv), config, self._shares_sms)
-        return dk, dv
+            if not by_key.all_rows_nonempty:
+                # Keys that no query sees have no work tile, so no program writes their gradients.
+                for grad, accumulator in zip(grads, (dk, dv), strict=True):
+                    if accumulator is None:
+                        grad.zero_()
+            tiles = (q, config.queries), (k, ROWS.value), (v, ROWS.value), (dout, config.queries)
+            scratch = _scratch_descriptors(batch * num_heads * num_tiles, config)
+            descriptors = (
+                *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
+                *map(hopper_common.with_base, scratch, self._sums),
+            )
+            launch(
+                _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles),
+                (by_key.batch, num_tiles, num_keys, self._scale), CONFIG=config,
+            )  # fmt: skip
+        return tuple(grads)
 
-    def finish(self) -> Tensor:
-        """Return dq (B, Nq, Hq, D) over all blocks so far, in q's dtype."""
+    def finish(self, dq: Tensor | None = None, grad_dtype: torch.dtype | None = None) -> Tensor:
+        """Return dq (B, Nq, Hq, D) over all blocks so far.
+
+        Args:
+            dq: fp32 accumulator to which the gradient is added. None: a new tensor is returned.
+            grad_dtype: the dtype of a new dq: fp32 or q's dtype (None).
+        """
         q = self._queries[0]
         if self._sums is None:
-            return torch.zeros_like(q)
-        dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+            return torch.zeros_like(q, dtype=grad_dtype) if dq is None else dq
+        batch, num_queries, num_heads, _ = q.shape
+        config = replace(self._config, add_dq=dq is not None)
+        if dq is None:
+            dq = torch.empty_like(q, dtype=grad_dtype, memory_format=torch.contiguous_format)
+        num_tiles = -(-num_queries // config.queries)
+        arguments = (self._sums[1], dq), (num_tiles, num_queries, self._scale)
         with torch.cuda.device_of(q):
-            _finish(self._sums[1], dq, self._scale, self._config)
+            launch(_finish_kernel, 2 * batch * num_heads * num_tiles, *arguments, CONFIG=config)
         return dq
 
 
@@ -808,7 +779,7 @@ def _scratch_descriptors(num_head_tiles: int, config: Config) -> tuple[TensorDes
 def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
     """Return the constants of the kernels for D, Dv, Hq, Hkv, and for which of dq, dk and dv are accumulators."""
     dim = hopper_common.padded_dim(head_dim, value_dim)
-    return Config(dim, head_dim, value_dim, num_heads, num_heads // num_key_heads, *add)
+    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, head_dim, *add)
 
 
 def _heads_per_group(num_queries: int) -> int:
@@ -832,48 +803,3 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
     rows = [x if x is None else x.contiguous() for x in rows]
     launch(_prepare_kernel, num_head_tiles, (*rows, scalars, dq_sums), (num_tiles, num_queries), CONFIG=config)
     return scalars, dq_sums
-
-
-def _add_block(
-    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, sums: tuple[Tensor, Tensor], intervals: Intervals, scale: float,
-    grads: tuple[Tensor, Tensor], config: Config, shares_sms: bool,
-) -> None:  # fmt: skip
-    """Launch `_main_kernel` for one block of keys.
-
-    Args:
-        q, k, v, dout, intervals, scale, shares_sms: as for `backward`.
-        sums: (scalars, dq_sums) from `_prepare`; dq_sums is added to.
-        grads: (dk, dv), written or added to.
-    """
-    (batch, num_queries, _, _), (_, num_keys, num_key_heads, _) = q.shape, k.shape
-    dim, queries = config.dim, config.queries
-    num_tiles = -(-num_queries // queries)
-    q, k, v, dout = [hopper_common.as_addressable(x) for x in (q, k, v, dout)]
-    tiles = (q, queries), (k, ROWS.value), (v, ROWS.value), (dout, queries)
-    scratch = _scratch_descriptors(batch * config.num_heads * num_tiles, config)
-    descriptors = (
-        *(hopper_common.tma_descriptor(x, rows, dim) for x, rows in tiles),
-        *map(hopper_common.with_base, scratch, sums),
-    )
-    by_key = intervals.transposed
-    num_head_groups = -(-batch * num_key_heads // _heads_per_group(num_queries))
-    programs = hopper_common.num_programs(q.device, shares_sms)
-    work_tiles = by_key.work_tiles(
-        KEYS.value, queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
-    )
-    if not by_key.all_rows_nonempty:
-        # Keys that no query sees have no work tile, so no program writes their gradients.
-        for grad, add in zip(grads, (config.add_dk, config.add_dv), strict=True):
-            if not add:
-                grad.zero_()
-    launch(
-        _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles),
-        (by_key.batch, num_tiles, num_keys, scale), CONFIG=config,
-    )  # fmt: skip
-
-
-def _finish(dq_sums: Tensor, dq: Tensor, scale: float, config: Config) -> None:
-    """Launch `_finish_kernel`, which writes the sums to dq or adds them to it."""
-    batch, num_queries, num_heads, _ = dq.shape
-    num_tiles = -(-num_queries // config.queries)
-    launch(_finish_kernel, 2 * batch * num_heads * num_tiles, (dq_sums, dq), (num_tiles, num_queries, scale), CONFIG=config)

@@ -60,7 +60,7 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """Return the same for the main kernel of the backward; kind: fresh (new gradients) or add (accumulators)."""
     add = kind == "add"
-    config = hopper_backward.Config(dim, dim, dim, HEADS, group, add, add, add)
+    config = hopper_backward.Config(dim, dim, HEADS, group, dim, add, add, add)
     rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
     types = {name: descriptor(dtype, (1, n, 1, dim)) for name, n in rows.items()}
     types["dq_sums"] = descriptor("fp32", (2 * config.chunk_columns, 32))

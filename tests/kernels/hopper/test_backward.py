@@ -169,7 +169,7 @@ def test_many_work_tiles_per_program(dim, group, hopper, num_sms):
     documents = [[700, 2, 130, 65, 1800, 31], [2728], [1, 1, 1000, 900, 826]]
     mask = packed_intervals(documents)
     problem = make_problem(*mask, 2728, torch.bfloat16, 3, (9 * group, 9), (dim, dim), hopper)
-    assert 3 * 9 * problem.intervals.transposed.tiles(KEYS, hopper_backward.query_tile(dim)).shape[1] > 3 * num_sms
+    assert 3 * 9 * problem.intervals.transposed.tiles(KEYS, configure((dim, dim)).queries).shape[1] > 3 * num_sms
     expected = problem.double().backward(reference)
     for shares_sms in (False, True):
         actual = problem.gradients(hopper_backward, grad_dtype=torch.float32, shares_sms=shares_sms)
