@@ -123,12 +123,10 @@ class PackedDataset:
         stop = start + self.seq_len
         # The first document contains token `start` of the stream. The last document contains token `stop`, the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
-        parts = []
-        for i in range(first, last + 1):
-            tokens = self._document(order[i])
-            document_start = int(ends[i]) - len(tokens)
-            parts.append(tokens[max(start - document_start, 0) : stop + 1 - document_start].to_numpy())
-        stream = np.concatenate(parts).astype(np.int64)
+        documents = [self._document(index) for index in order[first : last + 1]]
+        skipped = start - (int(ends[first]) - len(documents[0]))
+        # The chunks of this array are views, so only the tokens of the sequence are copied.
+        stream = pyarrow.chunked_array(documents).slice(skipped, self.seq_len + 1).to_numpy().astype(np.int64)
         edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
