@@ -15,7 +15,6 @@ for groups of U ranks: each rank of a group then holds a slice of the shard of o
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 
 import torch
@@ -53,13 +52,13 @@ class Layout:
         kind, split, parts = self.kind.partition("/")
         if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
             raise ValueError(
-                f"layout {_short(self.kind)!r} over {self.ranks} ranks: the number of parts must be at least 2 and divide the "
+                f"layout {self.name!r} over {self.ranks} ranks: the number of parts must be at least 2 and divide the "
                 "number of ranks"
             )
         if kind.startswith("assigned-"):
-            _check_assigned(kind, self.seq_len, self.ranks // self.parts)
+            self._check_assigned(kind)
         elif kind not in KINDS:
-            raise ValueError(f"unknown layout {_short(self.kind)!r}: it must be one of {', '.join(KINDS)}")
+            raise ValueError(f"unknown layout {self.name!r}: it must be one of {', '.join(KINDS)}")
 
     @classmethod
     def contiguous(cls, seq_len: int, ranks: int) -> "Layout":
@@ -102,7 +101,7 @@ class Layout:
         """
         if self.parts > 1 or parts < 1:
             raise ValueError(
-                f"layout {_short(self.kind)!r} cannot be split into {parts} parts: the layout must not be split yet, and the "
+                f"layout {self.name!r} cannot be split into {parts} parts: the layout must not be split yet, and the "
                 "number of parts must be at least 1"
             )
         return self if parts == 1 else Layout(f"{self.kind}/{parts}", self.seq_len, self.ranks * parts)
@@ -120,8 +119,14 @@ class Layout:
     @property
     def name(self) -> str:
         """The kind without the owners of chunks, for logs."""
-        return _short(self.kind)
+        name, _, parts = self.kind.partition("/")
+        return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
+    # The cached positions must be an ordinary tensor with values, even if the first call comes from inference mode or from a
+    # compiler. A later call may save them for a backward pass or read their values.
+    @cached(maxsize=256)
+    @torch.inference_mode(False)
+    @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
         """Return the global positions of a rank's rows, int64, in ascending order.
 
@@ -129,7 +134,16 @@ class Layout:
             ValueError: the layout has no such rank.
         """
         self._check_rank(rank)
-        return _positions(self, rank)
+        if self.parts > 1:
+            whole, part = self.whole.positions(rank // self.parts), rank % self.parts
+            return whole[part * len(whole) // self.parts : (part + 1) * len(whole) // self.parts]
+        if self.kind.startswith("assigned-"):
+            rows, owners = _chunks(self.kind)
+            positions = torch.tensor(owners, device="cpu").eq(rank).nonzero() * rows + torch.arange(rows, device="cpu")
+            return positions[positions < self.seq_len]
+        if self.kind == "striped":
+            return torch.arange(rank, max(rank, self.seq_len), self.ranks, device="cpu")
+        return torch.cat([torch.arange(begin, end, device="cpu") for begin, end in self._bounds(rank)])
 
     def rows(self, rank: int) -> int:
         """Return the number of rows (positions) that a rank holds.
@@ -139,6 +153,24 @@ class Layout:
         """
         self._check_rank(rank)
         return _rows(self, rank)
+
+    def _bounds(self, rank: int) -> list[tuple[int, int]]:
+        """Return (begin, end) of each of a rank's chunks in a contiguous or zigzag layout."""
+        chunks = [rank] if self.kind == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
+        total = self.ranks * len(chunks)
+        return [(i * self.seq_len // total, (i + 1) * self.seq_len // total) for i in chunks]
+
+    def _check_assigned(self, kind: str) -> None:
+        try:
+            rows, owners = _chunks(kind)
+        except ValueError:
+            raise ValueError(f"layout {self.name!r}: it must have the form assigned-<rows>:<rank>,<rank>,...") from None
+        ranks = self.ranks // self.parts
+        if rows < 1 or len(owners) != -(-self.seq_len // rows) or not 0 <= min(owners) <= max(owners) < ranks:
+            raise ValueError(
+                f"layout {self.name!r} has {len(owners)} owners from {min(owners)} to {max(owners)}: there must be one for "
+                f"each chunk of {self.seq_len} positions, from 0 to {ranks - 1}"
+            )
 
     def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.ranks:
@@ -202,71 +234,28 @@ class Layout:
         return [shard[:n].movedim(0, dim) for shard, n in zip(gathered, rows, strict=True)]
 
 
-def _short(kind: str) -> str:
-    """Return `kind` without the owners of chunks."""
-    name, _, parts = kind.partition("/")
-    return name.partition(":")[0] + (f"/{parts}" if parts else "")
-
-
-@lru_cache(maxsize=16)  # every call of a layer parses the same few strings
-def _chunks(kind: str) -> tuple[int, Tensor]:
+@cached(maxsize=16)  # every call of a layer parses the same few strings
+def _chunks(kind: str) -> tuple[int, list[int]]:
     """Return the rows of a chunk and the owners of all chunks, from "assigned-<rows>:<rank>,<rank>,..."."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
-    return int(rows), torch.tensor([int(owner) for owner in owners.split(",")], device="cpu")
+    return int(rows), [int(owner) for owner in owners.split(",")]
 
 
-def _check_assigned(kind: str, seq_len: int, ranks: int) -> None:
-    try:
-        rows, owners = _chunks(kind)
-    except ValueError:
-        raise ValueError(f"layout {_short(kind)!r}: it must have the form assigned-<rows>:<rank>,<rank>,...") from None
-    if rows < 1 or len(owners) != -(-seq_len // rows) or not 0 <= owners.min() <= owners.max() < ranks:
-        raise ValueError(
-            f"layout {_short(kind)!r} has {len(owners)} owners from {owners.min()} to {owners.max()}: there must be one for "
-            f"each chunk of {seq_len} positions, from 0 to {ranks - 1}"
-        )
-
-
+# A compiler can trace a call of this function, because the function is global and computes only with integers.
 @cached(maxsize=256)
 def _rows(layout: Layout, rank: int) -> int:
-    """Return len(_positions(layout, rank)). The computation uses only integers, so that a compiler can trace it."""
+    """Return `len(layout.positions(rank))`."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
         # The difference of two rounded bounds divides the rows into
         # parts whose lengths differ by at most one and sum to `whole`.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
-        size, _, owners = layout.kind.removeprefix("assigned-").partition(":")
-        size, owners = int(size), [int(owner) for owner in owners.split(",")]
+        size, owners = _chunks(layout.kind)
         # Only the last chunk of the sequence may be shorter, so only the owner of this chunk has fewer rows.
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
         # -((r - S) // P) is (S - r) / P rounded up, the number of positions r, r + P, r + 2P, ... below S.
         return max(0, -((rank - layout.seq_len) // layout.ranks))
-    return sum(end - begin for begin, end in _bounds(layout, rank))
-
-
-# The cached tensors must be ordinary tensors with values, even if the first call comes from inference mode or from a compiler.
-# A later call may save them for a backward pass or read their values.
-@lru_cache(maxsize=256)
-@torch.inference_mode(False)
-@unset_fake_temporarily()
-def _positions(layout: Layout, rank: int) -> Tensor:
-    if layout.parts > 1:
-        whole, part = layout.whole.positions(rank // layout.parts), rank % layout.parts
-        return whole[part * len(whole) // layout.parts : (part + 1) * len(whole) // layout.parts]
-    if layout.kind.startswith("assigned-"):
-        rows, owners = _chunks(layout.kind)
-        positions = owners.eq(rank).nonzero() * rows + torch.arange(rows, device="cpu")
-        return positions[positions < layout.seq_len]
-    if layout.kind == "striped":
-        return torch.arange(rank, max(rank, layout.seq_len), layout.ranks, device="cpu")
-    return torch.cat([torch.arange(begin, end, device="cpu") for begin, end in _bounds(layout, rank)])
-
-
-def _bounds(layout: Layout, rank: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of each of a rank's chunks in a contiguous or zigzag layout."""
-    chunks = [rank] if layout.kind == "contiguous" else [rank, 2 * layout.ranks - 1 - rank]
-    total = layout.ranks * len(chunks)
-    return [(i * layout.seq_len // total, (i + 1) * layout.seq_len // total) for i in chunks]
+    return sum(end - begin for begin, end in layout._bounds(rank))
