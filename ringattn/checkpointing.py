@@ -8,10 +8,10 @@ a block take on the GPU. `torch.compile` of a whole checkpoint supports only suc
 while a compiler is tracing.
 """
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -52,9 +52,10 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
         attend: computes attention; returns a tuple of tensors and lists of tensors.
         like: any tensor of the call. If it holds no data, because a compiler is tracing, nothing is saved.
     """
-    if _thread.innermost is None or isinstance(like, FakeTensor | FunctionalTensor):
+    context = _innermost.get()
+    if context is None or isinstance(like, FakeTensor | FunctionalTensor):
         return attend()
-    return _thread.innermost.run(attend)
+    return context.run(attend)
 
 
 class _Context:
@@ -66,13 +67,11 @@ class _Context:
 
     def __enter__(self) -> None:
         # Checkpoints may be nested, so every context remembers the context that surrounds it.
-        self.outer, _thread.innermost = _thread.innermost, self
+        self.outer = _innermost.get()
+        _innermost.set(self)
 
     def __exit__(self, *_: object) -> None:
-        _thread.innermost = self.outer
-
-    def run(self, attend: Attend) -> tuple:
-        raise NotImplementedError
+        _innermost.set(self.outer)
 
 
 class _Save(_Context):
@@ -121,11 +120,7 @@ def _versions(results: tuple) -> list[int]:
 
 # autograd may run the recomputation in a different thread than the forward pass, and several threads
 # may run checkpoints at the same time. Therefore every thread has its own innermost context.
-class _Thread(threading.local):
-    innermost: _Context | None = None
-
-
-_thread = _Thread()
+_innermost: ContextVar["_Save | _Reuse | None"] = ContextVar("_innermost", default=None)
 
 
 def _detached(results: tuple) -> tuple:
