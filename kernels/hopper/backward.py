@@ -249,17 +249,16 @@ def _produce(arguments, CONFIG: gl.constexpr):
             for step in range(num_steps):
                 is_first = (member == 0) & (step == 0)
                 mbarrier.wait(empty.index(stage), phase ^ 1)
-                _expect_bytes(
-                    q_full.index(stage), q.block_type.nbytes + scalars.block_type.nbytes, 2 * k.block_type.nbytes, is_first
-                )
-                tma_load(q, [batch, row, head, 0], q_full.index(stage), tile_view(queries.index(stage), q))
-                tma_load(scalars, [packed], q_full.index(stage), row_scalars.index(stage))
+                full = q_full.index(stage)
+                _expect_bytes(full, q.block_type.nbytes + scalars.block_type.nbytes, 2 * k.block_type.nbytes, is_first)
+                tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
+                tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
                     # The slot holds the keys of the work tile before the previous one. dQ is one step late, so they were last
                     # read in the first step of the previous work tile. That step has finished, unless it was its only one.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
-                    _load_halves(k, coordinates, keys, (index & 1) * 2, q_full.index(stage))
+                    _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:

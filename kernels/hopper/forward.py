@@ -200,7 +200,6 @@ def _produce(arguments, overflow, CONFIG: gl.constexpr):
 def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
     """Load Q, K and V of all work tiles of this program. Return the next slot, stage and phase."""
     CONSUMERS: gl.constexpr = CONFIG.consumers
-    KEYS: gl.constexpr = CONFIG.keys
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
     q, k, v, state_tiles, work_tiles, buffers, barriers = arguments
     queries, keys, values = buffers
@@ -217,7 +216,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
         key_head = head // CONFIG.group
         # A work tile whose rows see no key has one step all the same, so that consumers need no special case.
         for step in range(gl.maximum(num_masked + num_unmasked, 1)):
-            start = step_start(loop, step, KEYS)
+            start = step_start(loop, step, CONFIG.keys)
             mbarrier.wait(k_empty.index(stage), phase)
             mbarrier.expect(k_full.index(stage), k.block_type.nbytes)
             tma_load(k, [batch, start, key_head, 0], k_full.index(stage), tile_view(keys.index(stage), k))
@@ -304,14 +303,13 @@ def _step(
         The carry of the next step.
     """
     KEYS: gl.constexpr = CONFIG.keys
-    SCORES: gl.constexpr = CONFIG.scores_layout
     _, keys, values = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, CONFIG.scores_layout)
     # Issue S first. The products finish in the order in which they are issued, and the softmax needs S.
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
@@ -355,14 +353,12 @@ def _first_step(
     """
     KEYS: gl.constexpr = CONFIG.keys
     DIM: gl.constexpr = CONFIG.dim
-    SCORES: gl.constexpr = CONFIG.scores_layout
-    OUTPUT: gl.constexpr = CONFIG.output_layout
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, v_empty = barriers
     lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, SCORES)
+    zeros = gl.zeros([ROWS, KEYS], gl.float32, CONFIG.scores_layout)
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -385,7 +381,7 @@ def _first_step(
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
-    o = gl.zeros([ROWS, DIM], gl.float32, OUTPUT)
+    o = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
     next_stage, next_phase = _next_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
