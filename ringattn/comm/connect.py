@@ -89,10 +89,9 @@ def connect(
     if device is None:
         return P2PTransport(group)
     key = group_name, device, transport
-    with _registry_lock:
-        # One lock per key: a thread that waits for the ranks of one group must not block threads with other groups.
-        lock = _locks.setdefault(key, threading.Lock())
-    with lock:
+    # One lock per key: a thread that waits for the ranks of one group must not block threads with other groups. Several threads
+    # may create a lock for the same key, but `setdefault` is atomic, so all of them get the same one.
+    with _locks.setdefault(key, threading.Lock()):
         # Group names are reused after a process group was destroyed, so
         # the cached connection is valid only for the same group object.
         if key not in _connections or _connections[key][0] is not group:
@@ -102,7 +101,6 @@ def connect(
         return _connections[key][1]
 
 
-_registry_lock = threading.Lock()
 _locks: dict[tuple, threading.Lock] = {}
 _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 

@@ -67,7 +67,7 @@ class Transport(Protocol):
     rank: int
     size: int
     interconnect: Interconnect
-    watchdog: Watchdog | NoWatchdog
+    watchdog: Watchdog | NoWatchdog = NoWatchdog()
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`. All ranks of the ring must call it."""
@@ -94,13 +94,8 @@ def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -
     return result
 
 
-class MessageTransport:
+class MessageTransport(Transport):
     """A transport that sends and receives single tensors. Subclasses implement `exchange`."""
-
-    rank: int
-    size: int
-    interconnect: Interconnect
-    watchdog: Watchdog | NoWatchdog = NoWatchdog()
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, and return a function that waits for them.
