@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, pairwise
 from operator import index
 
 import torch
@@ -144,14 +145,9 @@ class Mask:
 
         The lengths of a batch entry end where they sum to `seq_len`.
         """
-        entries, entry, total = [], [], 0
-        for length in lengths:
-            entry.append(length)
-            total += length
-            if total == seq_len:
-                entries.append(tuple(entry))
-                entry, total = [], 0
-        return cls(is_causal, window, tuple(entries) or None)
+        ends = [i + 1 for i, total in enumerate(accumulate(lengths)) if total % seq_len == 0]
+        entries = tuple(tuple(lengths[begin:end]) for begin, end in pairwise([0, *ends]))
+        return cls(is_causal, window, entries or None)
 
 
 def check_window(window: int | None) -> None:

@@ -131,14 +131,10 @@ class Plan:
         A partial result belongs to the queries of one rank and the keys of a different rank.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
-        by_rank = [
-            sum(
-                query_bytes * len(overlap.queries) + key_bytes * len(overlap.keys)
-                for other, overlap in enumerate(row)
-                if other != rank
-            )
-            for rank, row in enumerate(self.overlaps)
-        ]
+        by_rank = []
+        for rank, row in enumerate(self.overlaps):
+            others = row[:rank] + row[rank + 1 :]
+            by_rank.append(sum(query_bytes * len(x.queries) + key_bytes * len(x.keys) for x in others))
         return work.batch * max(by_rank)
 
     def costs(self, name: str, work: Work, interconnect: Interconnect, rank: int | None = None) -> list[HopCost]:
@@ -156,11 +152,10 @@ class Plan:
             return name
         key = work, interconnect
         if key not in self._choices:
-            costs = {candidate: self.costs(candidate, work, interconnect) for candidate in ("kv", "state")}
-            totals = {
-                candidate: (sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops))
-                for candidate, hops in costs.items()
-            }
+            totals = {}
+            for candidate in ("kv", "state"):
+                hops = self.costs(candidate, work, interconnect)
+                totals[candidate] = sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
             best = min(seconds for seconds, _ in totals.values())
             # dicts keep their order and min() returns the first
             # minimum, so "kv" wins if both time and bytes are equal.
@@ -251,9 +246,9 @@ def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
     """Return needs[owner][rank], the rows of the owner's "queries" or "keys" for which `rank` has any work."""
     table = overlaps(mask, layout)
-    if circulating == "queries":
-        return tuple(tuple(overlap.queries for overlap in row) for row in table)
-    return tuple(tuple(overlap.keys for overlap in column) for column in zip(*table, strict=True))
+    # The owners are the ranks of the queries, which are the rows of the table, or the ranks of the keys, which are its columns.
+    by_owner = table if circulating == "queries" else zip(*table, strict=True)
+    return tuple(tuple(getattr(overlap, circulating) for overlap in row) for row in by_owner)
 
 
 @lru_cache(maxsize=16)
