@@ -252,9 +252,6 @@ def _rank_zero_first() -> Iterator[None]:
 
     The other ranks wait without a time limit. A collective would have a time limit, so they poll the store instead.
     """
-    if not dist.is_initialized():
-        yield
-        return
     store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:
         datasets.disable_progress_bars()
@@ -263,5 +260,4 @@ def _rank_zero_first() -> Iterator[None]:
     try:
         yield
     finally:
-        if dist.get_rank() == 0:
-            store.set(filled, "")
+        store.set(filled, "")
