@@ -18,8 +18,9 @@ from ringattn.train.config import ConfigError
 from ringattn.train.parallel.ranks import sync_errors
 
 LAUNCH_TIME = time.monotonic()
-# This flag is never reset: SIGTERM stops the whole launch, not only the current job of a sweep.
-_sigterm_received = False
+# The signals that this process has received. No signal is ever removed: SIGTERM stops the whole launch, not only the current
+# job of a sweep.
+_received_signals: set[int] = set()
 
 
 class TrainingStopped(SystemExit):
@@ -35,12 +36,7 @@ def handle_sigterm() -> Iterator[None]:
 
     SIGTERM may arrive several times, because torchrun forwards it to ranks that have received it themselves.
     """
-
-    def record_signal(*_) -> None:
-        global _sigterm_received
-        _sigterm_received = True
-
-    previous = signal.signal(signal.SIGTERM, record_signal) or signal.SIG_DFL
+    previous = signal.signal(signal.SIGTERM, lambda number, _: _received_signals.add(number)) or signal.SIG_DFL
     try:
         yield
     finally:
@@ -49,7 +45,7 @@ def handle_sigterm() -> Iterator[None]:
 
 def stop_requested(time_limit_s: float | None) -> bool:
     """Return whether this rank has received SIGTERM, or more than `time_limit_s` seconds have passed since the launch."""
-    return _sigterm_received or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
+    return bool(_received_signals) or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
 
 
 def any_rank_stop_requested(time_limit_s: float | None) -> bool:

@@ -2,7 +2,7 @@
 
 import gc
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -49,8 +49,8 @@ class Run:
     init_from: Path | None  # the initial weights of a new run; None for random weights
     init_from_changes: str  # the settings that differ from those that the initial weights were trained with
     parent: str | None = None  # the checkpoint of another run that this run branched from
-    # The latest batches, and the number of sequences that were consumed before them.
-    prefetched: tuple[int, list[Batch]] | None = None
+    # The latest batches, by the number of sequences that were consumed before them.
+    prefetched: dict[int, list[Batch]] = field(default_factory=dict)
 
     @property
     def sequences_per_step(self) -> int:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
-from ringattn.train import optim
+from ringattn.train import optim, preemption
 from ringattn.train.config import Config
 from ringattn.train.data.packing import Batch
 from ringattn.train.model import flops
@@ -22,20 +22,18 @@ class Diverged(RuntimeError):
     """The loss or the gradient norm is not finite. Further steps would only write unusable checkpoints."""
 
 
-def take_step(
-    run: Run, step: int, consumed: int, stop_requested: Callable[[], bool] = lambda: False
-) -> tuple[dict[str, float], bool]:
+def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], bool]:
     """Take one optimizer step. All ranks call this function together.
 
     Args:
         run: the run, whose model and optimizer are updated in place.
         step: the number of the step, from 1.
         consumed: the number of sequences that earlier steps consumed.
-        stop_requested: returns whether this rank should stop after this step.
 
     Returns:
-        The record of the step, and whether any rank should stop. The record contains `loss` (nats per token), `grad_norm`
-        (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Every rank returns the same values.
+        The record of the step, and whether any rank should stop after this step. The record contains `loss` (nats per token),
+        `grad_norm` (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Every rank returns the same
+        values.
 
     Raises:
         Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
@@ -60,7 +58,7 @@ def take_step(
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         sums[0] += loss.detach()
-    sums[1] = stop_requested()
+    sums[1] = preemption.stop_requested(run.config.trainer.time_limit_s)
     dist.all_reduce(sums)
     clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
@@ -89,13 +87,12 @@ def load_batches(run: Run, consumed: int) -> list[Batch]:
     In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a sequence
     load the same batch.
     """
-    if run.prefetched and run.prefetched[0] == consumed:
-        return run.prefetched[1]
-    size, dp = run.config.trainer.batch_size, run.mesh.dp
-    first = consumed + dp.get_local_rank() * size
-    starts = [first + micro_step * dp.size() * size for micro_step in range(run.config.trainer.accumulate)]
-    run.prefetched = consumed, [run.data.batch(range(start, start + size)) for start in starts]
-    return run.prefetched[1]
+    if consumed not in run.prefetched:
+        size, dp = run.config.trainer.batch_size, run.mesh.dp
+        first = consumed + dp.get_local_rank() * size
+        starts = [first + micro_step * dp.size() * size for micro_step in range(run.config.trainer.accumulate)]
+        run.prefetched = {consumed: [run.data.batch(range(start, start + size)) for start in starts]}
+    return run.prefetched[consumed]
 
 
 def prefetch_step(run: Run, consumed: int, current: Mask) -> None:

@@ -6,7 +6,6 @@ import time
 import zlib
 from contextlib import closing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, check
 from ringattn.train.evaluate import evaluate
 from ringattn.train.parallel.ranks import sync_errors
-from ringattn.train.preemption import TrainingStopped
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
@@ -46,7 +44,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         check(config, dist.get_world_size())
     if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}on request, before {directory} was started")
-        raise TrainingStopped
+        raise preemption.TrainingStopped
     with preemption.acquire_run_directory(directory):
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
@@ -86,7 +84,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
     with closing(recorder), preemption.handle_sigterm():
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
-            record, stop = take_step(run, step, consumed, partial(preemption.stop_requested, trainer.time_limit_s))
+            record, stop = take_step(run, step, consumed)
             seconds = time.perf_counter() - start
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
@@ -99,7 +97,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
                 save_checkpoint(run, directory, step, consumed)
             if stop:
                 log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
-                raise TrainingStopped
+                raise preemption.TrainingStopped
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(autouse=True)
 def no_request(monkeypatch):
     """No test starts with a request that an earlier test has made."""
-    monkeypatch.setattr(preemption, "_sigterm_received", False)
+    monkeypatch.setattr(preemption, "_received_signals", set())
 
 
 def test_repeated_sigterm_is_one_request():
@@ -70,7 +70,8 @@ def stop_and_resume(corpus: str, directory: Path) -> None:
     with pytest.raises(TrainingStopped):
         trainer.train(small_job(corpus, 2), directory / "stopped")
     assert [path.name for path in (directory / "stopped" / "checkpoints").iterdir()] == ["step_00000002"]
-    trainer.take_step, preemption._sigterm_received = take_step, False
+    trainer.take_step = take_step
+    preemption._received_signals.clear()
     for name in ("stopped", "whole"):
         trainer.train(small_job(corpus, 2), directory / name)
 
@@ -141,7 +142,8 @@ def test_sigterm_to_all_processes_of_torchrun_saves_a_checkpoint(tmp_path):
 
 
 def request_on_rank_1() -> None:
-    preemption._sigterm_received = dist.get_rank() == 1
+    if dist.get_rank() == 1:
+        preemption._received_signals.add(signal.SIGTERM)
     assert preemption.any_rank_stop_requested(None)
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from ringattn import Mask
 from ringattn.planning import rank_plan
+from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
-from ringattn.train import step
 from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
@@ -89,7 +89,7 @@ def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps(monkeypatch):
     for rank in range(2):
         dp = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
         data = SimpleNamespace(batch=list)
-        run = SimpleNamespace(config=config, mesh=SimpleNamespace(dp=dp), data=data, prefetched=None)
+        run = SimpleNamespace(config=config, mesh=SimpleNamespace(dp=dp), data=data, prefetched={})
         ranges[rank] = step.load_batches(run, consumed=24)
     assert ranges == {0: [[24, 25, 26], [30, 31, 32]], 1: [[27, 28, 29], [33, 34, 35]]}
 
@@ -104,7 +104,8 @@ def check_stop_request(corpus: str, cache: Path) -> None:
     run = run_setup.build(job(corpus, 1, ring=2))
     first, stop = step.take_step(run, 1, 0)
     assert not stop
-    second, stop = step.take_step(run, 2, 4, lambda: dist.get_rank() == 1)
+    preemption.stop_requested = lambda time_limit_s: dist.get_rank() == 1
+    second, stop = step.take_step(run, 2, 4)
     assert stop and second["loss"] < first["loss"]
 
 
