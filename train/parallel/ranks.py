@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.mesh import build_mesh
@@ -30,13 +31,10 @@ def connect_ranks() -> dist.Store:
     Returns:
         The key-value store that all ranks use.
     """
-    if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=START_TIMEOUT))
-    else:
-        store, rank, world_size = dist.HashStore(), 0, 1
+    options = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
-    return store
+    dist.init_process_group(backend, timeout=START_TIMEOUT, **options)
+    return _get_default_store()
 
 
 def disconnect_ranks() -> None:
@@ -69,9 +67,8 @@ def sync_errors() -> Iterator[None]:
     if dist.is_initialized():
         errors = [None] * dist.get_world_size()
         dist.all_gather_object(errors, own)
-    first = next(filter(None, errors), None)
-    if first is not None:
-        raise first from own
+    for error in filter(None, errors):
+        raise error from own
 
 
 def set_deterministic(deterministic: bool) -> None:
@@ -86,8 +83,7 @@ def set_deterministic(deterministic: bool) -> None:
         elif CUBLAS_WORKSPACE not in os.environ and dist.get_rank() == 0:
             log.warning(
                 "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
-                "CUDA: set %s=:4096:8 before the launch",
-                CUBLAS_WORKSPACE,
+                f"CUDA: set {CUBLAS_WORKSPACE}=:4096:8 before the launch"
             )
         # Filling new tensors would cost time, and every kernel writes all elements of its outputs.
         torch.utils.deterministic.fill_uninitialized_memory = False
@@ -110,7 +106,6 @@ def pick_device(name: str) -> torch.device:
     Raises:
         ConfigError: the host has fewer GPUs than ranks.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_host()))
         return torch.device("cpu")
@@ -119,6 +114,6 @@ def pick_device(name: str) -> torch.device:
             f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {ranks_per_host()} ranks, "
             "but each rank requires its own GPU: launch fewer ranks, or set trainer.device=cpu"
         )
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
