@@ -5,9 +5,9 @@ over the other two axes. Attention runs as a ring over the "ring" axis, and the 
 """
 
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,8 +19,7 @@ from ringattn.comm import watchdog
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
-@dataclass(frozen=True)
-class Mesh:
+class Mesh(NamedTuple):
     """The mesh of all ranks, as one-dimensional meshes along each axis and along combined axes.
 
     Attributes:
@@ -61,5 +60,5 @@ def set_timeout(mesh: Mesh, seconds: int) -> None:
     """
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
-    for group in (None, *(axis.get_group() for axis in (mesh.dp, mesh.sequence, mesh.ring, mesh.ulysses, mesh.all))):
+    for group in (None, *(axis.get_group() for axis in mesh)):
         _set_pg_timeout(timedelta(seconds=seconds), group)
