@@ -18,6 +18,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -86,18 +87,17 @@ def run_as_rank_zero(store: dist.Store) -> int:
 
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
-        overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
-        outcome = Outcome([override for override in overrides if not override.startswith("hydra")])
+        outcome = Outcome(OmegaConf.to_container(context.overrides.task, resolve=False))
         outcomes.append(outcome)
         try:
             config, directory = to_config(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
             broadcast_object((config, directory))
-            outcome.summary = train(config, directory)
+            outcome.result = train(config, directory)
         except USER_ERRORS as error:
             report_error(error)
         except (TrainingStopped, KeyboardInterrupt):
-            outcome.is_stopped = True
+            outcome.result = "stopped"
             raise
         except Exception as error:
             # The process must exit here, because Hydra would catch the error and continue with the next job.
@@ -111,7 +111,7 @@ def run_as_rank_zero(store: dist.Store) -> int:
     broadcast_object(None)
     if len(outcomes) > 1:
         print(sweep_table(outcomes), flush=True)
-    return status or int(any(outcome.is_error for outcome in outcomes))
+    return status or int(any(outcome.result == "failed" for outcome in outcomes))
 
 
 def run_as_other_rank() -> int:
@@ -120,10 +120,8 @@ def run_as_other_rank() -> int:
     A user error or a request to stop ends the job on all ranks. Only rank 0 reports it and decides whether another job follows.
     """
     while (job := broadcast_object(None)) is not None:
-        try:
+        with suppress(*USER_ERRORS, TrainingStopped):
             train(*job)
-        except (*USER_ERRORS, TrainingStopped):
-            continue
     return 0
 
 

@@ -125,15 +125,10 @@ def write_sample(run: Run, directory: Path) -> None:
 
 @dataclass
 class Outcome:
-    """The result of one job of a sweep. A job without a summary has ended with an error, unless it was stopped."""
+    """One job of a sweep, and its result: its summary, or "failed" or "stopped" if it has none."""
 
     overrides: list[str]
-    summary: dict[str, Any] | None = None
-    is_stopped: bool = False
-
-    @property
-    def is_error(self) -> bool:
-        return self.summary is None and not self.is_stopped
+    result: dict[str, Any] | str = "failed"
 
 
 def sweep_table(outcomes: list[Outcome]) -> str:
@@ -148,7 +143,7 @@ def sweep_table(outcomes: list[Outcome]) -> str:
 
 
 def _cells(outcome: Outcome) -> list[str]:
-    if outcome.summary is None:
-        return ["failed" if outcome.is_error else "stopped"] + ["-"] * (len(SWEEP_COLUMNS) - 1)
-    values = [(outcome.summary.get(name), form) for name, form in SWEEP_COLUMNS.values()]
+    if isinstance(outcome.result, str):
+        return [outcome.result] + ["-"] * (len(SWEEP_COLUMNS) - 1)
+    values = [(outcome.result.get(name), form) for name, form in SWEEP_COLUMNS.values()]
     return ["-" if value is None else form.format(value) for value, form in values]

@@ -68,7 +68,7 @@ def test_sweep_table():
     outcomes = [
         Outcome(["a=1", "b=2"], SUMMARY),
         Outcome(["a=1", "b=3"]),
-        Outcome(["a=1", "b=4"], is_stopped=True),
+        Outcome(["a=1", "b=4"], result="stopped"),
     ]
     assert sweep_table(outcomes).splitlines() == [
         "Common to all: a=1",
@@ -79,4 +79,3 @@ def test_sweep_table():
         "| b=3 | failed | - | - | - | - | - |",
         "| b=4 | stopped | - | - | - | - | - |",
     ]
-    assert [outcome.is_error for outcome in outcomes] == [False, True, False]
