@@ -73,9 +73,7 @@ def acquire_run_directory(directory: Path) -> Iterator[None]:
                     # Without flock, filelock would fall back to a marker file, which outlives a process that is killed.
                     lock.enter_context(FileLock(directory / ".lock", blocking=False, fallback_to_soft=False))
                 except Timeout:
-                    raise ConfigError(
-                        f"another process is training in {directory}: wait until it has finished, or choose another name"
-                    ) from None
+                    raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None
                 except OSError:
                     pass  # The file system does not support locks, which must not prevent training.
         yield

@@ -155,10 +155,7 @@ def check_name(name: str | None, context: HydraConf) -> None:
     # Hydra writes multirun.yaml to the directory of the sweep. The file is missing in the directory of a job whose name is
     # itself swept over.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
-        raise ConfigError(
-            f"name={name} is one of several names, but a sweep requires one name: give one, under which each job gets its own "
-            "directory"
-        )
+        raise ConfigError(f"name={name} is one of several, but a sweep requires one name, under which each job has a directory")
 
 
 def report_error(error: Exception) -> None:

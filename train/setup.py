@@ -78,11 +78,9 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
         kernel = choose_backend(config, device, bf16)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        if config.model.vocab_size is not None and config.model.vocab_size < tokenizer.vocab_size:
-            raise ConfigError(
-                f"model.vocab_size={config.model.vocab_size} must be at least the tokenizer's {tokenizer.vocab_size} tokens: "
-                "raise it, or leave it out"
-            )
+        minimum, given = tokenizer.vocab_size, config.model.vocab_size
+        if given is not None and given < minimum:
+            raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
@@ -142,12 +140,11 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
 
     The prediction does not take documents into account, because every step has other documents.
     """
-    model, dtype = config.model, torch.bfloat16 if bf16 else torch.float32
+    model = config.model
     # The cost model reads only shapes and dtypes, so the tensors need no memory.
-    q, k = (
-        torch.empty(config.trainer.batch_size, config.data.seq_len, n, model.resolved_head_dim, dtype=dtype, device="meta")
-        for n in (model.heads, model.kv_heads)
-    )
+    shape = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
+    q = torch.empty(shape, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
+    k = q[:, :, : model.kv_heads]
     within_host, across_hosts = ("nvlink", "nccl") if device.type == "cuda" else ("gloo", "gloo")
     speed = attention_flops(device)
     best = best_ulysses_degree(

@@ -41,8 +41,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     batches = load_batches(run, consumed)
     masks = [mask_of(run.config, batch) for batch in batches]
     num_labels = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-    num_pairs = sum(map(count_pairs, masks, batches))
-    totals = torch.tensor([num_labels, num_pairs])
+    totals = torch.tensor([num_labels, sum(map(count_pairs, masks, batches))])
     dist.all_reduce(totals, group=run.mesh.dp.get_group())
     num_labels, num_pairs = totals.tolist()
 
