@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels.triton import common
-from ringattn.kernels.triton.common import LOG2_E, load_rows, load_scalars, load_tile, loop_length, tile_start, visible
+from ringattn.kernels.triton.common import LOG2_E, load_rows, load_scalars, load_tile, visible
 from ringattn.kernels.triton.launcher import launch
 
 
@@ -41,21 +41,24 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
-def _key_step(
-    q, dout, stats, q_stride, dout_stride, start, num_queries, key, value, lo, hi, dropout, head, dk, dv, log2_scale,
-    MASKED: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Add the tile of queries at `start` to dk / scale and dv / factor of the tile of keys.
+def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """Add the tile of queries at `start` to `sums`, which are dk / scale and dv / factor of the tile of keys.
 
-    Scores are transposed: (keys, queries). `dropout` is None or the tuple of `ringattn.kernels.triton.common.draw_keep_mask`.
+    Scores are transposed: (keys, queries). `ringattn.kernels.triton.common.run_loop` explains the arguments.
     """
-    query = load_rows(q, start, q_stride, num_queries, CONFIG.queries, CONFIG.dim, MASKED)
+    q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
+    dk, dv = sums
+    head = (key_head * CONFIG.group + head).to(tl.int64)
+    q += head * q_strides[2]
+    dout += head * dout_strides[2]
+    stats += head * num_queries * 2
+    query = load_rows(q, start, q_strides[1], num_queries, CONFIG.queries, CONFIG.dim, MASKED)
     log2_lse, delta = _load_stats(stats, start, num_queries, CONFIG.queries, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=CONFIG.precision) * log2_scale - log2_lse[None, :])
     # Mask p instead of the scores: a query without keys has lse = -inf, and its p is inf for all scores.
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
-    grad = load_rows(dout, start, dout_stride, num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
+    grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
     # dv sums the dropped probabilities, whereas ds contains the full ones times the dropped dp.
     dropped = p
     if dropout is not None:
@@ -69,23 +72,6 @@ def _key_step(
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
-
-
-@triton.jit
-def _group_tile(loop, step, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first query of a step, and its head within the group.
-
-    The loop covers the tiles of the first head, then those of the next head. With a block mask it follows the list of blocks,
-    whose columns are pairs of a block and a head.
-    """
-    index, head = step, 0
-    if GROUP > 1 and BLOCK == 0:
-        # Triton's software pipeline computes the first address even of a loop without steps, so the divisor must not be 0.
-        per_head = tl.maximum(loop_length(loop, MASKED), 1)
-        index, head = step % per_head, step // per_head
-    elif GROUP > 1:
-        head = column % GROUP
-    return tile_start(loop, index, column, STEP, BLOCK, GROUP, MASKED), head
 
 
 @triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
@@ -142,22 +128,10 @@ def _key_gradient_kernel(
         dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     key_grad, value_grad = tl.zeros([KEYS, PADDED], tl.float32), tl.zeros([KEYS, VALUE_PADDED], tl.float32)
-    # One loop covers all heads of the group. Nested loops would drain the pipeline of loads after every head and spill
-    # registers. With a block mask, the list of blocks already contains all heads.
-    HEADS: tl.constexpr = CONFIG.group if blocks is None else 1
-    for MASKED in tl.static_range(2):
-        column = common.load_block_column(blocks, loop, 0, CONFIG.queries, CONFIG.block, MASKED)
-        for step in range(0, HEADS * loop_length(loop, MASKED)):
-            next_column = common.load_block_column(blocks, loop, step + 1, CONFIG.queries, CONFIG.block, MASKED)
-            start, head = _group_tile(loop, step, column, CONFIG.queries, CONFIG.block, CONFIG.group, MASKED)
-            head = (key_head * CONFIG.group + head).to(tl.int64)
-            key_grad, value_grad = _key_step(
-                q + head * q_strides[2], dout + head * dout_strides[2], stats + head * num_queries * 2,
-                q_strides[1], dout_strides[1], start, num_queries, key, value, lo, hi, dropout, head,
-                key_grad, value_grad, log2_scale,
-                MASKED, CONFIG,
-            )  # fmt: skip
-            column = next_column
+    operands = q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale
+    key_grad, value_grad = common.run_loop(
+        _add_queries, operands, dropout, (key_grad, value_grad), loop, blocks, CONFIG.queries, CONFIG.group, CONFIG
+    )
     if dropout is not None:
         value_grad *= factor
 
@@ -184,11 +158,9 @@ def _store_rows(
 
 
 @triton.jit
-def _query_step(
-    query, grad, k, v, k_stride, v_stride, start, num_keys, lo, hi, log2_lse, delta, dropout, head, dq, log2_scale,
-    MASKED: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
-    """Add the tile of keys at `start` to dq / scale of the tile of queries. `dropout` is as in `_key_step`."""
+def _add_keys(operands, dropout, dq, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+    """Add the tile of keys at `start` to dq / scale of the tile of queries. The arguments are as for `_add_queries`."""
+    query, grad, k, v, k_stride, v_stride, num_keys, lo, hi, log2_lse, delta, head, log2_scale = operands
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
     p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=CONFIG.precision) * log2_scale - log2_lse[:, None])
@@ -245,17 +217,10 @@ def _query_gradient_kernel(
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
-    for MASKED in tl.static_range(2):
-        column = common.load_block_column(blocks, loop, 0, CONFIG.keys, CONFIG.block, MASKED)
-        for i in range(0, loop_length(loop, MASKED)):
-            next_column = common.load_block_column(blocks, loop, i + 1, CONFIG.keys, CONFIG.block, MASKED)
-            start = tile_start(loop, i, column, CONFIG.keys, CONFIG.block, 1, MASKED)
-            query_grad = _query_step(
-                query, grad, k, v, k_strides[1], v_strides[1], start, num_keys,
-                row_lo, row_hi, log2_lse, delta, dropout, head, query_grad, log2_scale,
-                MASKED, CONFIG,
-            )  # fmt: skip
-            column = next_column
+    operands = (
+        query, grad, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, log2_lse, delta, head, log2_scale
+    )  # fmt: skip
+    query_grad = common.run_loop(_add_keys, operands, dropout, query_grad, loop, blocks, CONFIG.keys, 1, CONFIG)
     base = batch * num_queries * CONFIG.num_heads + head
     _store_rows(dq + base * CONFIG.dim, query_grad * scale, first, end, CONFIG.num_heads, QUERIES, CONFIG.dim, ADD_DQ)
 

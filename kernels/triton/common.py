@@ -332,10 +332,50 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
-def tile_start(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first column of the i-th tile. With a block mask (BLOCK > 0), `column` is from `load_block_column`."""
+def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    """Return the first column of step i, and its head within a group of GROUP heads.
+
+    The loop covers the tiles of the first head, then those of the next head. With a block mask (BLOCK > 0) it follows the list
+    of blocks, whose columns are pairs of a block and a head, and `column` is from `load_block_column`.
+    """
+    head = 0
+    if GROUP > 1 and BLOCK == 0:
+        # Triton's software pipeline computes the first address even of a loop without steps, so the divisor must not be 0.
+        per_head = tl.maximum(loop_length(loop, MASKED), 1)
+        i, head = i % per_head, i // per_head
+    elif GROUP > 1:
+        head = column % GROUP
     tile = loop_tile(loop, i, MASKED)
-    return loop[0] + tile * STEP if BLOCK == 0 else column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP
+    return loop[0] + tile * STEP if BLOCK == 0 else column // GROUP * BLOCK + tile % (BLOCK // STEP) * STEP, head
+
+
+@triton.jit
+def run_loop(
+    add_tile: tl.constexpr, operands, dropout, sums, loop, blocks, STEP: tl.constexpr, GROUP: tl.constexpr, CONFIG: tl.constexpr
+):  # fmt: skip
+    """Add all tiles of the loop of a program to `sums`, first the unmasked tiles and then the masked ones, and return the sums.
+
+    Args:
+        add_tile: the device function that adds the tile at column `start` of head `head` of the group to the sums. Its call is
+            add_tile(operands, dropout, sums, start, head, MASKED, CONFIG).
+        operands: a tuple of everything else that `add_tile` needs.
+        dropout: None, or the tuple of `draw_keep_mask`.
+        sums: the tuple of sums before the first tile.
+        loop, blocks: from `load_tile`, or with a block mask from `block_loop` and `kept_blocks`. Otherwise blocks is None.
+        STEP: number of columns of a tile. GROUP: number of heads that the loop covers.
+    """
+    BLOCK: tl.constexpr = CONFIG.block
+    # One loop covers all heads of the group. Nested loops would drain the pipeline of loads after every head and spill
+    # registers. With a block mask, the list of blocks already contains all heads.
+    HEADS: tl.constexpr = GROUP if blocks is None else 1
+    for MASKED in tl.static_range(2):
+        column = load_block_column(blocks, loop, 0, STEP, BLOCK, MASKED)
+        for i in range(0, HEADS * loop_length(loop, MASKED)):
+            next_column = load_block_column(blocks, loop, i + 1, STEP, BLOCK, MASKED)
+            start, head = loop_position(loop, i, column, STEP, BLOCK, GROUP, MASKED)
+            sums = add_tile(operands, dropout, sums, start, head, MASKED, CONFIG)
+            column = next_column
+    return sums
 
 
 @triton.jit

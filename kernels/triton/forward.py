@@ -10,19 +10,18 @@ import triton
 import triton.language as tl
 
 from ringattn.kernels.triton import common
-from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars, load_tile, loop_length, tile_start, visible
+from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars, load_tile, visible
 
 
 @triton.jit
-def _step(
-    q, k, v, k_stride, v_stride, start, num_keys, lo, hi, dropout, head, m, l, o, log2_scale,
-    MASKED: tl.constexpr, CONFIG: tl.constexpr,
-):  # fmt: skip
+def _add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
 
-    `dropout` is None or the tuple of `ringattn.kernels.triton.common.draw_keep_mask`. The caller multiplies o by the factor of
-    the dropout after the last tile.
+    `ringattn.kernels.triton.common.run_loop` explains the arguments. The caller multiplies o by the factor of the dropout after
+    the last tile.
     """
+    q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
+    m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     # The scores stay unscaled here: scaling them and subtracting the maximum below is then one fused multiply-add.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
@@ -106,18 +105,9 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, PADDED], tl.float32)
-    # The first loop covers the tiles without a mask and the second loop those with one. The online softmax does not depend on
-    # the order of the tiles.
-    for MASKED in tl.static_range(2):
-        column = common.load_block_column(blocks, loop, 0, CONFIG.keys, CONFIG.block, MASKED)
-        for i in range(0, loop_length(loop, MASKED)):
-            next_column = common.load_block_column(blocks, loop, i + 1, CONFIG.keys, CONFIG.block, MASKED)
-            start = tile_start(loop, i, column, CONFIG.keys, CONFIG.block, 1, MASKED)
-            m, l, o = _step(
-                query, k, v, k_strides[1], v_strides[1], start, num_keys, row_lo, row_hi, dropout, head, m, l, o, log2_scale,
-                MASKED, CONFIG,
-            )  # fmt: skip
-            column = next_column
+    # The online softmax does not depend on the order of the tiles.
+    operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
+    m, l, o = common.run_loop(_add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
         o *= factor
 

@@ -39,7 +39,7 @@ def _block_loop_kernel(
     loop = common.block_loop(lo, hi, first, end, blocks, STEP, BLOCK, 1)
     for i in range(0, common.loop_length(loop, MASKED)):
         column = common.load_block_column(blocks, loop, i, STEP, BLOCK, MASKED)
-        start = common.tile_start(loop, i, column, STEP, BLOCK, 1, MASKED)
+        start, _ = common.loop_position(loop, i, column, STEP, BLOCK, 1, MASKED)
         tl.store(out + start // STEP, 1 + tl.load(out + start // STEP))
 
 
