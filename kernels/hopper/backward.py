@@ -72,7 +72,6 @@ from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, til
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
-from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
 # The number of keys of a work tile, 64 per consumer.
@@ -190,13 +189,11 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     """Load work tile `index` of this program: (batch entry, key head, first key, end of the keys, first query tile, num_steps).
 
-    The end of the keys is 0 after the last work tile. Every partition loads the entry itself, because partitions could only
-    pass it on through shared memory. The producer is ahead of the consumers and loads it first.
+    The end of the keys is 0 after the last work tile, see `ringattn.kernels.hopper.common.load_work_tile`.
     """
-    entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
-    first, end, loop = load_tile(entry)
+    entry = index * gl.num_programs(0) + gl.program_id(0)
+    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, entry)
     begin, _, num_unmasked, num_masked = loop
-    head, batch = gl.load(entry + 6), gl.load(entry + 7)
     # The number of steps is never 0. Telling the compiler so removes a test in front of the loops.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps
@@ -593,16 +590,6 @@ def _main_kernel(
     )
 
 
-@triton.jit
-def _in_row_order(flat, COLUMNS: tl.constexpr):
-    """Reorder a chunk of dq (64 * COLUMNS,) from the order of registers to rows (64, COLUMNS).
-
-    The order of registers is (groups of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2 columns).
-    """
-    tile = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
-    return tl.reshape(tl.permute(tile, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS))
-
-
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
     """Bring one chunk of dq into row order, scale it, and write or add it.
@@ -629,7 +616,9 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     index = ((pair // NUM_HEADS * num_queries + rows) * NUM_HEADS + pair % NUM_HEADS)[:, None] * CONFIG.head_dim
     index += columns[None, :]
     mask = (rows < num_queries)[:, None] & (columns < CONFIG.head_dim)[None, :]
-    grad = _in_row_order(flat, COLUMNS) * scale
+    # The order of registers is (groups of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2 columns).
+    in_registers = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
+    grad = tl.reshape(tl.permute(in_registers, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS)) * scale
     if CONFIG.add_dq:
         grad += tl.load(dq + index, mask=mask, other=0.0)
     tl.store(dq + index, grad.to(dq.dtype.element_ty), mask=mask)

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
+from ringattn.kernels.triton.common import load_tile
 
 # The largest head dim, because tiles are at most 128 columns wide.
 MAX_DIM = 128
@@ -195,6 +196,21 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 def tile_view(buffer, desc):
     """Return a two-dimensional tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
     return reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def load_work_tile(work_tiles, index):
+    """Load entry `index` of `Intervals.work_tiles`: (batch entry, head, first row, end of the rows, loop).
+
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). The end is 0 after the last work tile of a program.
+
+    Every partition loads the entry itself, because partitions could only pass it on through shared memory. The producer is
+    ahead of the consumers and loads it first.
+    """
+    entry = work_tiles + index * 8
+    first, end, loop = load_tile(entry)
+    head, batch = gl.load(entry + 6), gl.load(entry + 7)
+    return batch, head, first, end, loop
 
 
 @gluon.jit

@@ -60,9 +60,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
-from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
+from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
 from ringattn.kernels.triton import common as triton_common
-from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
 # The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
@@ -164,22 +163,6 @@ PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _load_work_tile(work_tiles, index):
-    """Load entry `index` of `Intervals.work_tiles`: (batch entry, head, first row, end, loop).
-
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked), see `step_start`. The end is 0 after the last work tile of
-    a program.
-
-    Every partition loads the entry itself, because partitions could only pass it on through shared memory. The producer is
-    ahead of the consumers and loads it first.
-    """
-    entry = work_tiles + index * 8
-    first, end, loop = load_tile(entry)
-    head, batch = gl.load(entry + 6), gl.load(entry + 7)
-    return batch, head, first, end, loop
-
-
-@gluon.jit
 def _next_stage(stage, phase, CONFIG: gl.constexpr):
     """Return the next stage and the phase of its barriers."""
     last = stage == CONFIG.stages - 1
@@ -191,9 +174,8 @@ def _produce(arguments, overflow, CONFIG: gl.constexpr):
     """The producer partition, a single warp: load all work tiles, and once more if there is a retry pass."""
     # A wait for the phase before the first one returns at once, so the producer starts with phase 1 and finds all stages empty.
     slot, stage, phase = _load_tiles(arguments, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1), CONFIG)
-    if not CONFIG.update_ref_max:
-        if _any_overflow(overflow, 1, CONFIG):
-            _load_tiles(arguments, slot, stage, phase, CONFIG)
+    if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
+        _load_tiles(arguments, slot, stage, phase, CONFIG)
 
 
 @gluon.jit
@@ -205,7 +187,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     index = gl.program_id(0)
-    batch, head, first, end, loop = _load_work_tile(work_tiles, index)
+    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
     while end > 0:
         _, _, num_unmasked, num_masked = loop
         mbarrier.wait(q_empty, slot ^ 1)
@@ -232,7 +214,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             stage, phase = _next_stage(stage, phase, CONFIG)
         slot ^= 1
         index += gl.num_programs(0)
-        batch, head, first, end, loop = _load_work_tile(work_tiles, index)
+        batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
     return slot, stage, phase
 
 
@@ -296,7 +278,7 @@ def _step(
         carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase): the probabilities of the previous step, the
             softmax state without them in o, the stage and phase of this step and of the previous one.
         row_bounds: from `_load_consumer_tile`.
-        loop: from `_load_work_tile`.
+        loop: from `ringattn.kernels.hopper.common.load_work_tile`.
         step: number of this step, at least 1.
 
     Returns:
@@ -448,7 +430,7 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
         all_initialised tells whether the first step sets the reference max of every row that sees a key at all.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
-    batch, head, first, end, loop = _load_work_tile(work_tiles, index)
+    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
     first_row = first + CONSUMER * ROWS
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
     # One mask may serve all batch entries.
@@ -461,7 +443,7 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
+    ref_max, _ = load_state_scalars(results, (batch, head, first_row, end), CONFIG)
     return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
