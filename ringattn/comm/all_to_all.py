@@ -114,7 +114,7 @@ class _PointToPointExchange:
         targets = [(put(y, peer), peer) for peer in peers for y in self.into]
         # Slices are strided, but messages must be contiguous: receive into buffers and copy afterwards.
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
-        wait = self._start(_without_empty(sent), _without_empty(received))
+        wait = self._start(sent, received)
 
         def complete(sent: Addressed = sent) -> Tensors:  # the default argument keeps the sent tensors alive
             wait()
@@ -141,8 +141,3 @@ class _PointToPointExchange:
             hop = self.transport.watchdog.start(LABEL, number, len(self.completions), messages)
             complete_hop(complete, self.transport, hop)
         return self.into
-
-
-def _without_empty(messages: Addressed) -> Addressed:
-    # The sender and the receiver know the size of a message, so both of them leave out the same empty messages.
-    return [(x, peer) for x, peer in messages if x.numel()]

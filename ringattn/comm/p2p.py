@@ -24,10 +24,12 @@ class P2PTransport(MessageTransport):
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
         operations = [
-            # P2POp expects global ranks, even if the group has fewer ranks than the job.
+            # P2POp expects global ranks, even if the group has fewer ranks than the job. The sender and the receiver know the
+            # size of a message, so both of them leave out the same empty messages.
             dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
             for start, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in messages
+            if tensor.numel()
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
 
