@@ -81,8 +81,8 @@ def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop |
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        fault = transport.watchdog.fault(hop, error)
-        if fault is error:
+        fault = transport.watchdog.fault(hop)
+        if fault is None:
             raise
         raise fault from error
 

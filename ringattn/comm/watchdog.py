@@ -79,8 +79,7 @@ class NoWatchdog:
 
     def cancel(self, hop: None) -> None: ...
 
-    def fault(self, hop: None, error: Exception) -> Exception:
-        return error
+    def fault(self, hop: None) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -144,11 +143,9 @@ class Watchdog:
         with self._lock, suppress(ValueError):  # the hop may have finished already
             self.in_flight.remove(hop)
 
-    def fault(self, hop: Hop | None, error: Exception) -> Exception:
-        """Return the exception to raise for an error that ended a hop, which is a `RingFault` that names the missing rank."""
-        if hop is None:
-            return error
-        return RingFault(self._diagnose(hop))
+    def fault(self, hop: Hop | None) -> RingFault | None:
+        """Return the exception to raise if an error ended this hop, which names the missing rank; None without a hop."""
+        return None if hop is None else RingFault(self._diagnose(hop))
 
     def stop(self) -> None:
         """Stop watching.

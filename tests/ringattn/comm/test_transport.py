@@ -18,7 +18,7 @@ class Watchdog(NoWatchdog):
     def finished(self, hop: object) -> None:
         self.log.append(hop)
 
-    def fault(self, hop: object, error: Exception) -> Exception:
+    def fault(self, hop: object) -> RingFault:
         return RingFault(f"rank 1 does not respond in {hop}")
 
 
