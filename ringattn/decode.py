@@ -349,8 +349,7 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
 
 def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
     """Send and receive tensors, and wait for the received data. On a GPU, only later work of the stream waits."""
-    wait = connect.connect(group.group_name).exchange(sends, receives)
-    wait()
+    connect.connect(group.group_name).exchange(sends, receives)()
 
 
 def _unpack(packed: Tensor) -> PartialState:

@@ -166,7 +166,7 @@ class _NvlinkExchange:
         all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
         others = transport.others
         # A strided copy has one pitch between tokens, so the heads of one token must be contiguous.
-        block = tuple(x if _heads_are_contiguous(x) else x.contiguous() for x in block)
+        block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
             cuda_driver.wait_and_clear_flags([buffers.flag(transport.rank, READY, peer) for peer in others], stream)
@@ -211,8 +211,3 @@ class _NvlinkExchange:
         self.all_to_all.main.wait_event(self.complete)
         self.all_to_all.transport.watchdog.finished(self.hop)
         return self.into
-
-
-def _heads_are_contiguous(x: Tensor) -> bool:
-    """Whether all heads of one token of x (B, N, H, D) are contiguous."""
-    return x.stride(3) == 1 and x.stride(2) == x.shape[3]

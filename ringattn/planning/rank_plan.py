@@ -45,6 +45,8 @@ class Plan:
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
         self.overlaps = overlaps(mask, layout)
+        # The number of (query, key) pairs of the whole sequence, as the mean over batch entries.
+        self.pairs = sum(overlap.pairs for row in self.overlaps for overlap in row)
         self._schedules: dict[tuple, Schedule] = {}
         self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple, str] = {}
@@ -104,11 +106,6 @@ class Plan:
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
         """Return `workload.head_chunks_for_memory` of this rank's tensors. The number is the same on all ranks."""
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
-
-    @cached_property
-    def pairs(self) -> float:
-        """The number of (query, key) pairs of the whole sequence, as the mean over batch entries."""
-        return sum(overlap.pairs for row in self.overlaps for overlap in row)
 
     def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
         """Return the cost of a local step of any rank in FLOPs, with memory traffic converted to FLOPs.
