@@ -272,16 +272,13 @@ def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors:
     Raises:
         CheckpointError: a tensor is missing in the checkpoint or in the run, or it has another shape or dtype.
     """
-    advice = "resume with the configuration of the checkpoint, or start a new run under another name"
-    for name, tensor in tensors.items():
-        if name not in saved:
-            raise CheckpointError(f"{path} does not contain {name}, which this run has: {advice}")
-        shape, dtype = tuple(saved[name].size), saved[name].properties.dtype
-        if shape != tuple(tensor.shape):
-            raise CheckpointError(f"{path}: {name} has shape {shape}, but {tuple(tensor.shape)} in this run: {advice}")
-        if dtype != tensor.dtype:
-            raise CheckpointError(f"{path}: {name} is {dtype}, but {tensor.dtype} in this run: {advice}")
     prefixes = {name.split(".")[0] for name in tensors} & {"model", "optim"}
-    for name in saved:
-        if name not in tensors and name.split(".")[0] in prefixes:
-            raise CheckpointError(f"{path} contains {name}, which this run does not have: {advice}")
+    found = {name: f"{entry.properties.dtype} of shape {tuple(entry.size)}" for name, entry in saved.items()}
+    expected = {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+    for name in expected | found:
+        is_compared = name in expected or name.split(".")[0] in prefixes
+        if is_compared and found.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{path}: {name} is {found.get(name, 'missing')}, but {expected.get(name, 'missing')} in this run: resume with "
+                "the configuration of the checkpoint, or start a new run under another name"
+            )
