@@ -2,7 +2,6 @@
 
 import zlib
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -12,8 +11,8 @@ from ringattn.train.config import ConfigError
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
 
-class Tokenizer(Protocol):
-    """Converts text to token ids and back.
+class BytesTokenizer:
+    """The tokenizer whose token ids are the UTF-8 bytes of the text. The id of `eos` is 256.
 
     Attributes:
         vocab_size: the number of token ids, which are 0 to vocab_size - 1.
@@ -21,33 +20,23 @@ class Tokenizer(Protocol):
         fingerprint: a checksum that identifies the tokenizer.
     """
 
-    vocab_size: int
-    eos: int
-    fingerprint: int
-
-    def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of `text` as int32 (N,), without `eos`."""
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`. No token raises an error, not even `eos` or a part of a character."""
-
-
-class BytesTokenizer:
-    """The tokenizer whose token ids are the UTF-8 bytes of the text. The id of `eos` is 256."""
-
     vocab_size = 257
     eos = 256
     fingerprint = 0
 
     def encode(self, text: str) -> np.ndarray:
+        """Return the token ids of `text` as int32 (N,), without `eos`."""
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: list[int]) -> str:
+        """Return the text of `tokens`. No token raises an error, not even `eos` or a part of a character."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
     """The tokenizer in a `tokenizer.json`, which the optional package `tokenizers` reads.
+
+    Its attributes and methods are those of BytesTokenizer.
 
     Raises:
         ConfigError: the package is missing, the file cannot be read, or it has no end-of-text token.
@@ -73,6 +62,10 @@ class JsonTokenizer:
 
     def decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+
+
+# Both classes have the same attributes and methods.
+Tokenizer = BytesTokenizer | JsonTokenizer
 
 
 def load_tokenizer(name: str) -> Tokenizer:
