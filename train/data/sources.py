@@ -183,13 +183,10 @@ def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
     """Return the error for a corpus that cannot be read. Its message contains the first cause of `error` in one line."""
     while error.__cause__:
         error = error.__cause__
-    # This error means that the files contain no row.
+    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
     if isinstance(error, SchemaInferenceError):
-        reason = "there is no text in it"
-    else:
-        reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
+        reason = "there is no text in it"  # This error means that the files contain no row.
+    advice = "check the file, its encoding (UTF-8) and data.split"
     if config.source == "hub":
         advice = "check the name, the split and the network, or download the dataset and use data.source=parquet"
-    else:
-        advice = "check the file, its encoding (UTF-8) and data.split"
     return ConfigError(f"{config.description} cannot be read: {reason}; {advice}")
