@@ -103,7 +103,10 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
     if kind != "default":
-        settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": _trained_len(config, rope), "rope_scaling": kind}
+        # Like transformers, look for the sequence length that the model was trained on in three places.
+        name = "original_max_position_embeddings"
+        trained_len = config.get(name) or rope.get(name) or config["max_position_embeddings"]
+        settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": trained_len, "rope_scaling": kind}
     return settings
 
 
@@ -135,12 +138,6 @@ def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return the settings of the rotary positions, and the name of the method by which they are scaled."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return rope, rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
-    """Return the sequence length that the model was trained on. Like transformers, look for it in three places."""
-    name = "original_max_position_embeddings"
-    return config.get(name) or rope.get(name) or config["max_position_embeddings"]
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
