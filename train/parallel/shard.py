@@ -7,7 +7,6 @@ therefore does not need more memory for them.
 from functools import partial
 
 import torch
-from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -40,20 +39,14 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
     for group in (*(blocks[start : start + size] for start in range(0, len(blocks), size)), [model]):
         for module in group:
-            _materialise(module, device)
+            # The blocks are already sharded when the parameters of the model outside the blocks are allocated.
+            module.to_empty(device=device, recurse=module is not model)
             module.init_weights(generator)
         fully_shard(group, **options)
         # FSDP must sum gradients instead of averaging them, because the loss of every rank is already divided by the number
         # of tokens of all ranks.
         group[0].set_gradient_divide_factor(1.0)
         group[0].set_force_sum_reduction_for_comms(True)
-
-
-def _materialise(module: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of `module` that are still on the meta device. Blocks that are already sharded do not change."""
-    for submodule in module.modules():
-        if any(p.is_meta for p in submodule.parameters(recurse=False)):
-            submodule.to_empty(device=device, recurse=False)
 
 
 def compile_blocks(model: GPT) -> None:
