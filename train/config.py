@@ -272,19 +272,16 @@ AT_LEAST_ONE = (
     "model.vocab_size model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.rope_factor "
     "model.rope_trained_len model.window data.seq_len parallel.ring parallel.ulysses parallel.timeout_s trainer.steps "
     "trainer.batch_size trainer.accumulate trainer.keep_checkpoints trainer.eval_tokens trainer.log_every"
-).split()
-AT_LEAST_ZERO = (
-    "data.seed optim.warmup_steps optim.weight_decay trainer.seed trainer.checkpoint_every trainer.eval_every "
-    "trainer.sample_tokens"
-).split()
-POSITIVE = "model.rope_theta model.norm_eps optim.lr optim.eps optim.clip trainer.peak_tflops trainer.time_limit_s".split()
+)
+AT_LEAST_ZERO = "optim.warmup_steps optim.weight_decay trainer.checkpoint_every trainer.eval_every trainer.sample_tokens"
+POSITIVE = "model.rope_theta model.norm_eps optim.lr optim.eps optim.clip trainer.peak_tflops trainer.time_limit_s"
 BOUNDS = (
     (AT_LEAST_ONE, "at least 1 and finite", lambda value: 1 <= value < math.inf),
     (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
     (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
-    (["optim.decay_fraction"], "above 0 and at most 1", lambda value: 0 < value <= 1),
-    (["optim.min_lr_ratio"], "from 0 to 1", lambda value: 0 <= value <= 1),
-    (["data.seed", "trainer.seed"], "below 2**63", lambda value: value < 2**63),
+    ("optim.decay_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
+    ("optim.min_lr_ratio", "from 0 to 1", lambda value: 0 <= value <= 1),
+    ("data.seed trainer.seed", "at least 0 and below 2**63", lambda value: 0 <= value < 2**63),
 )
 
 
@@ -313,7 +310,7 @@ def _check_values(config: Config) -> Iterator[str]:
         if value not in allowed:
             yield f"unknown {name}={value}: choose one of {', '.join(allowed)}"
     for names, bound, is_valid in BOUNDS:
-        for name in names:
+        for name in names.split():
             value = attrgetter(name)(config)
             # NaN compares false with every number, so it is invalid everywhere.
             if value is not None and not is_valid(value):
