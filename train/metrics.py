@@ -213,11 +213,10 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options)
-        except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
-            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Otherwise the next attempt would find the id of the run in use.
-        else:
             # A resumed run records some steps a second time. W&B's own step counter would drop them.
             run.define_metric("*", step_metric="step")
             return run
+        except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
+            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
+            wandb.teardown()  # Otherwise the next attempt would find the id of the run in use.
     return None
