@@ -227,7 +227,6 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 def _produce(arguments, CONFIG: gl.constexpr):
     """The producer partition, a single warp: load all work tiles of this program."""
     QUERIES: gl.constexpr = CONFIG.queries
-    GROUP: gl.constexpr = CONFIG.group
     q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers = arguments
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
@@ -239,8 +238,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
     previous_steps = gl.to_tensor(0)
     while end > 0:
         coordinates = batch, first, key_head
-        for member in range(GROUP):
-            head = key_head * GROUP + member
+        for member in range(CONFIG.group):
+            head = key_head * CONFIG.group + member
             row = begin * QUERIES
             packed = ((batch * CONFIG.num_heads + head) * num_tiles + begin) * (2 * QUERIES)
             for step in range(num_steps):
@@ -267,7 +266,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
                     phase ^= 1
                 row += QUERIES
                 packed += 2 * QUERIES
-        previous_steps = num_steps * GROUP
+        previous_steps = num_steps * CONFIG.group
         index += 1
         batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
 
@@ -282,13 +281,12 @@ def _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG: gl.conste
         key_bounds: from `_key_bounds`.
         start: the first query of the step.
     """
-    QUERIES: gl.constexpr = CONFIG.queries
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     query_lo, query_hi, num_own, first_unmasked, last_unmasked = key_bounds
     # The bounds of the keys are loaded only in steps that need a mask.
     if (start < first_unmasked) | (start > last_unmasked):
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
-        row = start + gl.arange(0, QUERIES, layout=gl.SliceLayout(0, SCORES))[None, :]
+        row = start + gl.arange(0, CONFIG.queries, layout=gl.SliceLayout(0, SCORES))[None, :]
         lo = gl.load(query_lo + keys, mask=keys < num_own, other=PAST_ALL_QUERIES)[:, None]
         hi = gl.load(query_hi + keys, mask=keys < num_own, other=0)[:, None]
         scores = gl.where((lo <= row) & (row < hi), scores, float("-inf"))
@@ -432,16 +430,13 @@ def _compute_work_tile(
     Returns:
         (grad_k, grad_v, chunk and key slot of the last step, whose dQ is still missing, next stage, its phase).
     """
-    DIM: gl.constexpr = CONFIG.dim
-    GROUP: gl.constexpr = CONFIG.group
-    QUERIES: gl.constexpr = CONFIG.queries
     batch, key_head, first, end, begin, num_steps = work_tile
-    grad_k = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
-    grad_v = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
-    first_chunk = ((batch * CONFIG.num_heads + key_head * GROUP) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
+    grad_k = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
+    grad_v = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
+    first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
     # If the compiler knew the number of iterations, every step would take some more instructions.
-    for _member in range(GROUP + _opaque_zero()):
-        start = begin * QUERIES
+    for _member in range(CONFIG.group + _opaque_zero()):
+        start = begin * CONFIG.queries
         # "+ 0" creates a new value. Gluon does not carry a variable through a loop if it is only a second name of another one.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
@@ -454,7 +449,7 @@ def _compute_work_tile(
             stage ^= 1
             if stage == 0:
                 phase ^= 1
-            start += QUERIES
+            start += CONFIG.queries
             chunk += 2
         first_chunk += 2 * num_tiles
     return grad_k, grad_v, previous_chunk, previous_slot, stage, phase

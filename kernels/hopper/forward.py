@@ -284,14 +284,13 @@ def _step(
     Returns:
         The carry of the next step.
     """
-    KEYS: gl.constexpr = CONFIG.keys
     _, keys, values = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, CONFIG.scores_layout)
+    zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     # Issue S first. The products finish in the order in which they are issued, and the softmax needs S.
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
@@ -302,7 +301,7 @@ def _step(
     _release_keys(k_empty, stage, CONFIG)
     _, _, _, num_masked = loop
     if step < num_masked:
-        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, KEYS), CONFIG)
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     if UPDATE_REF_MAX:
         ref_max, alpha = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
@@ -333,14 +332,12 @@ def _first_step(
     The other arguments are those of `_step`, and `state_stage` is the state stage of the previous work tile, or -1. If no row
     sees a key, the keys of this step may all lie past the end, and all scores are masked.
     """
-    KEYS: gl.constexpr = CONFIG.keys
-    DIM: gl.constexpr = CONFIG.dim
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, v_empty = barriers
     lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.zeros([ROWS, KEYS], gl.float32, CONFIG.scores_layout)
+    zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -353,8 +350,8 @@ def _first_step(
         mbarrier.arrive(q_empty, count=1)
     _, _, num_unmasked, num_masked = loop
     if (num_masked > 0) | (num_unmasked == 0):
-        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, 0, KEYS), CONFIG)
-    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(zeros, KEYS).type.layout))
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, 0, CONFIG.keys), CONFIG)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(zeros, CONFIG.keys).type.layout))
     zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
     if UPDATE_REF_MAX:
@@ -363,7 +360,7 @@ def _first_step(
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
-    o = gl.zeros([ROWS, DIM], gl.float32, CONFIG.output_layout)
+    o = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
     next_stage, next_phase = _next_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
 

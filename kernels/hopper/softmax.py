@@ -88,11 +88,10 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     A thread computes one word of bits per row and tests one bit per score, which takes two instructions. Comparisons of every
     column with both bounds would take four.
     """
-    KEYS: gl.constexpr = CONFIG.keys
-    tile = by_thread(scores, KEYS)
+    tile = by_thread(scores, CONFIG.keys)
     seen = _bits_below(hi - start, tile) & ~_bits_below(lo - start, tile)
     seen = (seen.expand_dims(1).expand_dims(3) >> _index_in_thread(tile)) & 1
-    return gl.convert_layout(gl.where(seen != 0, tile, float("-inf")).reshape([ROWS, KEYS]), CONFIG.scores_layout)
+    return gl.convert_layout(gl.where(seen != 0, tile, float("-inf")).reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout)
 
 
 @gluon.constexpr_function
