@@ -18,16 +18,14 @@ COMPARED_GROUPS = ("model", "data", "parallel", "optim", "trainer")
 FIXED = ("model.", "data.mask_documents")
 
 # Settings that may change without a message. The corpus itself is compared instead of data.path.
-FREE = {
-    *("data.path", "parallel.timeout_s"),
-    *("trainer.device", "trainer.compile", "trainer.resume", "trainer.init_from", "trainer.peak_tflops"),
-    *("trainer.time_limit_s", "trainer.eval_every"),
-    *("trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.log_every"),
-    *("trainer.sample_tokens", "trainer.sample_prompt"),
-}
+FREE = (
+    "data.path parallel.timeout_s trainer.device trainer.compile trainer.resume trainer.init_from trainer.peak_tflops "
+    "trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.keep_checkpoints trainer.log_every "
+    "trainer.sample_tokens trainer.sample_prompt"
+).split()
 
 # Settings that have no effect if model.rope_factor is None.
-ROPE_SCALING = {"model.rope_trained_len", "model.rope_scaling"}
+ROPE_SCALING = ["model.rope_trained_len", "model.rope_scaling"]
 
 
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
@@ -200,7 +198,7 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dic
     current, defaults = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
     ignored = FREE
     if current["model"]["rope_factor"] is None and saved["model"].get("rope_factor") is None:
-        ignored = FREE | ROPE_SCALING
+        ignored = FREE + ROPE_SCALING
     changes = {}
     for group in groups:
         for name, value in current[group].items():
