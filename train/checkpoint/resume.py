@@ -47,11 +47,9 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
         ConfigError: on every rank, if the run has checkpoints but did not start as these settings say, or if a checkpoint
             cannot be read.
     """
-    found = None, None
     # Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
     with sync_errors():
-        if dist.get_rank() == 0:
-            found = _find_checkpoint(directory, trainer)
+        found = _find_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
     return broadcast_object(found)
 
 
