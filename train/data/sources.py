@@ -54,9 +54,8 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
             return _text_files(files(config), config.split, errors="strict", sample_by="line"), "text"
         case "parquet":
             return _parquet_column(config), config.column
-        case "hub":
-            return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
-    raise ConfigError(f"data.source={config.source} is unknown: it must be stdlib, text, jsonl, parquet or hub")
+    # The only other source is "hub".
+    return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
 
 
 def _text_files(names: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:

@@ -129,10 +129,6 @@ def test_an_error_names_the_parquet_file_without_the_column(tmp_path):
     assert_one_line_error(config("parquet", path=f"{tmp_path}/*.parquet"), "b.parquet has no column 'text': .* body")
 
 
-def test_an_unknown_source_is_an_error():
-    assert_one_line_error(config("web"), "data.source=web is unknown")
-
-
 def test_an_unreachable_hub_is_an_error(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     assert_one_line_error(config("hub", path="someone/no-such-corpus"), "cannot be read: .*check the name, the split and")
