@@ -71,11 +71,12 @@ def run_schedule(
         transport: this rank's connection to the others.
         circulating: this rank's block, a tuple of contiguous tensors: (q,) in the forward pass of the state ring, (k, v) in the
             KV ring.
-        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and the rows of `block`
-            that the local step names. If `into` is given, it contains rows of `own_result`, and `compute` accumulates into them
-            in place. If `into` is None, `compute` returns a new partial result, or None if nothing must be sent to the owner.
+        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and `block`, which
+            contains exactly the rows that the local step names. If `into` is given, it contains the same rows of `own_result`,
+            and `compute` accumulates into them in place. If `into` is None, `compute` returns a new partial result, or None if
+            nothing must be sent to the owner.
         own_result: the result of this rank's own block, which is updated in place. The caller initialises it to the identity of
-            `merge`.
+            `merge`. The default, an empty tuple, is for a pass that sends no results.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) is called at the end with the results that have returned to this rank and were
             not merged yet. If the transport can keep all results until the end of the pass, the list contains all results.
@@ -114,8 +115,8 @@ def run_schedule(
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
-        # The schedule never needs a block for longer than one step, so the blocks of the previous step are released
-        # here. This must happen after the local steps and before the incoming blocks are stored.
+        # All local steps of this step are finished, and no later step needs their blocks again. The blocks are released here,
+        # before the incoming blocks of the next step are stored.
         blocks = {rank: circulating}
         for message, block in zip(step.incoming, complete_hop(wait, transport, hop), strict=True):
             owner = message.owner
@@ -126,7 +127,8 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # A relayed result passes through this rank, which may already have computed its own part of it.
+                # A relayed result passes through this rank on its way to the owner. If this rank has computed a partial result
+                # for the same owner, the two are merged and continue as one.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)
@@ -216,16 +218,18 @@ class Ring:
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
         """Return the ring that `spec` describes. The first call for a group performs a handshake, see `connect.connect`."""
         transport = connect.connect(spec.group, device, spec.transport, call)
+        # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. Reading the lengths does
+        # not wait for the GPU, because this tensor is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
-        # The documents become a tuple of integers, which can be hashed. Reading them does not wait for the GPU,
-        # because operators carry them on the CPU.
         plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
         keep_for_graph(plan, device)
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return this ring for some of its heads, of which the first one has the index `first_head` among this ring's heads."""
-        # The dropout depends on the index of a head among all heads.
+        """Return a ring for a chunk of the heads. `first_head` is the index of the chunk's first head among this ring's heads.
+
+        Only the dropout depends on that index. `all_to_all_uses_sms`: see the field of the same name.
+        """
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
@@ -249,9 +253,9 @@ class Ring:
         # A single rank receives no partial gradients, so the kernel can write the gradients in the dtypes of the
         # inputs.
         if self.transport.size == 1:
-            return self._backward_alone(q, k, v, dout, lse, (out, dlse))
+            return self._backward_alone(q, k, v, out, lse, dout, dlse)
         chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.transport.interconnect)
-        grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, dout, lse, (out, dlse))
+        grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, out, lse, dout, dlse)
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     def _prepare(self, name: str, results: bool) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
@@ -287,33 +291,29 @@ class Ring:
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values circulate, and the kernels update the state of the resident queries in place."""
         schedule, prepared = self._prepare("kv", results=False)
-        # The state stays in the accumulators of this rank, and the kernel of the last local step can divide by l
-        # itself. This saves a kernel that reads and writes the whole state.
+        # The kernel of the last local step divides o by l and returns (out, lse). A separate kernel for the division would
+        # read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
-        state = None
+        result = None  # the state of the resident queries; after the last local step (out, lse)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> None:
-            nonlocal state
+            nonlocal result
             intervals, options = prepared[local_step]
-            final = local_step.owner == last  # the kernel of the last block returns (out, lse) instead of the state
-            state = dispatch.forward(q, *block, intervals, self.spec.scale, state, final, **options)
+            final = local_step.owner == last
+            result = dispatch.forward(q, *block, intervals, self.spec.scale, result, final, **options)
 
         run_schedule(schedule, self.transport, (k, v), compute, label="forward of the KV ring")
-        return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else state
+        return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else result
 
-    def _backward_alone(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_alone(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
         """On a ring of one rank, the kernel's gradients need no sums and are returned in the dtypes of the inputs."""
         _, prepared = self._prepare("kv", results=False)
         if not prepared:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         ((intervals, options),) = prepared.values()
-        return dispatch.backward(q, k, v, dout, lse, delta, intervals, self.spec.scale, **options)
+        return dispatch.backward(q, k, v, dout, lse, (out, dlse), intervals, self.spec.scale, **options)
 
-    def _backward_state(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_state(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
         """Queries circulate with dout, lse and delta.
 
         dq returns to the owner of the queries, and dk and dv accumulate on this rank.
@@ -336,23 +336,21 @@ class Ring:
             return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
-        # delta = sum(out * dout) is computed once by the owner. It circulates instead of out, because it is smaller
-        # by a factor of the head dim.
-        block = q, dout, lse, dispatch.row_delta(delta[0], dout, delta[1], self.spec.backend).contiguous()
+        # The owner of the queries computes delta = rowsum(dout * out) - dlse once. delta circulates instead of `out`, because
+        # delta has one number per row and head, and `out` has as many numbers as the head dim.
+        block = q, dout, lse, dispatch.row_delta(out, dout, dlse, self.spec.backend).contiguous()
         grads = _GradientSum((own_dq,), (q,))
         run_schedule(schedule, self.transport, block, compute, (own_dq,), _add, grads.merge_arrivals, label)
         return *grads.rounded, *(_zeros(k, v) if dk is None else (dk, dv))
 
-    def _backward_kv(
-        self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, lse: Tensor, delta: tuple[Tensor, Tensor | None]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _backward_kv(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values circulate. dk and dv return to the owner of the keys, and dq accumulates on this rank."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
         # dq accumulates over all local steps inside `IncrementalBackward`, so the work that does not depend on the
         # keys is done only once.
         plain, scale = not self.spec.dropout_p, self.spec.scale
-        kernel = dispatch.IncrementalBackward(q, v, dout, lse, delta, scale, plain=plain, **self.kernel_options)
+        kernel = dispatch.IncrementalBackward(q, v, dout, lse, (out, dlse), scale, plain=plain, **self.kernel_options)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
