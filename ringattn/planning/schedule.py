@@ -112,21 +112,18 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     """
     # On a tie, min() picks the first pairing, which is XOR if the number of ranks is a power of two.
     rounds = min(_pairings(need), key=len)
-    first, rest = _own_local_steps(need, bool(rounds), results, split_points)
-    steps = []
+    returns = results and bool(rounds)
+    first, rest = _own_local_steps(need, split_points, returns)
+    computed, steps = [first, *rounds, rest], []
     # A block is sent in step t, is used in step t + 1, and its result is sent in step t
     # + 2. Therefore a pass with results has one more step than a pass without results.
-    for t in range(len(rounds) + 1 + (results and bool(rounds))):
-        local_steps, messages = list(first) if t == 0 else [], []
+    for t in range(len(rounds) + 1 + returns):
+        messages = []
         if t < len(rounds):
             messages += [Message("block", x.owner, x.owner, x.rank, x.rows) for x in rounds[t]]
         if results and t >= 2:
             messages += [Message("result", x.owner, x.rank, x.owner, x.rows) for x in rounds[t - 2]]
-        if 1 <= t <= len(rounds):
-            local_steps += rounds[t - 1]
-        elif t:
-            local_steps += rest
-        steps.append(Step(tuple(local_steps), tuple(messages)))
+        steps.append(Step(tuple(computed[t]), tuple(messages)))
     return Schedule(len(need), tuple(steps))
 
 
@@ -149,17 +146,17 @@ def _pairings(need: Need) -> list[list[list[LocalStep]]]:
     return pairings
 
 
-def _own_local_steps(
-    need: Need, circulates: bool, results: bool, split_points: tuple[int, ...] | None
-) -> tuple[list[LocalStep], list[LocalStep]]:
-    """Return two lists of local steps of all ranks with their own blocks: one list for the first step and one for the last."""
+def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
+    """Return two lists of local steps of all ranks with their own blocks: one list for the first step and one for the last.
+
+    The blocks are split only if results return to their owners (`returns`).
+    """
     first, rest = [], []
     for rank in range(len(need)):
         rows = need[rank][rank]
-        if not (circulates and results):
+        split = split_points[rank] if split_points else rows.start
+        if not returns:
             split = rows.stop  # there are no results whose return could be hidden
-        else:
-            split = rows.start if split_points is None else split_points[rank]
         split = min(max(split, rows.start), rows.stop)
         first.append(LocalStep(rank, rank, range(rows.start, split)))
         rest.append(LocalStep(rank, rank, range(split, rows.stop)))
@@ -188,8 +185,9 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
     # A relayed block is not shortened on the way, so it contains the rows of all ranks that need any of it.
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
-    own_first, own_rest = _own_local_steps(need, final > 0, results, split_points)
-    last = final + 1 if results and final else final
+    returns = results and final > 0
+    own_first, own_rest = _own_local_steps(need, split_points, returns)
+    last = final + returns
     steps = []
     for t in range(last + 1):
         local_steps, messages = [], []
