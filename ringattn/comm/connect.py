@@ -186,8 +186,11 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
 
 
 def _identity(device: torch.device) -> _Identity:
+    # The host name alone does not identify a machine, because containers of one image may share it.
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    host = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
-    return _Identity(_host_name(), gpu, attention_flops(device))
+    return _Identity(host, gpu, attention_flops(device))
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
@@ -229,15 +232,6 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
             "ranks of a ring must make the same calls"
         ) from error
     return [json.loads(store.get(key)) for key in keys]
-
-
-def _host_name() -> str:
-    """Return a name that identifies this machine.
-
-    The host name does not suffice, because containers of one image may share it.
-    """
-    boot_id = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:

@@ -160,16 +160,14 @@ class Watchdog:
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
             with self._lock:
                 hop = self._overdue_hop()
-            try:
+            # The store ends together with the rank that hosts it, and its clients then raise various exceptions. These
+            # exceptions do not end this process, because the hop in progress will become overdue anyway.
+            with suppress(Exception):
                 self._send_heartbeat()
                 if self.store.check(["verdict"]):
                     # Another rank has published a verdict. The main thread gets some time to raise its own exception.
                     time.sleep(GRACE)
                     self._exit(self.store.get("verdict").decode())
-            except Exception:
-                # The store ends together with the rank that hosts it, and its clients then raise various exceptions. These
-                # exceptions do not end this process, because the hop in progress will become overdue anyway.
-                pass
             if hop is not None:
                 self._exit(self._diagnose(hop))
 
