@@ -1,7 +1,5 @@
 """Explain in words what a call of `ring_attention` would do on each hop, and why its schedule was chosen."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -125,18 +123,13 @@ def _reason(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> str:
 def _describe_step(step: RankStep, names: dict[str, str]) -> str:
     blocks = ", ".join(f"rows {_span(local_step.rows)} of rank {local_step.owner}" for local_step in step.local_steps)
     parts = [f"computes with {blocks}" if blocks else "computes nothing"]
-    parts += _describe_messages("sends", "to", step.outgoing, [m.dst for m in step.outgoing], names)
-    parts += _describe_messages("receives", "from", step.incoming, [m.src for m in step.incoming], names)
+    parts += [f"sends {_describe_message(message, names)} to rank {message.dst}" for message in step.outgoing]
+    parts += [f"receives {_describe_message(message, names)} from rank {message.src}" for message in step.incoming]
     return ", ".join(parts)
 
 
-def _describe_messages(
-    verb: str, preposition: str, messages: Sequence[Message], peers: Sequence[int], names: dict[str, str]
-) -> list[str]:
-    return [
-        f"{verb} {names[message.kind]} rows {_span(message.rows)} of rank {message.owner} {preposition} rank {peer}"
-        for message, peer in zip(messages, peers, strict=True)
-    ]
+def _describe_message(message: Message, names: dict[str, str]) -> str:
+    return f"{names[message.kind]} rows {_span(message.rows)} of rank {message.owner}"
 
 
 def _span(rows: range) -> str:
