@@ -76,15 +76,17 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
         config = DEFAULTS.get(config["model_type"], {}) | config
-        _check_supported(config)
-        return _settings(config)
+        # The settings of the rotary positions, and the name of the method by which they are scaled.
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kind = rope.get("rope_type") or rope.get("type") or "default"
+        _check_supported(config, rope, kind)
+        return _settings(config, rope, kind)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
 
 
-def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    rope, kind = _rope(config)
+def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[str, Any]:
     # `operator.index` raises a TypeError unless the value is an integer.
     settings = {
         "vocab_size": operator.index(config["vocab_size"]),
@@ -110,13 +112,12 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _check_supported(config: dict[str, Any]) -> None:
-    """Check that our model supports all settings in `config`.
+def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
+    """Check that our model supports all settings in `config` and `rope`.
 
     Raises:
         ValueError: names the first setting that our model does not support.
     """
-    rope, kind = _rope(config)
     # Each setting with its value and the supported values.
     checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
     for name, value in FIXED.items():
@@ -132,12 +133,6 @@ def _check_supported(config: dict[str, Any]) -> None:
     for name, (value, supported) in checks.items():
         if value not in supported:
             raise ValueError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
-
-
-def _rope(config: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the settings of the rotary positions, and the name of the method by which they are scaled."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope, rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
