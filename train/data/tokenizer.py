@@ -98,20 +98,18 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: 
         ConfigError: the tokenizer has another fingerprint.
     """
     if expected is not None and tokenizer.fingerprint != expected:
-        raise ConfigError(
-            f"data.tokenizer={name}, but {why}: the token ids would have another meaning; set data.tokenizer to that file"
-        )
+        raise ConfigError(f"data.tokenizer={name}, but {why}: token ids would mean other text; set data.tokenizer to that file")
 
 
 def _read(path: str | Path):
     try:
         from tokenizers import Tokenizer as Reader
+
+        return Reader.from_file(str(Path(path).expanduser()))
     except ImportError as error:
         raise ConfigError(
             f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers, or set data.tokenizer=bytes"
         ) from error
-    try:
-        return Reader.from_file(str(Path(path).expanduser()))
     except Exception as error:  # The package raises errors of no other type.
         reason = str(error).splitlines()[0]
         raise ConfigError(
