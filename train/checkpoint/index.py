@@ -13,19 +13,17 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# The classes of which an index consists. Creating them has no side effects.
+# The classes of DCP's metadata of which an index consists. Creating them has no side effects.
+_METADATA_CLASSES = (
+    "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
+    "_MEM_FORMAT_ENCODING"
+).split()
+# These classes and all others of which an index consists, each with its module.
 _ALLOWED_CLASSES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.metadata", "Metadata"),
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
-    ("torch.distributed.checkpoint.metadata", "StorageMeta"),
-    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # the name of PosixPath in Python 3.13 and later
 }
