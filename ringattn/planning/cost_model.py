@@ -95,8 +95,7 @@ def hop_costs(
     size = dict(zip(("block", "result"), row_bytes, strict=True))
     ranks = range(schedule.ranks) if rank is None else (rank,)
     costs = []
-    for t in range(len(schedule.steps)):
-        steps = [schedule.by_rank[r][t] for r in ranks]
+    for steps in zip(*(schedule.by_rank[r] for r in ranks), strict=True):
         compute = max(sum(map(flops, step.local_steps)) / interconnect.flops for step in steps)
         # Links are full duplex, so what a rank sends and what it receives count separately.
         traffic = [messages for step in steps for messages in (step.outgoing, step.incoming)]

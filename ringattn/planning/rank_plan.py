@@ -78,10 +78,8 @@ class Plan:
         """Compute the choices, schedules and kernel tables that `other` has computed already, so that no future pass waits for
         them.
         """
-        if other is self:
-            return
-        for work, interconnect in other._choices:
-            self.choose_schedule("auto", work, interconnect)
+        for key in other._choices:
+            self.choose_schedule("auto", *key)
         for (name, *options), schedule in other._schedules.items():
             if (name, schedule) in other._block_pairs:
                 ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
