@@ -43,11 +43,7 @@ class Choice:
 
 @cached(maxsize=256)
 def choose_backend(
-    device: torch.device,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    dims: tuple[int, int] = (128, 128),
-    plain: bool = True,
+    device: torch.device, dtype: torch.dtype, backend: str = "auto", dims: tuple[int, int] = (128, 128), plain: bool = True
 ) -> Choice:
     """Select the backend for tensors of `dtype` on `device`.
 

@@ -33,6 +33,7 @@ from ringattn.kernels.interval_mask import Intervals, dense
 
 State = tuple[Tensor, Tensor, Tensor]  # m, l, o
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
+Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None asks for a new gradient
 # delta itself, or (out, dlse) for kernels that compute delta from them.
 Delta = Tensor | tuple[Tensor, Tensor | None]
 
@@ -83,8 +84,7 @@ def merge(a: State, b: State) -> State:
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return (out, lse): out = o / l in `dtype`, lse = m + log l in the dtype of the state. An empty state gives (0, -inf)."""
     m, l, o = state
-    empty = l == 0
-    out = o / l.masked_fill(empty, 1.0)[..., None]
+    out = o / l.masked_fill(l == 0, 1.0)[..., None]
     return out.to(dtype), m + torch.log(l)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Delta, State, state_dtype
+from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
 # The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
@@ -142,7 +142,7 @@ def check_gradients(
     dout: Tensor,
     lse: Tensor,
     delta: Delta,
-    accumulators: tuple[Tensor | None, Tensor | None, Tensor | None],
+    given: Accumulators,
     grad_dtype: torch.dtype | None,
 ) -> None:
     """Check the arguments that the backward takes in addition to those of the forward.
@@ -152,7 +152,7 @@ def check_gradients(
         dout: must be (B, Nq, Hq, Dv) in q's dtype.
         lse: must be (B, Nq, Hq) in the dtype of states.
         delta: must be like lse, or a tuple of out, which must be like dout, and dlse, which must be None or like lse.
-        accumulators: dq, dk and dv; each must be None or a contiguous tensor with the shape of q, k or v in the dtype of
+        given: dq, dk and dv; each must be None or a contiguous tensor with the shape of q, k or v in the dtype of
             states.
         grad_dtype: must be None, q's dtype or the dtype of states.
 
@@ -160,20 +160,19 @@ def check_gradients(
         ValueError: the first rule that is broken.
     """
     rows, dtype, exact, device = q.shape[:3], q.dtype, state_dtype(q.dtype), q.device
-    outputs, scalars = [("dout", dout)], [("lse", lse)]
+    outputs, scalars = {"dout": dout}, {"lse": lse}
     if isinstance(delta, tuple):
-        outputs.append(("out", delta[0]))
-        scalars.append(("dlse", delta[1]))
+        outputs["out"], scalars["dlse"] = delta
     else:
-        scalars.append(("delta", delta))
-    for name, x in outputs:
+        scalars["delta"] = delta
+    for name, x in outputs.items():
         _require(name, x, (*rows, v.shape[3]), dtype, device)
-    for name, x in scalars:
+    for name, x in scalars.items():
         if x is not None:
             _require(name, x, rows, exact, device)
     if grad_dtype not in (None, dtype, exact):
         raise ValueError(f"grad_dtype={grad_dtype}: must be None, q's dtype {dtype} or {exact}")
-    for name, x, like in zip(("dq", "dk", "dv"), accumulators, (q, k, v), strict=True):
+    for name, x, like in zip(("dq", "dk", "dv"), given, (q, k, v), strict=True):
         if x is not None:
             _require_accumulator(name, x, like.shape, exact, device)
 
