@@ -27,7 +27,7 @@ from triton.runtime import JITFunction
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import ROUNDS, Dropout
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Gradients, State
+from ringattn.kernels.reference import Accumulators, Gradients, State
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -150,9 +150,7 @@ def allocate_results(q: Tensor, v: Tensor, state: State | None, final: bool) -> 
     return m, l, o, None, None
 
 
-def allocate_gradients(
-    q: Tensor, k: Tensor, v: Tensor, given: tuple[Tensor | None, ...], grad_dtype: torch.dtype | None
-) -> Gradients:
+def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
     """Return (dq, dk, dv) for a backward call: the accumulators in `given`, and new tensors where those are None.
 
     New tensors are zero if there are no queries or no keys, because no kernel runs then.
@@ -271,24 +269,24 @@ def load_tile(entry):
 
 
 @triton.jit
-def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of a block of rows.
+def block_loop(
+    block_lists, block_strides, batch, head, lo, hi, first, end, num_columns,
+    STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Return (blocks, loop): the pointer to the list of kept blocks of the rows [first, end), and the loop over this list.
 
     An entry of the list is a pair (number of kept columns before this one, kept column), see `ringattn.kernels.blocks`. Here a
-    column is a pair of a block and one of GROUP heads.
+    column is a pair of a block and one of GROUP heads. The loop is like that of `load_tile`, except that begin is the index of
+    an entry in the list. An entry stands for BLOCK // STEP tiles.
+
+    Args:
+        block_lists, block_strides: the lists of all blocks of rows, and their strides over batch entries and heads.
+        lo, hi: the intervals of the rows of this batch entry.
+        num_columns: number of all columns, without heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
-    row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
-    return block_lists + row
-
-
-@triton.jit
-def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the loop of the rows [first, end) over a list of kept blocks.
-
-    The loop is like that of `load_tile`, except that begin is the index of an entry in the list. An entry stands for
-    BLOCK // STEP tiles.
-    """
+    row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + (first // BLOCK).to(tl.int64) * (2 * num_entries)
+    blocks = block_lists + row
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # Blocks [start, stop) contain all columns that some row attends to. In blocks [full, tail), all rows attend to all columns.
@@ -301,7 +299,7 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
     num_all = tl.load(blocks + stop * (2 * GROUP)) - begin
-    return begin, num_masked_prefix * TILES, num_unmasked * TILES, (num_all - num_unmasked) * TILES
+    return blocks, (begin, num_masked_prefix * TILES, num_unmasked * TILES, (num_all - num_unmasked) * TILES)
 
 
 @triton.jit
@@ -361,7 +359,7 @@ def run_loop(
         operands: a tuple of everything else that `add_tile` needs.
         dropout: None, or the tuple of `draw_keep_mask`.
         sums: the tuple of sums before the first tile.
-        loop, blocks: from `load_tile`, or with a block mask from `block_loop` and `kept_blocks`. Otherwise blocks is None.
+        loop, blocks: from `block_loop`; without a block mask, blocks is None and the loop is from `load_tile`.
         STEP: number of columns of a tile. GROUP: number of heads that the loop covers.
     """
     BLOCK: tl.constexpr = CONFIG.block

@@ -43,15 +43,6 @@ def _add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr,
     return new_m, l * alpha + tl.sum(p, 1), o
 
 
-@triton.jit
-def _merge(m, l, o, other_m, other_l, other_o):
-    """Merge two states like `ringattn.kernels.reference.merge`, with m in log2 units."""
-    new_m = tl.maximum(m, other_m)
-    reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
-    alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
-    return new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
-
-
 @triton.jit(do_not_specialize=["num_masks", "num_tiles", "num_queries", "num_keys", "first_head", "seed", "threshold"])
 def _forward_kernel(
     q, k, v, lo, hi, table, state_m, state_l, state_o, out, lse,
@@ -96,8 +87,8 @@ def _forward_kernel(
     # Without a block mask or without dropout, the variable is None at compile time, and Triton generates no code for it.
     blocks, dropout = None, None
     if block_lists is not None:
-        blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
-        loop = common.block_loop(lo, hi, first, end, blocks, CONFIG.keys, CONFIG.block, 1)
+        lists = block_lists, block_strides, batch, head
+        blocks, loop = common.block_loop(*lists, lo, hi, first, end, num_keys, CONFIG.keys, CONFIG.block, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
@@ -123,7 +114,11 @@ def _forward_kernel(
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
-        m, l, o = _merge(m, l, o, other_m, other_l, other_o)
+        # This is `ringattn.kernels.reference.merge`, with m in log2 units.
+        new_m = tl.maximum(m, other_m)
+        reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
+        alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
+        m, l, o = new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
     # A query with l = 0 has attended to no key: its output is 0 / 1 = 0 and its lse is log2(0) = -inf.
     if FINAL:
         o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
