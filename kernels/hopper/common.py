@@ -93,12 +93,10 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
     """Return why the Hopper kernels cannot run with these inputs, or None if they can.
 
     Args:
-        device: of all tensors.
+        device: of all tensors, a CUDA device.
         dtype: of q, k and v.
         dims: the head dims (D, Dv).
     """
-    if device.type != "cuda":
-        return f"the Hopper kernels do not run on {device.type}"
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"the Hopper kernels require an sm_90 GPU, and this GPU is sm_{major}{minor}"
@@ -229,28 +227,8 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions that have side effects, and return the int32 that they write to $0. The operand $1 is 0."""
-    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+    """Execute PTX instructions that have side effects, and return the int32 that they write to $0. The operand $1 is 0.
 
-
-@gluon.jit
-def wait_for_writes():
-    """Wait until everything that this partition has stored by TMA is visible in global memory.
-
-    `tma.store_wait` is weaker: it waits only until TMA has read the shared memory that a store comes from.
+    An inline assembly call must return a value. Instructions without a result therefore end with "mov.b32 $0, $1;".
     """
-    # Gluon has no function for the form of the instruction without ".read". An inline assembly call must return a value, hence
-    # the unused move.
-    execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-
-
-@gluon.jit
-def named_barrier_arrive(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Arrive at a named barrier with all threads of this partition, without waiting."""
-    execute(f"bar.arrive {NUMBER}, {THREADS}; mov.b32 $0, $1;")
-
-
-@gluon.jit
-def named_barrier_wait(NUMBER: gl.constexpr, THREADS: gl.constexpr):
-    """Wait at a named barrier until THREADS threads have arrived, including those of this partition."""
-    execute(f"bar.sync {NUMBER}, {THREADS}; mov.b32 $0, $1;")
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)

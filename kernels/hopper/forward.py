@@ -254,14 +254,15 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
 def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
     if CONFIG.ping_pong:
-        hopper_common.named_barrier_wait(FIRST_PING_PONG_BARRIER + CONSUMER, PING_PONG_THREADS)
+        hopper_common.execute(f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;")
 
 
 @gluon.jit
 def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products."""
+    """Let the next consumer issue its products, by arriving at its barrier without waiting."""
+    NEXT: gl.constexpr = FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers
     if CONFIG.ping_pong:
-        hopper_common.named_barrier_arrive(FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers, PING_PONG_THREADS)
+        hopper_common.execute(f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;")
 
 
 @gluon.jit
@@ -447,9 +448,9 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
 @gluon.jit
 def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """A consumer partition: 64 rows of every work tile, and once more if a row of the program has overflowed."""
-    if CONFIG.ping_pong and CONSUMER == CONFIG.consumers - 1:
+    if CONSUMER == CONFIG.consumers - 1:
         # Consumer 0 has the first turn.
-        hopper_common.named_barrier_arrive(FIRST_PING_PONG_BARRIER, PING_PONG_THREADS)
+        _pass_ping_pong(CONSUMER, CONFIG)
     first = gl.to_tensor(0)
     slot, stage, phase, overflowed = _compute_work_tiles(
         arguments, first, first, first, CONSUMER, CONFIG.update_ref_max, CONFIG
@@ -458,8 +459,9 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise they could
-            # arrive later and replace the valid ones.
-            hopper_common.wait_for_writes()
+            # arrive later and replace the valid ones. `tma_store_wait` is weaker: it waits only until TMA has read the shared
+            # memory that a store comes from. Gluon has no function for the form of the instruction without ".read".
+            hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
 
 
