@@ -38,8 +38,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
     if huggingface.is_model(path):
         changes = huggingface.compare_settings(path, config.model, tokenizer.vocab_size)
         if (source := path / huggingface.TOKENIZER).is_file():
-            reason = f"{path} contains its own tokenizer, {source}"
-            check_tokenizer(config.data.tokenizer, tokenizer, fingerprint(source), reason)
+            check_tokenizer(config.data.tokenizer, tokenizer, fingerprint(source), f"the model has its own tokenizer, {source}")
         return changes
     if not (path / "meta.json").is_file() and not storage.CHECKPOINT_NAME.fullmatch(path.name):
         raise ConfigError(
