@@ -64,14 +64,12 @@ def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | No
     path = Path(trainer.resume).expanduser().resolve()
     if path.parent == directory.resolve():
         return path, _parent(path)
-    if newest is None:
-        return path, str(path)
-    if _parent(newest) != str(path):
+    if newest is not None and _parent(newest) != str(path):
         raise ConfigError(
             f"trainer.resume={trainer.resume}, but {newest} belongs to a run that did not branch from it and would be lost: "
             "choose another name for this run, or remove trainer.resume"
         )
-    return newest, str(path)
+    return newest or path, str(path)
 
 
 def _check_init_from(newest: Path, init_from: str | None) -> None:
