@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from ringattn.comm.transport import Templates, Tensors, WaitForBlocks
 from ringattn.comm.watchdog import Watchdog
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, Schedule
+from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ MAX_KEPT_RESULT_BYTES = 1 << 30
 # A kind of message has three slots if its messages have at most this size, so that a message may arrive two steps early. Larger
 # messages have two slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # sends of one all-to-all call: every chunk of heads is sent to other ranks and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
 ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple of this number
 
@@ -185,15 +187,21 @@ class NvlinkTransport:
         self._allocate()
 
     def _allocate(self) -> None:
-        """Create the routes, the receive buffer and the flags, which all passes use."""
+        """Create the routes, the receive buffers and the flags, which all calls use."""
         self._routes: dict[tuple, Route] = {}
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._routes.clear)
-        self.all_to_all_buffers: Any = None  # created by `ringattn.comm.nvlink_all_to_all` when it is first used
+        self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
         # Recorded when everything that the next sends of a pass read has been computed.
         self.computed = torch.cuda.Event()
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        count = len(PURPOSES) * len(KINDS) * self._max_steps * self.size
-        self._flags, self._flag_addresses = self.share(torch.int32, count)
+        # Each row contains one flag per writer: first the rows of the ring, then one row for each send of an all-to-all, and at
+        # last the ready flags of the all-to-all.
+        self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
+        self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
+        # All buffers are ready before the first all-to-all, which waits for
+        # the ready flags without an earlier call that could set them.
+        self._flags[-self.size :] = 1
+        self.synchronise()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
         """Allocate zeros that all ranks map. Return them, and the address at which this rank has mapped each rank's zeros.
@@ -225,6 +233,13 @@ class NvlinkTransport:
         """
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
+
+    def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
+        """Return the address of a flag in the memory of `rank` that `writer` sets for send `number` of an all-to-all.
+
+        The number MAX_SENDS stands for the ready flag.
+        """
+        return self._flag_addresses[rank] + 4 * ((self._ring_rows + number) * self.size + writer)
 
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""

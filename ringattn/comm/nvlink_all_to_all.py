@@ -21,12 +21,10 @@ from torch import Tensor
 
 from ringattn.comm import cuda_driver
 from ringattn.comm.all_to_all import LABEL, Slice, expected_messages
-from ringattn.comm.nvlink import NvlinkTransport, ReceiveBuffer, padded_bytes
+from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
-from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 
-MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # the number of sends of one call: every chunk of heads is sent to other ranks and returned
-READY = MAX_SENDS  # index of the ready flag, which follows the flags of the sends
+READY = MAX_SENDS  # number of the ready flags, which follow the flags of the sends
 
 
 class StridedCopy(NamedTuple):
@@ -77,36 +75,11 @@ def _strided_copies(
     return copies
 
 
-class AllToAllBuffers:
-    """The receive buffer and the flags of one group on one rank, for all calls. The constructor waits for all ranks."""
-
-    def __init__(self, transport: NvlinkTransport) -> None:
-        self.transport = transport
-        self.receive_buffer = ReceiveBuffer(transport, "the all-to-all")
-        self.flags, self.addresses = transport.share(torch.int32, (MAX_SENDS + 1) * transport.size)
-        # All buffers are ready before the first call, which waits for
-        # the ready flags without an earlier call that could set them.
-        self.flags[READY * transport.size :] = 1
-        transport.synchronise()
-
-    def flag(self, rank: int, purpose: int, writer: int) -> int:
-        """Return the address of the flag in the memory of `rank` that `writer` sets.
-
-        `purpose` is the number of a send, or READY.
-        """
-        return self.addresses[rank] + 4 * (purpose * self.transport.size + writer)
-
-
 class NvlinkAllToAll:
-    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`.
-
-    The first constructor call for a group waits for all ranks.
-    """
+    """The all-to-all of one call, see `ringattn.comm.all_to_all.AllToAll`."""
 
     def __init__(self, transport: NvlinkTransport) -> None:
-        if transport.all_to_all_buffers is None:
-            transport.all_to_all_buffers = AllToAllBuffers(transport)
-        self.buffers, self.transport = transport.all_to_all_buffers, transport
+        self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
         # The first stream sends to other ranks. The second stream copies this rank's own slices, and copies finished exchanges
         # into ordinary tensors.
@@ -130,8 +103,8 @@ class NvlinkAllToAll:
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             # At the first send, all exchanges of the call exist and the total size is known.
-            self.buffers.receive_buffer.reserve(self.total_bytes)
-            self.buffers.receive_buffer.keep_for_graph()
+            self.receive_buffer.reserve(self.total_bytes)
+            self.receive_buffer.keep_for_graph()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
         # The side streams must not read the tensors before the main stream has computed them.
         self.computed.record(self.main)
@@ -146,7 +119,7 @@ class NvlinkAllToAll:
         self.sent.clear()
         # The ready flags come last, because the other ranks may
         # overwrite the receive buffer as soon as they see them.
-        flags = [self.buffers.flag(peer, READY, self.transport.rank) for peer in self.transport.others]
+        flags = [self.transport.all_to_all_flag(peer, READY, self.transport.rank) for peer in self.transport.others]
         cuda_driver.set_flags(flags, self.main.cuda_stream)
 
 
@@ -163,14 +136,15 @@ class _NvlinkExchange:
         self.hop = None
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
+        all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
         # A strided copy has one pitch between tokens, so the heads of one token must be contiguous.
         block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
-            cuda_driver.wait_and_clear_flags([buffers.flag(transport.rank, READY, peer) for peer in others], stream)
-        addresses = buffers.receive_buffer.addresses  # read after begin_send, which may have allocated a larger buffer
+            ready = [transport.all_to_all_flag(transport.rank, READY, peer) for peer in others]
+            cuda_driver.wait_and_clear_flags(ready, stream)
+        addresses = all_to_all.receive_buffer.addresses  # read after begin_send, which may have allocated a larger buffer
         copies = [
             _strided_copies(take, put, x.shape, x.stride(), y.shape[2:], self.lengths, x.element_size(), transport.rank)
             for x, y in zip(block, self.into, strict=True)
@@ -185,7 +159,7 @@ class _NvlinkExchange:
         # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
             copy_to(peer, stream)
-        cuda_driver.set_flags([buffers.flag(peer, number, transport.rank) for peer in others], stream)
+        cuda_driver.set_flags([transport.all_to_all_flag(peer, number, transport.rank) for peer in others], stream)
         copy_to(transport.rank, all_to_all.local_stream.cuda_stream)
         self.awaited.append(number)
         all_to_all.sent.append(block)
@@ -194,16 +168,16 @@ class _NvlinkExchange:
 
     def _copy_out(self) -> None:
         """Copy the region into the tensors when all messages have arrived."""
-        all_to_all, buffers, transport = self.all_to_all, self.all_to_all.buffers, self.all_to_all.transport
+        all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
         # The watchdog requires hops to finish in the order in which they start. Exchanges are waited for in the order of their
         # last sends, so the hop starts here.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
-        flags = [buffers.flag(rank, number, peer) for number in self.awaited for peer in transport.others]
+        flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)
         for y, offset in zip(self.into, self.offsets, strict=True):
             if y.numel():
-                cuda_driver.copy(y.data_ptr(), buffers.receive_buffer.addresses[rank] + offset, y.nbytes, stream.cuda_stream)
+                cuda_driver.copy(y.data_ptr(), all_to_all.receive_buffer.addresses[rank] + offset, y.nbytes, stream.cuda_stream)
         self.complete.record(stream)
 
     def wait(self) -> Tensors:

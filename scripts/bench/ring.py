@@ -109,8 +109,8 @@ def receive_buffer_bytes(transport: NvlinkTransport) -> int:
 
     The statistics of torch's allocator do not include these bytes.
     """
-    users = [user for user in (transport, transport.all_to_all_buffers) if user is not None]
-    return sum(user.receive_buffer.memory.nbytes for user in users if user.receive_buffer.memory is not None)
+    buffers = transport.receive_buffer, transport.all_to_all_buffer
+    return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
 
 
 def count_messages(case: Case, schedule: str, ranks: int, interconnect: Interconnect) -> dict[str, dict]:
