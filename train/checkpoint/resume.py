@@ -12,8 +12,6 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, TrainerConfig
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
-COMPARED_GROUPS = ("model", "data", "parallel", "optim", "trainer")
-
 # Settings that must not change within a run, because they determine what the weights mean. These are prefixes of names.
 FIXED = ("model.", "data.mask_documents")
 
@@ -151,7 +149,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     Raises:
         ConfigError: the model differs, or all steps are completed and a setting differs.
     """
-    changes = _changes(meta, config, COMPARED_GROUPS)
+    changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
