@@ -54,7 +54,8 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
 def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     newest = storage.latest(directory)
     if newest is not None:
-        _check_init_from(newest, trainer.init_from)
+        if trainer.init_from is not None:
+            _check_init_from(newest, trainer.init_from)
         if trainer.resume == "never":
             raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: choose another name for this run")
     if trainer.resume in ("auto", "never"):
@@ -70,10 +71,8 @@ def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | No
     return newest or path, str(path)
 
 
-def _check_init_from(newest: Path, init_from: str | None) -> None:
-    """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names, if any."""
-    if init_from is None:
-        return
+def _check_init_from(newest: Path, init_from: str) -> None:
+    """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names."""
     saved = storage.read_meta(newest)["config"]["trainer"].get("init_from")
     if saved is None or Path(saved).expanduser().resolve() != Path(init_from).expanduser().resolve():
         raise ConfigError(
