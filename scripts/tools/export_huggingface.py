@@ -58,7 +58,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         save_torch_state_dict(tensors, folder)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if data.tokenizer != "bytes":
-            shutil.copy(Path(data.tokenizer).expanduser(), folder / huggingface.TOKENIZER)
+            shutil.copy(Path(data.tokenizer).expanduser(), folder / "tokenizer.json")
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error

@@ -42,7 +42,6 @@ ROPE_FIXED = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
-TOKENIZER = "tokenizer.json"
 # The supported types of models. For each type, the settings whose default value in transformers depends on the type, and their
 # default values.
 DEFAULTS = {

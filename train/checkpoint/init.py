@@ -36,10 +36,9 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
             run.
     """
     if huggingface.is_model(path):
-        changes = huggingface.compare_settings(path, config.model, tokenizer.vocab_size)
-        if (source := path / huggingface.TOKENIZER).is_file():
+        if (source := path / "tokenizer.json").is_file():
             check_tokenizer(config.data.tokenizer, tokenizer, fingerprint(source), f"the model has its own tokenizer, {source}")
-        return changes
+        return huggingface.compare_settings(path, config.model, tokenizer.vocab_size)
     if not (path / "meta.json").is_file() and not storage.CHECKPOINT_NAME.fullmatch(path.name):
         raise ConfigError(
             f"trainer.init_from={path} must be the path of a checkpoint (a step_... directory) or of a folder with a Hugging "
