@@ -164,7 +164,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     rows = settings.pop("vocab_size")
     if rows < vocab_size:
         raise ConfigError(
-            f"{path} has {rows} tokens, fewer than the {vocab_size} of the tokenizer: set data.tokenizer to the model's own"
+            f"{path} has only {rows} of the tokenizer's {vocab_size} tokens: set data.tokenizer to the model's own"
         )
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
