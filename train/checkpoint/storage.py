@@ -253,8 +253,7 @@ def _read_index(path: Path) -> Metadata:
         CheckpointError: the index is damaged, or it does not agree with the files.
     """
     meta = read_meta(path)
-    sizes = meta["files"]
-    for name, size in sizes.items():
+    for name, size in meta["files"].items():
         with _report_damage(path, name):
             if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
                 raise ValueError(f"the file is missing, or its size is not {size} bytes")
@@ -263,7 +262,7 @@ def _read_index(path: Path) -> Metadata:
         # The first versions of ringattn did not write a checksum of the index.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
-        return parse_index(content, files=sizes)
+        return parse_index(content, files=meta["files"])
 
 
 def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors: dict[str, Tensor]) -> None:
