@@ -11,10 +11,12 @@ Only rank 0 reads the command line. For every job, rank 0 broadcasts the setting
 All ranks therefore run the same job in the same directory, and an error in the settings is reported once.
 """
 
+import ctypes
 import errno
 import logging
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -29,6 +31,12 @@ if __name__ == "__main__":
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    # torchrun has started this process. If torchrun dies, the kernel sends SIGTERM to this process. Otherwise the process would
+    # keep its GPU and the lock on its directory. The request comes before the imports, because importing torch takes seconds.
+    PR_SET_PDEATHSIG = 1  # see prctl(2)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
 import hydra
 import torch.distributed as dist
 from hydra.conf import HydraConf
@@ -41,11 +49,13 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks
+from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.step import Diverged
 from ringattn.train.summary import Outcome, sweep_table
 from ringattn.train.trainer import train
+
+log = logging.getLogger(__name__)
 
 # The folder is next to this package both in the repository (configs/) and in an installation (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -70,20 +80,21 @@ def main() -> NoReturn:
 def run_command_line() -> int:
     """Join the other ranks, run all jobs of the command line, and return the exit status."""
     logging.raiseExceptions = False  # If the log cannot be written, logging would print a traceback for every line.
-    store = connect_ranks()
+    launch = connect_ranks()
     try:
-        status = run_as_rank_zero(store) if dist.get_rank() == 0 else run_as_other_rank()
+        status = run_as_rank_zero(launch) if dist.get_rank() == 0 else run_as_other_rank()
     except KeyboardInterrupt:
-        terminate(store, "interrupted: launch the same name again to resume from the latest checkpoint", 130)
+        terminate(launch.store, "interrupted; every completed step is saved", 130)
     except Exception as error:
-        terminate_on_error(store, error)
+        terminate_on_error(launch.store, error)
     disconnect_ranks()
     return status
 
 
-def run_as_rank_zero(store: dist.Store) -> int:
+def run_as_rank_zero(launch: Launch) -> int:
     """Run every job that Hydra composes from the command line, together with the other ranks. Return the exit status."""
     outcomes: list[Outcome] = []
+    OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
 
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
@@ -93,6 +104,8 @@ def run_as_rank_zero(store: dist.Store) -> int:
             config, directory = to_config(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
             broadcast_object((config, directory))
+            if launch.attempt > 1:
+                log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
             outcome.result = train(config, directory)
         except USER_ERRORS as error:
             report_error(error)
@@ -101,7 +114,7 @@ def run_as_rank_zero(store: dist.Store) -> int:
             raise
         except Exception as error:
             # The process must exit here, because Hydra would catch the error and continue with the next job.
-            terminate_on_error(store, error)
+            terminate_on_error(launch.store, error)
         finally:
             # The table is written after every job, because a later job may crash.
             if context.mode == RunMode.MULTIRUN:

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -83,9 +84,9 @@ def _run_as_rank(directory: Path, port: int, arguments: list[str], prepare: Call
     run.main()
 
 
-def command(ranks: int, script: Path | str, *arguments: str) -> list[str]:
-    """The command line of a job under torchrun. The script is a path, or the name of a module."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+def command(ranks: int, script: Path | str, *arguments: str, options: Iterable[str] = ()) -> list[str]:
+    """The command line of a job under torchrun, which receives `options`. The script is a path, or the name of a module."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
     return [*torchrun, *(["-m", script] if isinstance(script, str) else [str(script)]), *arguments]
 
 
@@ -106,25 +107,38 @@ def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SC
     )
 
 
-def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) -> None:
-    """Start a job under torchrun, and kill all its processes with SIGKILL as soon as the file `when` exists."""
-    with open(directory / "killed.log", "w") as output:
+@contextmanager
+def start(ranks: int, directory: Path, *arguments: str, options: Iterable[str] = ()) -> Iterator[subprocess.Popen]:
+    """Start a job under torchrun whose output goes to output.log. All its processes are killed at the end of the context."""
+    with open(directory / "output.log", "w") as output:
         process = subprocess.Popen(
-            command(ranks, SCRIPT, *arguments),
+            command(ranks, SCRIPT, *arguments, options=options),
             cwd=directory,
             env=environment(directory),
             stdout=output,
             stderr=output,
         )
-        try:
-            deadline = time.monotonic() + 240
-            while not when.exists():
-                assert process.poll() is None, (directory / "killed.log").read_text()
-                assert time.monotonic() < deadline, f"{when} does not exist"
-                time.sleep(0.02)
-        finally:
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
             kill_tree(process.pid)
             process.wait()
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen, directory: Path) -> None:
+    """Wait until a condition holds while the job is running."""
+    deadline = time.monotonic() + 240
+    while not condition():
+        assert process.poll() is None, (directory / "output.log").read_text()
+        assert time.monotonic() < deadline, "the condition does not hold"
+        time.sleep(0.02)
+
+
+def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) -> None:
+    """Start a job under torchrun, and kill all its processes with SIGKILL as soon as the file `when` exists."""
+    with start(ranks, directory, *arguments) as process:
+        wait_until(when.exists, process, directory)
 
 
 def own_errors(stderr: str) -> str:

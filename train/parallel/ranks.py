@@ -4,14 +4,15 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.config import ConfigError
+from ringattn.train.parallel.launcher import begin_attempt, launch_time
 from ringattn.train.parallel.mesh import build_mesh
 
 log = logging.getLogger(__name__)
@@ -19,22 +20,46 @@ log = logging.getLogger(__name__)
 # How long a collective may take until `mesh.set_timeout` sets another limit. Tokenising a corpus may take most of it.
 START_TIMEOUT = timedelta(minutes=30)
 
+# How long a rank tries to connect to the store that torchrun hosts.
+TORCHRUN_TIMEOUT = timedelta(seconds=15)
+
 # The environment variable with which cuBLAS selects workspaces that give the same bits in every run.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-def connect_ranks() -> dist.Store:
+@dataclass(frozen=True)
+class Launch:
+    """How the ranks were launched.
+
+    Attributes:
+        store: the key-value store of all ranks of this attempt.
+        attempt: how often torchrun has started the ranks of this launch, from 1.
+        time: the local time of the first attempt; "" on other ranks than rank 0.
+    """
+
+    store: dist.Store
+    attempt: int
+    time: str
+
+
+def connect_ranks() -> Launch:
     """Initialise the default process group with the ranks of torchrun, or with this process as the only rank.
 
     Tensors on GPUs use NCCL and tensors on CPUs use gloo. The group can therefore be created before the settings are read.
-
-    Returns:
-        The key-value store that all ranks use.
     """
-    options = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if "RANK" in os.environ:
+        # The store of torchrun runs before the ranks do. If it does not respond, torchrun has died.
+        by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        timeout = TORCHRUN_TIMEOUT if by_torchrun else START_TIMEOUT
+        job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        job_store.set_timeout(START_TIMEOUT)
+    else:
+        job_store, rank, world_size = dist.HashStore(), 0, 1
+    job_store = dist.PrefixStore("ringattn", job_store)
+    store, attempt = begin_attempt(job_store, rank, world_size)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, timeout=START_TIMEOUT, **options)
-    return _get_default_store()
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
+    return Launch(store, attempt, launch_time(job_store) if rank == 0 else "")
 
 
 def disconnect_ranks() -> None:

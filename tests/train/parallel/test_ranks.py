@@ -25,10 +25,10 @@ from tests.train.jobs import one_rank
 
 def test_a_process_without_torchrun_is_the_only_rank(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    store = connect_ranks()
+    launch = connect_ranks()
     try:
         assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
-        assert store.add("count", 2) == 2
+        assert launch.store.add("count", 2) == 2 and launch.attempt == 1
         build_mesh("cpu", 1)
     finally:
         disconnect_ranks()
