@@ -207,8 +207,8 @@ class TrainerConfig:
     # The minimum number of tokens per evaluation. Every evaluation uses the same whole sequences. If the held-out text is
     # shorter, all of it is evaluated.
     eval_tokens: int = 65_536
-    # The number of seconds after its launch at which a run stops. The run completes its current step, saves a checkpoint and
-    # exits. None: no limit.
+    # The number of seconds after the launch of torchrun at which a run stops. The run completes its current step, saves a
+    # checkpoint and exits. None: no limit.
     time_limit_s: float | None = None
     # The checkpoint to resume: "auto" (the latest one of this run, if any), "never", or the path of a checkpoint. A path to
     # a checkpoint of another run starts a branch of that run. A path to a checkpoint of this run goes back to it.

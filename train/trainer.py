@@ -81,7 +81,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
-    with closing(recorder), preemption.handle_sigterm():
+    with closing(recorder), preemption.handle_stop_signals():
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
             record, stop = take_step(run, step, consumed)
@@ -97,6 +97,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
                 save_checkpoint(run, directory, step, consumed)
             if stop:
                 log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
+                if dist.get_rank() == 0:
+                    metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
                 raise preemption.TrainingStopped
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,10 +17,10 @@ import torch.distributed as dist
 
 from ringattn.train import metrics, preemption, trainer
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.preemption import TrainingStopped, acquire_run_directory, handle_sigterm, stop_requested
+from ringattn.train.preemption import TrainingStopped, acquire_run_directory, handle_stop_signals, stop_requested
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
-from tests.train.launch import SCRIPT, SMALL, command, descendants, environment, write_corpus
+from tests.train.launch import ROOT, SMALL, descendants, start, wait_until, write_corpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -33,7 +34,7 @@ def no_request(monkeypatch):
 def test_repeated_sigterm_is_one_request():
     """torchrun forwards a SIGTERM that its ranks may have received themselves."""
     previous = signal.getsignal(signal.SIGTERM)
-    with handle_sigterm():
+    with handle_stop_signals():
         assert not stop_requested(None)
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -118,27 +119,57 @@ def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_l
     assert "stopped" in (directory / "sweep.md").read_text()
 
 
-def test_sigterm_to_all_processes_of_torchrun_saves_a_checkpoint(tmp_path):
-    """A scheduler sends SIGTERM to torchrun and to its ranks, and torchrun forwards it to the ranks."""
+@pytest.mark.parametrize(
+    ("number", "to_ranks"),
+    [(signal.SIGTERM, True), (signal.SIGINT, False), (signal.SIGKILL, False)],
+    ids=["SIGTERM to torchrun and its ranks", "Ctrl-C", "torchrun is killed"],
+)
+def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
+    """A scheduler sends SIGTERM to torchrun and to its ranks. A terminal sends SIGINT to torchrun, which forwards it.
+
+    If torchrun is killed, its ranks notice it.
+    """
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "name=a", "trainer.steps=100000"]
-    directory = tmp_path / "outputs" / "a"
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            command(2, SCRIPT, *settings, "trainer.checkpoint_every=0"),
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            stdout=log,
-            stderr=log,
-        )
-        while not metrics.read(directory / "metrics.jsonl"):
-            assert process.poll() is None, (tmp_path / "log").read_text()
-            time.sleep(0.02)
-        for pid in (process.pid, *descendants(process.pid)):
-            os.kill(pid, signal.SIGTERM)
+    directory, log = tmp_path / "outputs" / "a", tmp_path / "output.log"
+    with start(2, tmp_path, *settings, "trainer.checkpoint_every=0") as process:
+        wait_until(lambda: metrics.read(directory / "metrics.jsonl"), process, tmp_path)
+        ranks = descendants(process.pid)
+        for pid in (process.pid, *(ranks if to_ranks else ())):
+            os.kill(pid, number)
         process.wait(60)
+        deadline = time.monotonic() + 20
+        while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+            assert time.monotonic() < deadline, "ranks are left"
+            time.sleep(0.05)
     steps = len(metrics.read(directory / "metrics.jsonl"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
-    assert f"step {steps} is saved" in (tmp_path / "log").read_text()
+    assert f"step {steps} is saved" in log.read_text() and (directory / "loss.png").exists()
+    assert log.read_text().count("Ctrl-C:") == (number == signal.SIGINT)
+
+
+def test_second_ctrl_c_ends_the_process_at_once():
+    """The process ends even while it waits in a call that never returns to Python."""
+    process = multiprocessing.get_context("forkserver").Process(target=ignore_requests)
+    process.start()
+    time.sleep(3)
+    for expected in (None, -signal.SIGINT):
+        os.kill(process.pid, signal.SIGINT)
+        process.join(1)
+        assert process.exitcode == expected
+
+
+def ignore_requests() -> None:
+    with one_rank(), handle_stop_signals():
+        while True:
+            time.sleep(0.01)
+
+
+def test_launch_begins_when_the_process_starts():
+    """Python and torch take seconds to start, which count as well."""
+    code = "import time; start = time.monotonic(); time.sleep(1); from ringattn.train import preemption; "
+    code += "print(start - preemption.LAUNCH_TIME)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert 0 <= float(output) < 1
 
 
 def request_on_rank_1() -> None:
