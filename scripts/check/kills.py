@@ -1,0 +1,249 @@
+"""Check that a training run survives kills: `kill -9` at random moments, followed by a restart and a comparison.
+
+    python -m scripts.check.kills --kills 100 --seed 1
+
+One run without interruptions is the reference. Every further run is killed at a random moment, or while it saves a checkpoint,
+until it has been killed `--kills-per-run` times. It then finishes. There are four ways to kill and restart:
+
+    worker         one worker is killed; torchrun ends the run, and the same command is launched again
+    torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
+    restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
+    two launchers  like "restart", with two torchruns that each start half of the workers
+
+Every run must take the same steps as the reference, with the same loss in every step and the same bytes in its last checkpoint.
+After a kill, a run must resume from its newest complete checkpoint, so it repeats only the steps after that checkpoint. No
+process may be left 20 seconds after a run has ended. The exit status is 1 if a run fails one of these checks.
+"""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts import command
+
+WAYS = ("worker", "torchrun", "restart", "two launchers")
+RANKS = 2
+STEPS = 120
+# A run that has not finished after this many seconds counts as hung.
+TIMEOUT = 180
+# All processes of a run must end within this many seconds after their torchrun has ended.
+MAX_SECONDS_LEFT = 20
+# The environment variable by which the processes of a run are found.
+MARKER = "RINGATTN_CHECK_KILLS"
+SETTINGS = (
+    *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64", "data.eval_split=null"),
+    *("trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "trainer.log_every=1000"),
+    *("trainer.sample_tokens=0", "trainer.device=cpu", "logger=off"),
+)
+
+
+@dataclass
+class Run:
+    """One training run, which may be launched several times."""
+
+    folder: Path  # the working directory, in which the run writes outputs/<name>
+    name: str
+    way: str
+
+    @property
+    def directory(self) -> Path:
+        return self.folder / "outputs" / self.name
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    def launch(self) -> list[subprocess.Popen]:
+        """Start torchrun, or both torchruns, in the background."""
+        script = [
+            str(command.ROOT / "train" / "run.py"),
+            *SETTINGS,
+            f"data.path={self.folder}/corpus/*.txt",
+            f"name={self.name}",
+        ]
+        options, launchers = ["--standalone", f"--nproc_per_node={RANKS}"], 1
+        if self.way in ("restart", "two launchers"):
+            options = [*options, "--max-restarts=1000"]
+        if self.way == "two launchers":
+            address = f"localhost:{free_port()}"
+            rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", f"--rdzv-id={self.name}", "--nnodes=2"]
+            options, launchers = [*rendezvous, f"--nproc_per_node={RANKS // 2}", "--max-restarts=1000"], 2
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+        environment = {**os.environ, MARKER: self.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(command.ROOT)}
+        with open(self.log, "a") as log:
+            return [
+                subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log) for _ in range(launchers)
+            ]
+
+    def processes(self) -> list[int]:
+        """Return the processes of this run that are alive, including torchrun."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                is_member = f"{MARKER}={self.name}".encode() in (path / "environ").read_bytes().split(b"\0")
+                is_dead = (path / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+            except OSError:  # the process has ended, or it belongs to another user
+                continue
+            if is_member and not is_dead:
+                found.append(int(path.name))
+        return found
+
+    def checkpoints(self) -> list[str]:
+        return sorted(path.name for path in (self.directory / "checkpoints").glob("step_*"))
+
+
+def free_port() -> int:
+    """Return a port that no process uses at the moment."""
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
+    """Wait until all launchers have ended. Return whether all of them have exited with status 0."""
+    deadline = time.monotonic() + TIMEOUT
+    while any(launcher.poll() is None for launcher in launchers):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"the run has not ended after {TIMEOUT} s, see {run.log}")
+        time.sleep(0.05)
+    return all(launcher.returncode == 0 for launcher in launchers)
+
+
+def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, inside_save: bool) -> None:
+    """Wait until a random moment, or until the run writes a checkpoint, but at most until the run has ended."""
+    start = time.monotonic()
+    delay, saves = rng.uniform(0.0, seconds), rng.randint(1, 5)
+    seen: set[str] = set()
+    while any(launcher.poll() is None for launcher in launchers):
+        if not inside_save and time.monotonic() - start > delay:
+            return
+        if inside_save:
+            seen |= {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
+            if len(seen) >= saves:
+                return
+        time.sleep(0.001)
+
+
+def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) -> bool:
+    """Kill one worker, or torchrun. Return whether there was a process to kill."""
+    torchruns = {launcher.pid for launcher in launchers}
+    workers = [pid for pid in run.processes() if pid not in torchruns]
+    targets = sorted(torchruns) if run.way == "torchrun" else sorted(workers)
+    if not targets or all(launcher.poll() is not None for launcher in launchers):
+        return False
+    try:
+        os.kill(rng.choice(targets), signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
+    """Check that the first attempt after a kill has resumed from the checkpoint `newest`, or has started if there was none."""
+    resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
+    if resumed and newest and resumed[1] < newest:
+        raise AssertionError(f"the run resumed from {resumed[1]} although {newest} was complete, see {run.log}")
+    if newest and not resumed and "step" in log:
+        raise AssertionError(f"the run started again although {newest} was complete, see {run.log}")
+
+
+def check_no_process_left(run: Run) -> float:
+    """Wait until all processes of the run have ended. Return how many seconds that took."""
+    start = time.monotonic()
+    while left := run.processes():
+        if time.monotonic() - start > MAX_SECONDS_LEFT:
+            raise AssertionError(f"processes {left} are left {MAX_SECONDS_LEFT} s after the launcher has ended, see {run.log}")
+        time.sleep(0.05)
+    return time.monotonic() - start
+
+
+def results(run: Run) -> tuple[list, dict[str, str]]:
+    """Return the losses and the gradient norms of all steps, and the checksums of the tensors in the last checkpoint."""
+    records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    last = run.directory / "checkpoints" / run.checkpoints()[-1]
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.distcp"))}
+    return [(record["step"], record["loss"], record["grad_norm"], record["lr"]) for record in records], files
+
+
+def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, counts: Counter) -> None:
+    """Launch a run, kill it `kills` times, and let it finish."""
+    launchers, done, newest = run.launch(), 0, None
+    position = 0
+    while done < kills:
+        inside_save = rng.random() < 0.3
+        wait_for_moment(run, launchers, rng, seconds, inside_save)
+        before = run.checkpoints()
+        if not kill_one(run, launchers, rng):
+            break  # the run has finished before the next kill
+        done += 1
+        counts[run.way] += 1
+        counts["inside a save"] += inside_save
+        if run.way in ("worker", "torchrun"):
+            wait(launchers, run)
+            counts["longest wait for processes, s"] = max(counts["longest wait for processes, s"], check_no_process_left(run))
+            newest = max([*before, *run.checkpoints()], default=None)
+            position = len(run.log.read_text())
+            launchers = run.launch()
+    if not wait(launchers, run):
+        raise AssertionError(f"the run did not finish, see {run.log}")
+    check_no_process_left(run)
+    log = run.log.read_text()
+    check_resumed_steps(run, log[position:], newest)
+    if run.way in ("restart", "two launchers"):
+        counts["restarts by torchrun"] += done
+
+
+def write_corpus(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for i in range(40):
+        text = " ".join(f"{n} is {n % (i + 2)} more than a multiple of {i + 2}." for n in range(30))
+        (folder / f"{i:02}.txt").write_text(text)
+
+
+def main(argv: list[str]) -> int:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--kills", type=command.at_least(1), default=20, help="how many kills (default: 20)")
+    parser.add_argument("--kills-per-run", type=command.at_least(1), default=3, help="most kills of one run (default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the victims (default: 0)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to kill and restart (default: all)")
+    args = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
+    write_corpus(folder / "corpus")
+    reference = Run(folder, "reference", "worker")
+    # The first launch fills the cache of the tokens, and the second one is timed.
+    for name in ("warm-up", "reference"):
+        start, reference = time.monotonic(), Run(folder, name, "worker")
+        if not wait(reference.launch(), reference):
+            print(f"the run without kills failed, see {reference.log}", file=sys.stderr)
+            return 1
+    seconds, expected = time.monotonic() - start, results(reference)
+    rng, counts, number = random.Random(args.seed), Counter(), 0
+    while sum(counts[way] for way in WAYS) < args.kills:
+        number += 1
+        run = Run(folder, f"run{number}", args.ways[number % len(args.ways)])
+        kills = min(rng.randint(1, args.kills_per_run), args.kills - sum(counts[way] for way in WAYS))
+        try:
+            run_with_kills(run, kills, rng, seconds, counts)
+            if results(run) != expected:
+                raise AssertionError(f"the losses or the last checkpoint differ from {reference.directory}")
+        except AssertionError as error:
+            print(f"{run.directory} ({run.way}): {error}", file=sys.stderr)
+            return 1
+        total = sum(counts[way] for way in WAYS)
+        print(f"{run.name}: {run.way}, {total} of {args.kills} kills, the result equals the reference", flush=True)
+    print(", ".join(f"{name}: {count:.3g}" for name, count in counts.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
