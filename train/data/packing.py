@@ -120,9 +120,8 @@ class PackedDataset:
         epoch, position = divmod(index, self.sequences_per_epoch)
         order, ends, sequences = self._order_of(epoch)
         start = int(sequences[position]) * self.seq_len
-        stop = start + self.seq_len
-        # The first document contains token `start` of the stream. The last document contains token `stop`, the last label.
-        first, last = np.searchsorted(ends, (start, stop), side="right")
+        # The first document contains token `start` of the stream. The last document contains the last label, token `start` + S.
+        first, last = np.searchsorted(ends, (start, start + self.seq_len), side="right")
         documents = [self._document(index) for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
         # The chunks of this array are views, so only the tokens of the sequence are copied.
