@@ -162,9 +162,8 @@ def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
         second: another split.
         sizes: the number of rows in each complete split.
     """
-    whole = "+".join(sizes)
-    specs = [datasets.ReadInstruction.from_spec(whole if split == "all" else split) for split in (first, second)]
-    parts = [spec.to_absolute(sizes) for spec in specs]
+    splits = ["+".join(sizes) if split == "all" else split for split in (first, second)]
+    parts = [datasets.ReadInstruction.from_spec(split).to_absolute(sizes) for split in splits]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 
 
