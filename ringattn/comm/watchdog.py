@@ -64,9 +64,7 @@ class Hop:
         self.since = time.monotonic()
 
     def __str__(self) -> str:
-        sources = " and ".join(
-            f"the {message.kind} of rank {message.owner} from rank {message.src}" for message in self.incoming
-        )
+        sources = " and ".join(f"the {x.kind} of rank {x.owner} from rank {x.src}" for x in self.incoming)
         return f"{self.label}, hop {self.step + 1} of {self.steps}" + (f", receiving {sources}" if sources else "")
 
 
@@ -193,18 +191,16 @@ class Watchdog:
 
         The first rank that reaches a diagnosis publishes it for all ranks.
         """
-        waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}"
+        waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
             # compare_set stores the text only if no other rank has stored a verdict in the
             # meantime, and returns the stored text. All ranks therefore print the same verdict.
-            text = f"ringattn: {self._find_culprit(hop)}; {waiting}; the run ends here"
+            text = f"ringattn: {self._find_culprit(hop)}; {waiting}"
             return self.store.compare_set("verdict", "", text).decode() or text
         except Exception:
-            return (
-                f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}; the run ends here"
-            )
+            return f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}"
 
     def _find_culprit(self, hop: Hop) -> str:
         """Describe the rank that is dead, or else the rank that has issued or finished the fewest hops."""
