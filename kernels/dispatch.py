@@ -55,8 +55,7 @@ def choose_backend(
     Raises:
         ValueError: the backend is unknown or cannot run such a call.
     """
-    if backend in DEPRECATED_BACKENDS:
-        new_name = DEPRECATED_BACKENDS[backend]
+    if new_name := DEPRECATED_BACKENDS.get(backend):
         warnings.warn(f"backend={backend!r} is deprecated: use backend={new_name!r}", DeprecationWarning, stacklevel=3)
         backend = new_name
     if backend not in BACKENDS:

@@ -139,9 +139,7 @@ def _key_gradient_kernel(
 
 
 @triton.jit
-def _store_rows(
-    base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr
-):  # fmt: skip
+def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
     """Write `tile` to rows [first, end), at most ROWS, of one head of a contiguous (rows, NUM_HEADS, DIM) tensor.
 
     With ADD, add the tile to these rows.
@@ -215,9 +213,7 @@ def _query_gradient_kernel(
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)
     log2_scale = scale * LOG2_E
     query_grad = tl.zeros([QUERIES, PADDED], tl.float32)
-    operands = (
-        query, grad, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, log2_lse, delta, head, log2_scale
-    )  # fmt: skip
+    operands = query, grad, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, log2_lse, delta, head, log2_scale
     query_grad = common.run_loop(_add_keys, operands, dropout, query_grad, loop, blocks, CONFIG.keys, 1, CONFIG)
     base = batch * num_queries * CONFIG.num_heads + head
     _store_rows(dq + base * CONFIG.dim, query_grad * scale, first, end, CONFIG.num_heads, QUERIES, CONFIG.dim, ADD_DQ)
@@ -328,13 +324,13 @@ def backward(
     add_dq, add_dk, add_dv = (x is not None for x in given)
     inputs = [common.as_addressable(x) for x in (q, k, v, dout)]
     with torch.cuda.device_of(q):
-        stats = (_interleave(lse, delta),)
+        inputs.append(_interleave(lse, delta))
         common.launch_tiles(
-            _key_gradient_kernel, "key_gradient", inputs, stats, intervals, (dk, dv), scale, dropout, blocks,
+            _key_gradient_kernel, "key_gradient", inputs, intervals, (dk, dv), scale, dropout, blocks,
             precision, ADD_DK=add_dk, ADD_DV=add_dv,
         )  # fmt: skip
         common.launch_tiles(
-            _query_gradient_kernel, "query_gradient", inputs, stats, intervals, (dq,), scale, dropout, blocks,
+            _query_gradient_kernel, "query_gradient", inputs, intervals, (dq,), scale, dropout, blocks,
             precision, ADD_DQ=add_dq,
         )  # fmt: skip
     return dq, dk, dv

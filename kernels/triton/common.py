@@ -169,16 +169,10 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
     return *positions, dropout.first_head, dropout.seed, dropout.threshold, dropout.factor
 
 
-def block_arguments(lists: Tensor | None, batch: int, heads: int) -> tuple[Tensor | None, tuple[int, int] | None]:
-    """Return block_lists of a kernel, and their strides over batch entries and heads: 0 where all use the same list."""
-    return (None, None) if lists is None else (lists, lists.expand(batch, heads, -1, -1, -1).stride()[:2])
-
-
 def launch_tiles(
     kernel: JITFunction,
     name: str,
     inputs: Sequence[Tensor],
-    stats: Sequence[Tensor],
     intervals: Intervals,
     results: Sequence[Tensor | None],
     scale: float,
@@ -190,13 +184,12 @@ def launch_tiles(
     """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
 
     Args:
-        kernel: its parameters are the inputs, stats, the intervals, the table of tiles, the results, and the rest in the order
+        kernel: its parameters are the inputs, the intervals, the table of tiles, the results, and the rest in the order
             of the call below.
         name: "forward", "key_gradient" or "query_gradient". The rows of "key_gradient" are keys, those of the others are
             queries.
         inputs: q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) and in the backward dout (B, Nq, Hq, Dv), all from
-            `as_addressable`.
-        stats: further inputs, whose strides the kernel knows.
+            `as_addressable`, then stats, whose strides the kernel knows.
         intervals: of the queries, for all three kernels.
         results: contiguous tensors, or None.
         scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
@@ -214,11 +207,12 @@ def launch_tiles(
     # With a block mask, tiles end where blocks end, and therefore cannot end where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
+    # The strides of the lists over batch entries and heads are 0 where all use the same list.
+    list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
     kernel[(num_tiles * batch * heads,)](
-        *inputs, *stats, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs),
+        *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
         mask.batch, num_tiles, num_queries, num_keys, float(scale),
-        *dropout_arguments(dropout), *block_arguments(lists, batch, heads),
-        **constants, CONFIG=config, **options,
+        *dropout_arguments(dropout), lists, list_strides, **constants, CONFIG=config, **options,
     )  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
         inputs = [common.as_addressable(x) for x in (q, k, v)]
         with torch.cuda.device_of(q):
             common.launch_tiles(
-                _forward_kernel, "forward", inputs, (), intervals, (m, l, o, out, lse), scale, dropout, blocks,
+                _forward_kernel, "forward", inputs, intervals, (m, l, o, out, lse), scale, dropout, blocks,
                 precision, HAS_STATE=state is not None, FINAL=final,
             )  # fmt: skip
     return (out, lse) if final else (m, l, o)
