@@ -70,8 +70,7 @@ class Plan:
         """Return the block pair of each local step of this rank, for the schedule `name`."""
         if (name, schedule) not in self._block_pairs:
             local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
-            pairs = {local_step: self._block_pair(name, local_step) for local_step in local_steps}
-            self._block_pairs[name, schedule] = pairs
+            self._block_pairs[name, schedule] = {x: self._block_pair(name, x) for x in local_steps}
         return self._block_pairs[name, schedule]
 
     def prepare_as(self, other: "Plan") -> None:
