@@ -60,7 +60,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
-from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
+from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
@@ -253,16 +253,19 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
 @gluon.jit
 def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
+    # Triton 3.6 passes an f-string to another function only as a named constant.
+    SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
-        hopper_common.execute(f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;")
+        hopper_common.execute(SYNC)
 
 
 @gluon.jit
 def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Let the next consumer issue its products, by arriving at its barrier without waiting."""
     NEXT: gl.constexpr = FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers
+    ARRIVE: gl.constexpr = f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
-        hopper_common.execute(f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;")
+        hopper_common.execute(ARRIVE)
 
 
 @gluon.jit
@@ -441,7 +444,7 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    ref_max, _ = load_state_scalars(results, (batch, head, first_row, end), CONFIG)
+    ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
     return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
