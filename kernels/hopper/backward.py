@@ -72,6 +72,7 @@ from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, til
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
+from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
 # The number of keys of a work tile, 64 per consumer.
@@ -191,9 +192,10 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
     The end of the keys is 0 after the last work tile, see `ringattn.kernels.hopper.common.load_work_tile`.
     """
-    entry = index * gl.num_programs(0) + gl.program_id(0)
-    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, entry)
+    entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
+    first, end, loop = load_tile(entry)
     begin, _, num_unmasked, num_masked = loop
+    head, batch = gl.load(entry + 6), gl.load(entry + 7)
     # The number of steps is never 0. Telling the compiler so removes a test in front of the loops.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps

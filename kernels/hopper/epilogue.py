@@ -65,19 +65,21 @@ def _row_index(row_range, results, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load (m in log2 units, l) of the incoming state; without one, those of a row that has not seen a key.
-
-    The reference max of a row starts as this m. It is UNSET_REF_MAX if the row has not seen a key.
-    """
+def load_ref_max(results, row_range, CONFIG: gl.constexpr):
+    """Load the m of the incoming state in log2 units, with which the reference max starts; UNSET_REF_MAX if there is none."""
     index, inside = _row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
-        m = gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
-        l = gl.load(results[1] + index, mask=inside, other=0.0)
+        return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
     else:
-        m = gl.full([ROWS], UNSET_REF_MAX, gl.float32, gl.SliceLayout(1, CONFIG.scores_layout))
-        l = gl.zeros_like(m)
-    return m, l
+        return gl.full([ROWS], UNSET_REF_MAX, gl.float32, gl.SliceLayout(1, CONFIG.scores_layout))
+
+
+@gluon.jit
+def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
+    """Load (m in log2 units, l) of the incoming state; without one, those of a row that has not seen a key."""
+    index, inside = _row_index(row_range, results, CONFIG)
+    m = load_ref_max(results, row_range, CONFIG)
+    return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
 
 
 @gluon.jit

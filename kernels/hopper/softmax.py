@@ -88,26 +88,31 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     A thread computes one word of bits per row and tests one bit per score, which takes two instructions. Comparisons of every
     column with both bounds would take four.
     """
-    tile = by_thread(scores, CONFIG.keys)
+    KEYS: gl.constexpr = CONFIG.keys
+    SCORES: gl.constexpr = CONFIG.scores_layout
+    tile = by_thread(scores, KEYS)
     seen = _bits_below(hi - start, tile) & ~_bits_below(lo - start, tile)
     seen = (seen.expand_dims(1).expand_dims(3) >> _index_in_thread(tile)) & 1
-    return gl.convert_layout(gl.where(seen != 0, tile, float("-inf")).reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout)
+    return gl.convert_layout(gl.where(seen != 0, tile, float("-inf")).reshape([ROWS, KEYS]), SCORES)
 
 
 @gluon.constexpr_function
-def _rescale_program(count):
-    """Return the PTX instructions that multiply `count` registers of an accumulator by alpha, and their operands."""
+def _rescale_assembly(count):
     # A thread has two rows. Of every four consecutive registers of its accumulator, the first two belong to one row and the
     # last two to the other row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     # 0f3F800000 is 1.0. The warp votes and jumps over the products if no thread has an alpha other than 1.
-    assembly = (
+    return (
         "{ .reg .pred changed;"
         f"setp.neu.f32 changed, {alphas[0]}, 0f3F800000; setp.neu.or.f32 changed, {alphas[2]}, 0f3F800000, changed;"
         f"vote.sync.any.pred changed, changed, -1; @!changed bra DONE; {products} DONE: }}"
     )
-    return assembly, ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
+
+
+@gluon.constexpr_function
+def _rescale_constraints(count):
+    return ",".join(["=f"] * count + [str(i) for i in range(count)] + ["f"] * count)
 
 
 @gluon.jit
@@ -115,10 +120,11 @@ def rescale(o, alpha, CONFIG: gl.constexpr):
     """Multiply o (64, dim) by alpha (64, 4) per row. A warp whose alphas are all 1, as in most steps, skips the products."""
     # The number of registers of o in a thread: a warpgroup of 128 threads holds 64 rows.
     COUNT: gl.constexpr = CONFIG.dim // 2
-    PROGRAM: gl.constexpr = _rescale_program(COUNT)
+    ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
     tile = by_thread(o, CONFIG.dim)
     factors = _along_row(alpha, tile) + gl.zeros_like(tile)
-    tile = gl.inline_asm_elementwise(PROGRAM[0], PROGRAM[1], [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
+    tile = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
     return gl.convert_layout(tile.reshape([ROWS, CONFIG.dim]), CONFIG.output_layout)
 
 
@@ -142,6 +148,18 @@ def _raise_assembly():
 
 
 @gluon.jit
+def _raise_ref_max(ref_max, thread_max):
+    """Return ref_max (64, 4), raised to the maximum of the row where that is ahead by more than RESCALE_THRESHOLD.
+
+    `thread_max` (64, 4) holds the maxima of the scores in each thread. A warp in which no thread is ahead skips the exchange
+    between threads.
+    """
+    ASSEMBLY: gl.constexpr = _raise_assembly()
+    operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
+    return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
     """Return ref_max (64, 4), with the maximum of this tile's scores for the rows whose reference max is still unset.
 
@@ -158,11 +176,7 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
     The reference max is raised where the maximum of a row is ahead by more than RESCALE_THRESHOLD. The l and o of earlier tiles
     must be multiplied by alpha, which is 1 where the reference max stays.
     """
-    ASSEMBLY: gl.constexpr = _raise_assembly()
-    # The maxima of the scores in each thread. A warp in which no thread is ahead skips the exchange between threads.
-    thread_max = gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1) * log2_scale
-    operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
-    raised = gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
+    raised = _raise_ref_max(ref_max, gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1) * log2_scale)
     return raised, gl.exp2(ref_max - raised)
 
 

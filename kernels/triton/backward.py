@@ -33,7 +33,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
     # and at head dim 128 too many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
-    tile = common.load_inside(pointers, rows < num_rows - first, MASKED)
+    tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
     lse, delta = tl.split(tl.reshape(tile, [ROWS, 2, 2]))
     lse, _ = tl.split(lse)
     delta, _ = tl.split(delta)

@@ -234,12 +234,6 @@ def program_tile(num_tiles):
 
 
 @triton.jit
-def load_inside(pointers, inside, MASKED: tl.constexpr):
-    """Load where `inside`, with 0 elsewhere. Without MASKED, `inside` must be true everywhere, and it is not computed."""
-    return tl.load(pointers, mask=inside, other=0) if MASKED else tl.load(pointers)
-
-
-@triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
     """Load rows [first, first + ROWS) of a (num_rows, DIM) matrix as (ROWS, pad_dim(DIM)), padded with zeros.
 
@@ -249,7 +243,10 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
     # Only the offset of the first row needs 64 bits. Offsets within the tile in 32 bits need fewer registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
-    return load_inside(pointers, (rows < num_rows - first) & (columns < DIM), MASKED or DIM != PADDED)
+    if MASKED or DIM != PADDED:
+        return tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
+    else:
+        return tl.load(pointers)
 
 
 @triton.jit

@@ -21,12 +21,12 @@ LARGE_SCORES = dict(tolerance=TOLERANCE[torch.bfloat16], scalars=1e-3)
 @pytest.mark.parametrize("count", [32, 64])
 def test_rescaling_multiplies_every_register_by_the_alpha_of_its_row(count):
     """A thread has two rows: of every four registers, the first two belong to one row and the last two to the other."""
-    assembly, constraints = softmax._rescale_program(count)
+    assembly = softmax._rescale_assembly(count)
     products = re.findall(r"mul\.f32 \$(\d+), \$(\d+), \$(\d+);", assembly)
     rows = [i // 2 % 2 for i in range(count)]
     # The operands are o (output), o (input), and an alpha for every register. Alphas 0 and 2 are those of the two rows.
     assert products == [(str(i), str(i), str(2 * count + 2 * row)) for i, row in enumerate(rows)]
-    assert constraints.split(",") == ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
+    assert softmax._rescale_constraints(count).split(",") == ["=f"] * count + [str(i) for i in range(count)] + ["f"] * count
 
 
 def test_a_row_without_keys_has_probability_zero():
