@@ -42,7 +42,15 @@ MAX_SECONDS_LEFT = 20
 # The environment variable by which the processes of a run are found.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
-    *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64", "data.eval_split=null"),
+    *(
+        "model.layers=1",
+        "model.dim=32",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "data=text",
+        "data.seq_len=64",
+        "data.eval_split=null",
+    ),
     *("trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "trainer.log_every=1000"),
     *("trainer.sample_tokens=0", "trainer.device=cpu", "logger=off"),
 )

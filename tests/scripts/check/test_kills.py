@@ -1,0 +1,41 @@
+"""Tests of the check that kills training runs."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from scripts.check import kills
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_runs_survive_twenty_kills(capsys: pytest.CaptureFixture) -> None:
+    """All ways to kill and restart a run."""
+    assert kills.main(["--kills", "20", "--seed", "1"]) == 0
+    assert "20 of 20 kills" in capsys.readouterr().out
+
+
+def test_processes_of_a_run_are_found_and_killed(tmp_path) -> None:
+    run = kills.Run(tmp_path, "test-of-kills", "worker")
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {kills.MARKER: run.name})
+    launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        assert run.processes() == [process.pid]
+        assert kills.kill_one(run, [launcher], random.Random(0))
+        assert process.wait(10) == -signal.SIGKILL and kills.check_no_process_left(run) < 1
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def test_a_run_that_starts_again_in_spite_of_a_checkpoint_is_noticed(tmp_path) -> None:
+    run = kills.Run(tmp_path, "a", "worker")
+    kills.check_resumed_steps(run, "resumed     outputs/a/checkpoints/step_00000014\nstep 15/20", "step_00000014")
+    kills.check_resumed_steps(run, "step 1/20", None)
+    for log in ("resumed     outputs/a/checkpoints/step_00000007\nstep 8/20", "step 1/20"):
+        with pytest.raises(AssertionError, match="step_00000014 was complete"):
+            kills.check_resumed_steps(run, log, "step_00000014")
