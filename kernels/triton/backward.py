@@ -119,8 +119,10 @@ def _key_gradient_kernel(
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
     blocks, dropout = None, None
     if block_lists is not None:
-        lists, bounds = (block_lists, block_strides, batch, key_head), (query_lo, query_hi)
-        blocks, loop = common.block_loop(*lists, *bounds, first, end, num_queries, CONFIG.queries, CONFIG.block, CONFIG.group)
+        blocks = common.kept_blocks(
+            block_lists, block_strides, batch, key_head, first // CONFIG.block, num_queries, CONFIG.block, CONFIG.group
+        )
+        loop = common.block_loop(query_lo, query_hi, first, end, blocks, CONFIG.queries, CONFIG.block, CONFIG.group)
     if query_positions is not None:
         row_positions = load_scalars(key_positions, first, end, KEYS, True)
         dropout = (row_positions, query_positions, batch, first_head, seed, threshold, factor)
@@ -206,8 +208,8 @@ def _query_gradient_kernel(
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
     blocks, dropout = None, None
     if block_lists is not None:
-        lists = block_lists, block_strides, batch, head
-        blocks, loop = common.block_loop(*lists, lo, hi, first, end, num_keys, CONFIG.keys, CONFIG.block, 1)
+        blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
+        loop = common.block_loop(lo, hi, first, end, blocks, CONFIG.keys, CONFIG.block, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)

@@ -260,24 +260,24 @@ def load_tile(entry):
 
 
 @triton.jit
-def block_loop(
-    block_lists, block_strides, batch, head, lo, hi, first, end, num_columns,
-    STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """Return (blocks, loop): the pointer to the list of kept blocks of the rows [first, end), and the loop over this list.
+def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the pointer to the list of kept blocks of a block of rows.
 
     An entry of the list is a pair (number of kept columns before this one, kept column), see `ringattn.kernels.blocks`. Here a
-    column is a pair of a block and one of GROUP heads. The loop is like that of `load_tile`, except that begin is the index of
-    an entry in the list. An entry stands for BLOCK // STEP tiles.
-
-    Args:
-        block_lists, block_strides: the lists of all blocks of rows, and their strides over batch entries and heads.
-        lo, hi: the intervals of the rows of this batch entry.
-        num_columns: number of all columns, without heads.
+    column is a pair of a block and one of GROUP heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
-    row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + (first // BLOCK).to(tl.int64) * (2 * num_entries)
-    blocks = block_lists + row
+    row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
+    return block_lists + row
+
+
+@triton.jit
+def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Return the loop of the rows [first, end) over a list of kept blocks.
+
+    The loop is like that of `load_tile`, except that begin is the index of an entry in the list. An entry stands for
+    BLOCK // STEP tiles.
+    """
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
     # Blocks [start, stop) contain all columns that some row attends to. In blocks [full, tail), all rows attend to all columns.
@@ -290,7 +290,7 @@ def block_loop(
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
     num_all = tl.load(blocks + stop * (2 * GROUP)) - begin
-    return blocks, (begin, num_masked_prefix * TILES, num_unmasked * TILES, (num_all - num_unmasked) * TILES)
+    return begin, num_masked_prefix * TILES, num_unmasked * TILES, (num_all - num_unmasked) * TILES
 
 
 @triton.jit
@@ -350,7 +350,7 @@ def run_loop(
         operands: a tuple of everything else that `add_tile` needs.
         dropout: None, or the tuple of `draw_keep_mask`.
         sums: the tuple of sums before the first tile.
-        loop, blocks: from `block_loop`; without a block mask, blocks is None and the loop is from `load_tile`.
+        loop, blocks: from `load_tile`, or with a block mask from `block_loop` and `kept_blocks`. Otherwise blocks is None.
         STEP: number of columns of a tile. GROUP: number of heads that the loop covers.
     """
     BLOCK: tl.constexpr = CONFIG.block

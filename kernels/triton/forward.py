@@ -87,8 +87,8 @@ def _forward_kernel(
     # Without a block mask or without dropout, the variable is None at compile time, and Triton generates no code for it.
     blocks, dropout = None, None
     if block_lists is not None:
-        lists = block_lists, block_strides, batch, head
-        blocks, loop = common.block_loop(*lists, lo, hi, first, end, num_keys, CONFIG.keys, CONFIG.block, 1)
+        blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
+        loop = common.block_loop(lo, hi, first, end, blocks, CONFIG.keys, CONFIG.block, 1)
     if query_positions is not None:
         row_positions = load_scalars(query_positions, first, end, QUERIES, True)
         dropout = (row_positions, key_positions, batch, first_head, seed, threshold, factor)

@@ -35,8 +35,8 @@ def test_programs_process_head_after_head_and_interleave_the_last_heads(num_tile
 def _block_loop_kernel(
     lo, hi, lists, out, first, end, num_columns, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr
 ):
-    zero = tl.program_id(0)
-    blocks, loop = common.block_loop(lists, (0, 0), zero, zero, lo, hi, first, end, num_columns, STEP, BLOCK, 1)
+    blocks = common.kept_blocks(lists, (0, 0), tl.program_id(0), tl.program_id(0), first // BLOCK, num_columns, BLOCK, 1)
+    loop = common.block_loop(lo, hi, first, end, blocks, STEP, BLOCK, 1)
     for i in range(0, common.loop_length(loop, MASKED)):
         column = common.load_block_column(blocks, loop, i, STEP, BLOCK, MASKED)
         start, _ = common.loop_position(loop, i, column, STEP, BLOCK, 1, MASKED)
