@@ -156,8 +156,9 @@ class ParallelConfig:
 class OptimConfig:
     """AdamW, gradient clipping and the learning-rate schedule."""
 
-    # The peak learning rate.
-    lr: float = 2e-3
+    # The peak learning rate. None: a value that falls with the number of parameters, see `ringattn.train.optim.default_lr`. A
+    # run that starts from trained weights uses a tenth of this value.
+    lr: float | None = None
     # The decay rates of AdamW's averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
     # The constant that AdamW adds to its denominator for numerical stability.

@@ -14,7 +14,22 @@ def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = matrices[0].device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=fused)
+    # Every step sets its own learning rate, see `learning_rate`.
+    return torch.optim.AdamW(groups, lr=0.0, betas=tuple(config.betas), eps=config.eps, fused=fused)
+
+
+def default_lr(num_parameters: int, continued: bool) -> float:
+    """Return the peak learning rate for a model: 6e-4 for 124 million parameters, and at most 2e-3.
+
+    The rate falls with the power 0.4 of the number of parameters. This rule is close to the rates of GPT-3 (Brown et al. 2020,
+    https://arxiv.org/abs/2005.14165, table 2.1), for example 2.3e-4 for 1.3 billion parameters.
+
+    Args:
+        num_parameters: the number of parameters.
+        continued: whether the run starts from trained weights, which a large learning rate would destroy. The rate is then a
+            tenth.
+    """
+    return min(2e-3, 6e-4 * (124e6 / num_parameters) ** 0.4) / (10 if continued else 1)
 
 
 def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:

@@ -38,6 +38,7 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 import hydra
+import torch
 import torch.distributed as dist
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
@@ -104,6 +105,10 @@ def run_as_rank_zero(launch: Launch) -> int:
             config, directory = to_config(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
             broadcast_object((config, directory))
+            if "experiment" not in context.runtime.choices or context.runtime.choices.experiment is None:
+                log.info(
+                    f"{'recipe':<12}{context.runtime.choices.recipe}: choose recipe=cpu or recipe=gpu, and override any setting"
+                )
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
             outcome.result = train(config, directory)
@@ -141,6 +146,7 @@ def run_as_other_rank() -> int:
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     """Let Hydra compose the settings, and call `run_job` once, or once for every job of a sweep. Return the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
+    select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
     try:
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()
@@ -153,6 +159,13 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except SystemExit as request:  # from --help, --cfg or an unknown flag, or TrainingStopped, which ends a whole sweep
         return int(request.code or 0)
     return 0
+
+
+def select_recipe() -> None:
+    """Add `recipe=gpu` to the command line if it selects neither a recipe nor an experiment, and the job will run on a GPU."""
+    chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
+    if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
+        sys.argv.insert(1, "recipe=gpu")
 
 
 def to_config(settings: DictConfig) -> Config:

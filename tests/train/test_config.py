@@ -24,7 +24,7 @@ def composed(*overrides: str) -> Config:
     """The settings that Hydra composes from the YAML files and the overrides."""
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose("train", list(overrides)))
+        return to_config(compose("train", ["name=a", *overrides]))
 
 
 def options(group: str) -> list[str]:

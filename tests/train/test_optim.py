@@ -48,3 +48,11 @@ def test_only_matrices_decay():
     assert decaying["weight_decay"] == 0.1 and all(p.ndim == 2 for p in decaying["params"])
     assert constant["weight_decay"] == 0.0 and all(p.ndim == 1 for p in constant["params"])
     assert len(decaying["params"]) + len(constant["params"]) == len(list(model.parameters()))
+
+
+def test_default_learning_rate_falls_with_the_size_of_the_model():
+    """It is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of it."""
+    published = {125e6: 6e-4, 350e6: 3e-4, 1.3e9: 2e-4, 6.7e9: 1.2e-4}
+    for size, lr in published.items():
+        assert optim.default_lr(size, continued=False) == pytest.approx(lr, rel=0.35)
+    assert optim.default_lr(1e5, continued=False) == 2e-3 and optim.default_lr(1e5, continued=True) == 2e-4

@@ -13,6 +13,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.comm import watchdog
@@ -168,6 +170,29 @@ def test_other_ranks_report_a_killed_rank(tmp_path):
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=kill_rank_1)
     assert not succeeded and "Traceback" not in stderr
     assert re.search(r"^rank 0 failed: .*rank", stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "arguments", "recipe"),
+    [
+        (False, ["trainer.steps=7"], "cpu"),
+        (True, ["trainer.steps=7"], "gpu"),
+        (True, ["trainer.steps=7", "trainer.device=cpu"], "cpu"),
+        (True, ["trainer.steps=7", "recipe=cpu"], "cpu"),
+        (True, ["trainer.steps=7", "experiment=124m-64k"], "cpu"),
+    ],
+)
+def test_device_selects_the_recipe(on_gpu, arguments, recipe, monkeypatch, tmp_path):
+    """The command line overrides every setting of a recipe."""
+    monkeypatch.chdir(tmp_path)
+    OmegaConf.register_new_resolver("launch_time", lambda: "now", replace=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+    configs = []
+    assert run.run_hydra(lambda settings: configs.append((settings, HydraConfig.get().runtime.choices.recipe))) == 0
+    ((settings, chosen),) = configs
+    assert chosen == recipe and settings.trainer.steps == 7
+    assert settings.data.seq_len == (65536 if "experiment=124m-64k" in arguments else {"cpu": 512, "gpu": 32768}[recipe])
 
 
 @pytest.mark.slow

@@ -88,7 +88,8 @@ def _parent(path: Path) -> str | None:
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> None:
     """Copy settings from a checkpoint into `config` if a resumed run must keep them.
 
-    The warmup is copied unless the user sets it, because a larger `trainer.steps` would otherwise lead to a longer warmup.
+    The learning rate and the warmup are copied unless the user sets them. A larger `trainer.steps` would otherwise lead to a
+    longer warmup.
     `trainer.init_from` is copied from a checkpoint of this run.
 
     Args:
@@ -100,6 +101,8 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
     Raises:
         ConfigError: the run would end within the warmup.
     """
+    if config.optim.lr is None:
+        config.optim.lr = meta["config"]["optim"]["lr"]
     if config.optim.warmup_steps is None:
         config.optim.warmup_steps = warmup = meta["config"]["optim"]["warmup_steps"]
         if warmup > config.trainer.steps:
