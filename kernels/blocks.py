@@ -58,8 +58,7 @@ class BlockMask:
         """
         if queries.start % self.size or keys.start % self.size:
             raise ValueError(
-                f"queries from {queries.start} and keys from {keys.start}: both must start at a multiple of the block size "
-                f"{self.size}"
+                f"slices from {queries.start} and {keys.start}: both must be multiples of the block size {self.size}"
             )
         queries, keys = (slice(x.start // self.size, -(-x.stop // self.size)) for x in (queries, keys))
         return BlockMask(self.keep[:, :, queries, keys], self.size)

@@ -61,10 +61,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             "v (B, N, Hkv, Dv)"
         )
     if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(
-            f"{num_heads} query heads and {num_key_heads} key heads: the number of query heads must be a multiple of the "
-            "number of key heads"
-        )
+        raise ValueError(f"{num_heads} query heads and {num_key_heads} key heads: the first must be a multiple of the second")
 
 
 def check_scale(scale: float) -> None:

@@ -80,9 +80,7 @@ def ring_attention(
     check_layout(layout, size)
     # A q with a wrong number of dimensions is rejected by check_attention below, with a better message.
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
-        raise ValueError(
-            f"rank {rank} passes {q.shape[1]} tokens but its shard has {layout.rows(rank)}: use layout.shard(x, rank)"
-        )
+        raise ValueError(f"rank {rank} has {q.shape[1]} tokens, but its shard has {layout.rows(rank)}: use layout.shard")
     # first_head may be a SymInt while torch.compile traces the call, so an isinstance check for int would be too
     # strict.
     if isinstance(first_head, float) or first_head < 0:

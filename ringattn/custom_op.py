@@ -23,15 +23,8 @@ from ringattn.checkpointing import reuse_or_compute
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
-_SCHEMA_TYPES = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    bool: "bool",
-    int: "SymInt",
-    list[int]: "SymInt[]",
-    str: "str",
-    float: "float",
-}
+# The types of fields whose name in a schema differs from their name in Python.
+_SCHEMA_TYPES = {Tensor | None: "Tensor?", int: "SymInt", list[int]: "SymInt[]"}
 Results = tuple[Tensor, Tensor, list[Tensor]]
 
 
@@ -165,9 +158,9 @@ def register(
 @cache
 def schema(spec_type: type) -> str:
     """Return the arguments of an operator, in the notation of operator schemas, that carry the fields of a spec."""
-    return ", ".join(
-        schema(kind) if _is_spec(kind) else f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(spec_type).items()
-    )
+    hints = get_type_hints(spec_type).items()
+    types = {kind: _SCHEMA_TYPES.get(kind) or kind.__name__ for _, kind in hints}
+    return ", ".join(schema(kind) if _is_spec(kind) else f"{types[kind]} {name}" for name, kind in hints)
 
 
 def flatten(spec: tuple) -> tuple:

@@ -6,14 +6,13 @@ merges the states of its splits as a tree. Then the ranks merge their states in 
 one state (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values never move.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
 
 from ringattn.comm import connect
 from ringattn.comm.connect import Call, Group, rank_and_size
-from ringattn.comm.transport import Addressed
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.validation import check_scale, check_tensors
@@ -76,9 +75,7 @@ class KVCache:
         """
         check_tensors(k, k, v)  # the queries will have the dtype and the head dim of the keys
         if self.length:
-            raise ValueError(
-                f"the cache already holds {self.length} tokens: prefill requires an empty cache, so create a new one"
-            )
+            raise ValueError(f"the cache holds {self.length} tokens, but prefill requires an empty cache: create a new one")
         if layout.ranks != self.ranks or k.shape[1] != layout.rows(self.rank):
             raise ValueError(
                 f"k has {k.shape[1]} tokens for rank {self.rank} of {self.ranks}, but the layout has {layout.ranks} ranks"
@@ -132,9 +129,7 @@ class KVCache:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
         """
         if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(
-                f"length={length}: the cache holds {self.length} tokens, so it must be an integer from 0 to {self.length}"
-            )
+            raise ValueError(f"length={length}: it must be an integer from 0 to {self.length}, the tokens of the cache")
         before, self.length = self.rows[self.rank], length
         for owner in self._owners[length:]:
             self.rows[owner] -= 1
@@ -163,9 +158,7 @@ class KVCache:
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
         """Check that new tokens fit. On the first call, and while the cache is empty, allocate at least `rows` rows."""
         if self.length + num_tokens > self.capacity:
-            raise ValueError(
-                f"{self.length} + {num_tokens} tokens exceed the capacity of {self.capacity}: create a larger cache"
-            )
+            raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             # -(-n // m) rounds up. One block is added, because shards may differ in length
             # by one block. Then the length is rounded up to a multiple of MAX_SPLITS.
@@ -257,13 +250,9 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
     check_scale(scale)
     check_window(window)
     if not 1 <= q.shape[1] <= cache.length:
-        raise ValueError(
-            f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the keys of the new tokens first"
-        )
+        raise ValueError(f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the new keys first")
     if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            "q requires a gradient, which decoding does not compute: detach q, or call decode_attention under torch.no_grad()"
-        )
+        raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     dispatch.choose_backend(q.device, q.dtype, backend)
 
 
@@ -319,43 +308,18 @@ def _merge_splits(state: PartialState) -> PartialState:
 
 
 def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
-    """Return the merged state of all ranks, on every rank, by recursive doubling in log2(P) steps.
+    """Return the merged state of all ranks, on every rank.
 
-    If P is not a power of two, the ranks beyond the largest power of two first send their state to a partner and receive the
-    result at the end. In every step, both ranks of a pair merge the state of the lower rank first, so that all ranks compute
-    the same bits.
+    Every rank sends its state to all other ranks in one exchange. All ranks then merge the states in the order of the ranks, so
+    they compute the same bits.
     """
     rank, size = rank_and_size(group)
-    # One tensor per state means one message per step. With few queries, the latency of messages dominates.
-    packed = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
-    other = torch.empty_like(packed)
-    # The largest power of two that is not above the number of ranks.
-    power = 1 << (size.bit_length() - 1)
-    partner = rank - power if rank >= power else rank + power
-    if rank >= power:
-        _exchange(group, [(packed, partner)], [])
-        _exchange(group, [], [(other, partner)])
-        return _unpack(other)
-    if partner < size:
-        _exchange(group, [], [(other, partner)])
-        packed = _merge_packed(packed, other)
-    for peer in (rank ^ (1 << i) for i in range(power.bit_length() - 1)):
-        _exchange(group, [(packed, peer)], [(other, peer)])
-        packed = _merge_packed(packed, other) if rank < peer else _merge_packed(other, packed)
-    if partner < size:
-        _exchange(group, [(packed, partner)], [])
-    return _unpack(packed)
-
-
-def _exchange(group: Group, sends: Addressed, receives: Addressed) -> None:
-    """Send and receive tensors, and wait for the received data. On a GPU, only later work of the stream waits."""
-    connect.connect(group.group_name).exchange(sends, receives)()
-
-
-def _unpack(packed: Tensor) -> PartialState:
-    return PartialState(packed[..., -2], packed[..., -1], packed[..., :-2])
-
-
-def _merge_packed(lower: Tensor, higher: Tensor) -> Tensor:
-    m, l, o = _unpack(lower).merge(_unpack(higher))
-    return torch.cat((o, m[..., None], l[..., None]), -1)
+    if size == 1:
+        return state
+    # A state is packed into one tensor, so that there is one message per pair of ranks. With few queries, the latency of
+    # messages dominates.
+    own = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
+    packed = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
+    others = [peer for peer in range(size) if peer != rank]
+    connect.connect(group.group_name).exchange([(own, peer) for peer in others], [(packed[peer], peer) for peer in others])()
+    return reduce(PartialState.merge, (PartialState(x[..., -2], x[..., -1], x[..., :-2]) for x in packed))

@@ -71,9 +71,7 @@ def explain(
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
         # All chunks have equal shapes, so describing the first chunk describes all of them.
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
-        lines.append(
-            f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass per chunk; this is one of them"
-        )
+        lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; this is one")
     for work in (forward_work(q, k, v), backward_work(q, k, v)):
         lines += ["", *_describe_direction(plan, work, joined, schedule)]
     return "\n".join(lines)

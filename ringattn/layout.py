@@ -51,10 +51,7 @@ class Layout:
             raise ValueError(f"seq_len={self.seq_len}, ranks={self.ranks}: both must be at least 1")
         kind, split, parts = self.kind.partition("/")
         if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
-            raise ValueError(
-                f"layout {self.name!r} over {self.ranks} ranks: the number of parts must be at least 2 and divide the "
-                "number of ranks"
-            )
+            raise ValueError(f"layout {self.name!r} over {self.ranks} ranks: the parts must be at least 2 and divide the ranks")
         if kind.startswith("assigned-"):
             self._check_assigned(kind)
         elif kind not in KINDS:

@@ -28,9 +28,7 @@ def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
     try:
         return tuple(tuple(map(index, entry)) for entry in entries)
     except TypeError:
-        raise ValueError(
-            f"documents={documents}: it must be a list of lengths, which are integers, or one such list per batch entry"
-        ) from None
+        raise ValueError(f"documents={documents}: it must be a list of integers, or one such list per batch entry") from None
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,7 @@ class Mask:
         for entry in self.documents or ():
             if any(length < 1 for length in entry):
                 raise ValueError(
-                    f"documents contain the length {min(entry)}: every length must be at least 1; for cumulative lengths pass "
-                    "cu_seqlens.diff()"
+                    f"documents contain the length {min(entry)}: use 1 or more; for cu_seqlens, pass cu_seqlens.diff()"
                 )
         # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
@@ -107,8 +104,7 @@ class Mask:
                 raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal")
         if batch is not None and len(self.totals) not in (1, batch):
             raise ValueError(
-                f"there are documents for {len(self.totals)} batch entries but the batch has {batch}: pass one list of "
-                f"lengths, or {batch}"
+                f"documents for {len(self.totals)} batch entries, but the batch has {batch}: pass one list, or {batch}"
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
@@ -153,10 +149,7 @@ class Mask:
 def check_window(window: int | None) -> None:
     """Raise ValueError unless `window` is None or an integer of at least 1."""
     if window is not None and (isinstance(window, bool | float | tuple | list) or window < 1):
-        raise ValueError(
-            f"window={window}: it must be an integer of at least 1, because a token always attends to itself; use "
-            "window=None for no window"
-        )
+        raise ValueError(f"window={window}: it must be an integer of at least 1; window=None means no window")
 
 
 def check_mask(mask: Mask) -> None:
@@ -179,9 +172,7 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
         hi = lo + seq_len
     elif num_queries > seq_len:
-        raise ValueError(
-            f"there are {num_queries} queries but only {seq_len} keys in documents: every query must belong to a document"
-        )
+        raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
     else:
         bounds = [_document_bounds(entry) for entry in mask.documents]
         lo, hi = (torch.stack(x)[:, seq_len - num_queries :] for x in zip(*bounds, strict=True))

@@ -56,24 +56,11 @@ class AttentionSpec(NamedTuple):
 
     def as_call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
         """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
-        return {
-            "batch size": q.shape[0],
-            "heads": q.shape[2],
-            "key heads": k.shape[2],
-            "head dim": q.shape[3],
-            "value head dim": v.shape[3],
-            "dtype": str(q.dtype),
-            "causal": self.is_causal,
-            "window": self.window or None,
-            "documents": self.documents.tolist(),
-            "layout": self.layout,
-            "seq_len": self.seq_len,
-            "schedule": self.schedule,
-            "scale": self.scale,
-            "dropout_p": self.dropout_p,
-            # Without dropout the seed has no effect, so ranks may pass different seeds.
-            "seed": self.seed if self.dropout_p else None,
-        }
+        shapes = {"batch size": q.shape[0], "heads": q.shape[2], "key heads": k.shape[2], "dtype": str(q.dtype)}
+        shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": self.documents.tolist()}
+        settings = {name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "scale", "dropout_p")}
+        # A window of 0 means no window. Without dropout the seed has no effect, so ranks may pass different seeds.
+        return shapes | settings | {"window": self.window or None, "seed": self.seed if self.dropout_p else None}
 
 
 def count_pairs(
@@ -118,9 +105,7 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 def check_layout(layout: Layout, size: int | None = None) -> None:
     """Raise ValueError unless `layout` is a `Layout` and, if `size` is given, has `size` ranks."""
     if not isinstance(layout, Layout):
-        raise ValueError(
-            f"layout is a {type(layout).__name__}: it must be a ringattn.Layout, e.g. Layout.zigzag(seq_len, ranks)"
-        )
+        raise ValueError(f"layout is a {type(layout).__name__}: it must be a ringattn.Layout such as Layout.zigzag(S, ranks)")
     if size not in (None, layout.ranks):
         alone = " (group=None stands for this process alone)" if size == 1 else ""
         raise ValueError(f"the layout is for {layout.ranks} ranks but the group has {size}{alone}: the two must be equal")

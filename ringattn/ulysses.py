@@ -150,8 +150,7 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
     rank = ring[0] * ulysses[1] + ulysses[0]
     if not q.shape[1] == k.shape[1] == layout.rows(rank):
         raise ValueError(
-            f"q has {q.shape[1]} tokens and k has {k.shape[1]}, but the shard of rank {rank} has {layout.rows(rank)}: use "
-            "layout.shard(x, rank)"
+            f"q has {q.shape[1]} tokens and k has {k.shape[1]}, but rank {rank} holds {layout.rows(rank)}: use layout.shard"
         )
 
 

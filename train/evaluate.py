@@ -53,11 +53,8 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def context_groups(seq_len: int) -> list[int]:
-    """Return the shortest context length of each group, for sequences of `seq_len` tokens."""
-    starts = [0, SHORTEST_CONTEXT]
-    while starts[-1] < seq_len:
-        starts.append(2 * starts[-1])
-    return starts[:-1]
+    """Return the shortest context length of each group, for sequences of `seq_len` tokens: 0, and powers of two."""
+    return [0, *(2**i for i in range(SHORTEST_CONTEXT.bit_length() - 1, (seq_len - 1).bit_length()))]
 
 
 def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:

@@ -22,10 +22,7 @@ from ringattn.train.parallel.ranks import sync_errors
 # job of a sweep.
 _received_signals: set[int] = set()
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-INTERRUPTED = (
-    "Ctrl-C: the run ends after the current step and then saves a checkpoint. Press Ctrl-C again to end it at once without "
-    "saving.\n"
-)
+INTERRUPTED = "Ctrl-C: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it without saving\n"
 
 
 def _launch_time() -> float:

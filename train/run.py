@@ -105,10 +105,8 @@ def run_as_rank_zero(launch: Launch) -> int:
             config, directory = to_config(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
             broadcast_object((config, directory))
-            if "experiment" not in context.runtime.choices or context.runtime.choices.experiment is None:
-                log.info(
-                    f"{'recipe':<12}{context.runtime.choices.recipe}: choose recipe=cpu or recipe=gpu, and override any setting"
-                )
+            if context.runtime.choices.get("experiment") is None:
+                log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
             outcome.result = train(config, directory)

@@ -46,9 +46,7 @@ class SimulatedRing:
             finally:
                 self.compute_slots.acquire()
         if key not in self.messages:
-            raise RuntimeError(
-                f"rank {src} of the simulated ring failed, or ended without sending a message that rank {dst} waits for"
-            )
+            raise RuntimeError(f"rank {src} of the simulated ring failed, or ended without a message that rank {dst} waits for")
         return self.messages.pop(key)
 
     def end(self, ranks: Iterable[int]) -> None:

@@ -179,7 +179,7 @@ INVALID = {
     "negative-seed": ({"seed": -1}, "seed ?= ?-1"),
     "fractional-seed": ({"seed": 1.5}, "seed ?= ?1.5"),
     "unknown-precision": ({"precision": "bf16"}, "unknown precision 'bf16'"),
-    "queries-before-documents": ({"mask": Mask.causal(documents=[2, 3])}, "7 queries .* 5 keys"),
+    "queries-before-documents": ({"mask": Mask.causal(documents=[2, 3])}, "7 queries.* 5 keys"),
     "blocks-of-another-shape": ({"blocks": BlockMask(torch.ones(1, 1, 2, 2, dtype=torch.bool))}, "block mask"),
 }
 

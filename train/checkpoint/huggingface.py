@@ -163,9 +163,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     settings = read_settings(path)
     rows = settings.pop("vocab_size")
     if rows < vocab_size:
-        raise ConfigError(
-            f"{path} has only {rows} of the tokenizer's {vocab_size} tokens: set data.tokenizer to the model's own"
-        )
+        raise ConfigError(f"{path} has only {rows} of the tokenizer's {vocab_size} tokens: use the model's own data.tokenizer")
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}

@@ -107,11 +107,7 @@ def _read(path: str | Path):
 
         return Reader.from_file(str(Path(path).expanduser()))
     except ImportError as error:
-        raise ConfigError(
-            f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers, or set data.tokenizer=bytes"
-        ) from error
+        raise ConfigError(f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers") from error
     except Exception as error:  # The package raises errors of no other type.
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"data.tokenizer={path} cannot be read: {reason}; it must be `bytes` or the path of a tokenizer.json"
-        ) from error
+        raise ConfigError(f"data.tokenizer={path}: {reason}; it must be `bytes` or the path of a tokenizer.json") from error

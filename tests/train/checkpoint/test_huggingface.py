@@ -134,7 +134,7 @@ UNSUPPORTED = {
     "a scaling without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
     "another scaling with older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
     "a missing size": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
-    "too few tokens": ({"vocab_size": 250}, "has only 250 of the tokenizer's 257 tokens: set data.tokenizer"),
+    "too few tokens": ({"vocab_size": 250}, "has only 250 of the tokenizer's 257 tokens: use .* data.tokenizer"),
     "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model of this run: set model.vocab_size=1000"),
     "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\), .*: use the same settings"),
     "other heads": ({"num_key_value_heads": None}, r"is a model of model.kv_heads=4 \(now 2\)"),

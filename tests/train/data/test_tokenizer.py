@@ -96,13 +96,13 @@ def test_another_fingerprint_than_expected_is_an_error():
 
 
 def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="none.json cannot be read: No such file or directory"):
+    with pytest.raises(ConfigError, match="none.json: No such file or directory"):
         load_tokenizer(str(tmp_path / "none.json"))
 
 
 def test_a_file_in_another_format_is_an_error(tmp_path):
     (tmp_path / "tokenizer.json").write_text("not json")
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="it must be `bytes`"):
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
