@@ -61,7 +61,10 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
             "v (B, N, Hkv, Dv)"
         )
     if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(f"{num_heads} query heads and {num_key_heads} key heads: the first must be a multiple of the second")
+        raise ValueError(
+            f"{num_heads} query heads and {num_key_heads} key heads: the first must be a multiple of the second; for tensors "
+            "of shape (batch, heads, tokens, head dim), pass x.transpose(1, 2)"
+        )
 
 
 def check_scale(scale: float) -> None:

@@ -51,7 +51,6 @@ def register(
     forward: Callable[..., Results],
     backward: Callable[..., tuple[Tensor, ...]],
     pairs: Callable[..., float],
-    *,
     to_save: Callable[..., list[Tensor]] = _inputs_and_results,
     fake_forward: Callable[..., Results] = _fake_results,
     fake_backward: Callable[..., tuple[Tensor, ...]] = _fake_gradients,

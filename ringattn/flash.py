@@ -70,8 +70,7 @@ def flash_attention(
         query that may attend to no key yields out = 0 and lse = -inf.
 
     Raises:
-        ValueError: arguments contradict each other, or the shapes prove that the tensors are (B, H, N, D). All arguments are
-            checked before any work starts.
+        ValueError: arguments contradict each other. All arguments are checked before any work starts.
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
@@ -79,7 +78,6 @@ def flash_attention(
         raise ValueError(f"blocks is a {type(blocks).__name__}: it must be a ringattn.BlockMask")
     if mask is None:
         mask = _CAUSAL if is_causal else _FULL
-    _check_order(q, k)
     q, k, v = autocast(q, k, v)
     if seed is None:
         seed = _draw_seed() if dropout_p else 0
@@ -99,15 +97,6 @@ def flash_attention(
     )
     out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
-
-
-def _check_order(q: Tensor, k: Tensor) -> None:
-    """Raise ValueError if dimension 2 cannot be the heads but dimension 1 can, as in the tensors of torch's attention."""
-    if q.ndim == k.ndim == 4 and 0 not in k.shape and q.shape[2] % k.shape[2] and q.shape[1] % k.shape[1] == 0:
-        raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} seem to be (batch, heads, tokens, head dim), but the order must be "
-            "(batch, tokens, heads, head dim): pass q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2)"
-        )
 
 
 def _draw_seed() -> int:

@@ -113,10 +113,9 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 def check_choices(schedule: str, transport: str) -> None:
     """Raise ValueError unless schedule and transport have known names."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}: it must be one of {', '.join(SCHEDULES)}")
-    if transport not in TRANSPORTS:
-        raise ValueError(f"unknown transport {transport!r}: it must be one of {', '.join(TRANSPORTS)}")
+    for name, value, known in (("schedule", schedule, SCHEDULES), ("transport", transport, TRANSPORTS)):
+        if value not in known:
+            raise ValueError(f"unknown {name} {value!r}: it must be one of {', '.join(known)}")
 
 
 def check_attention(

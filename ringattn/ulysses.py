@@ -307,13 +307,5 @@ def _to_save(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: l
     return [q, k, v, *extra] if spec.recompute_all_to_all else extra
 
 
-_attention = custom_op.register(
-    "ulysses_attention",
-    UlyssesSpec,
-    _forward,
-    _backward,
-    _pairs,
-    to_save=_to_save,
-    fake_forward=_fake_results,
-    fake_backward=_fake_gradients,
-)
+_functions = _forward, _backward, _pairs, _to_save, _fake_results, _fake_gradients
+_attention = custom_op.register("ulysses_attention", UlyssesSpec, *_functions)

@@ -53,6 +53,10 @@ class Run:
     prefetched: dict[int, list[Batch]] = field(default_factory=dict)
 
     @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def sequences_per_step(self) -> int:
         return self.mesh.dp.size() * self.config.trainer.accumulate * self.config.trainer.batch_size
 
@@ -172,13 +176,12 @@ def _free_memory(device: torch.device) -> None:
 def describe(run: Run, directory: Path) -> None:
     """Log what the settings mean for this run."""
     config, mesh, data, seq_len = run.config, run.mesh, run.data, run.config.data.seq_len
-    num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
     held_out = f", {run.held_out.sequences_per_epoch:,} held-out sequences" if run.held_out else ""
     entries = {
         "directory": directory,
-        "model": f"{num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
+        "model": f"{run.num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
         "data": f"{config.data.description}, {data.sequences_per_epoch:,} sequences of {seq_len:,} tokens per epoch{held_out}",
         "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
         f"on {run.device.type}",

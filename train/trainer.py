@@ -54,8 +54,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
         if config.optim.lr is None:
-            num_parameters = sum(parameter.numel() for parameter in run.model.parameters())
-            config.optim.lr = optim.default_lr(num_parameters, continued=run.init_from is not None)
+            config.optim.lr = optim.default_lr(run.num_parameters, continued=run.init_from is not None)
         if done >= config.trainer.steps:
             return complete_summary(run, directory)
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")

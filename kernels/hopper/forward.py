@@ -454,10 +454,8 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     if CONSUMER == CONFIG.consumers - 1:
         # Consumer 0 has the first turn.
         _pass_ping_pong(CONSUMER, CONFIG)
-    first = gl.to_tensor(0)
-    slot, stage, phase, overflowed = _compute_work_tiles(
-        arguments, first, first, first, CONSUMER, CONFIG.update_ref_max, CONFIG
-    )
+    zero = gl.to_tensor(0)
+    slot, stage, phase, overflowed = _compute_work_tiles(arguments, zero, zero, zero, CONSUMER, CONFIG.update_ref_max, CONFIG)
     if not CONFIG.update_ref_max:
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):

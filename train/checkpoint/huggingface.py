@@ -168,9 +168,8 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     # The options for resolved_head_dim and resolved_ffn_dim are head_dim and ffn_dim.
-    listed = ", ".join(
-        f"model.{name.removeprefix('resolved_')}={value} (now {getattr(model, name)})" for name, value in changes.items()
-    )
+    names = {name: f"model.{name.removeprefix('resolved_')}" for name in changes}
+    listed = ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in changes.items())
     if not changes.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
         raise ConfigError(f"{path} is a model of {listed}: use the same settings")
     return listed
