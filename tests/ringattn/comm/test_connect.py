@@ -40,12 +40,6 @@ def test_a_simulated_rank_is_its_own_transport() -> None:
     simulate(3, check)
 
 
-def test_an_unknown_transport_raises_an_error() -> None:
-    """The message lists the names of transports."""
-    with pytest.raises(ValueError, match="'pigeon'.*auto, nvlink, p2p"):
-        connect.connect("", CPU, "pigeon")
-
-
 def check_handshake() -> None:
     """All ranks of a job choose gloo on CPUs, once per group, and the environment variable replaces "auto"."""
     group = dist.group.WORLD
