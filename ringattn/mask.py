@@ -1,7 +1,9 @@
-"""Masks as intervals: every query may attend to one contiguous range of key positions, and the ranges never move backwards.
+"""Masks in which every query may attend to one interval of key positions.
 
-Causal masks, sliding windows, packed documents, full attention and all their intersections have this form. The ring and the
-kernels therefore represent a mask by only two integers per query.
+From one query to the next, neither the start nor the end of the interval decreases. Causal masks, sliding windows, packed
+documents, full attention and all intersections of these masks have this form. The ring and the kernels therefore represent a
+mask by only two integers per query. `shared_intervals` computes these integers, and is the only function that applies
+causality, windows and documents.
 """
 
 from collections.abc import Sequence
@@ -19,7 +21,7 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all entries."""
+    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries."""
     if documents is None:
         return None
     entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
@@ -33,13 +35,15 @@ def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query may attend to. Create one with `Mask.causal` or `Mask.full`.
+    """A description of the keys that each query may attend to. `Mask.causal` and `Mask.full` create masks.
 
-    Two attributes are derived from the fields. `lengths` holds the document lengths of all batch entries in one flat int64
-    tensor, which is empty without documents; operators carry a mask in this form. `totals` holds the number of tokens of each
-    entry's documents. A compiler only needs to guard on these totals, which `check` reads, and not on every length. `lengths`
-    and `totals` are not dataclass fields. Code that copies a mask field by field, such as FSDP, therefore creates a complete
-    mask.
+    Two attributes are computed from the fields. `lengths` holds the document lengths of all batch entries in one flat int64
+    tensor, which is empty without documents. Operators receive the documents of a mask as this tensor. `totals` holds, for each
+    batch entry, the number of tokens in its documents. `check` reads `totals` instead of the lengths. torch.compile therefore
+    guards only on the totals, and does not compile again when the documents have other lengths but the same total.
+
+    `lengths` and `totals` are not dataclass fields. Code that copies a mask field by field, such as FSDP, calls the constructor
+    with the fields, and `__post_init__` computes both attributes of the copy.
     """
 
     is_causal: bool
@@ -56,10 +60,11 @@ class Mask:
         # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
         lengths = [length for entry in self.documents or () for length in entry]
-        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values, and a mask outlives the
-        # mode. A compiler must trace the creation of the tensor instead, because it cannot trace the context manager.
+        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values. The tensor must be a real one,
+        # because the mask may be used after the mode has ended. While a compiler is tracing, the mode stays active, because a
+        # compiler cannot trace the context manager that suspends the mode.
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
-        with torch.inference_mode(False), real:  # so that a mask created during evaluation can be used in training as well
+        with torch.inference_mode(False), real:  # a mask that is created during evaluation can then be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
     @classmethod
@@ -67,14 +72,14 @@ class Mask:
         """Return a mask in which a query attends to the key at its own position and to all keys before its own position.
 
         Args:
-            window: the number of keys that a query attends to, counted back from its own position, which is included; None for
-                all keys.
+            window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys
+                before this position; None for all keys.
             documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
                 Pass either one list or tensor for all batch entries, or one list or tensor per batch entry. Pass None if the
                 sequence is one document.
 
         Raises:
-            ValueError: the window or a length is not an integer, or is below 1.
+            ValueError: the window or the length of a document is not an integer, or is below 1.
         """
         return cls(True, window, _per_entry(documents))
 
@@ -108,16 +113,15 @@ class Mask:
             )
 
     def intervals(self, seq_len: int, num_queries: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return (lo, hi), int64 (1 or B, num_queries), on the CPU.
+        """Return two int64 tensors (lo, hi) of shape (1 or B, num_queries) on the CPU.
 
-        Query i attends to the positions from lo[:, i] to hi[:, i] - 1.
-
-        Neither lo nor hi ever decreases along the sequence.
+        Query i attends to the positions from lo[:, i] to hi[:, i] - 1. Neither lo nor hi ever decreases along the sequence.
 
         Args:
             seq_len: the number of positions.
-            num_queries: the number of queries. The last query is at the last position, and the others precede it, if necessary
-                at negative positions. None for one query per position.
+            num_queries: the number of queries. The last query is at the last position, and the other queries are at the
+                positions before the last one. If there are more queries than positions, the first queries have negative
+                positions. None for one query per position.
 
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
@@ -137,9 +141,10 @@ class Mask:
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
-        """Return the mask with these `lengths`, which are given as integers, for all batch entries in one flat list.
+        """Return the mask whose documents have the given lengths.
 
-        The lengths of a batch entry end where they sum to `seq_len`.
+        `lengths` is one flat list of integers with the lengths of all batch entries, like the attribute `lengths` of a mask.
+        The lengths that belong to one batch entry sum to `seq_len`.
         """
         ends = [i + 1 for i, total in enumerate(accumulate(lengths)) if total % seq_len == 0]
         entries = tuple(tuple(lengths[begin:end]) for begin, end in pairwise([0, *ends]))
@@ -162,11 +167,15 @@ def check_mask(mask: Mask) -> None:
 
 
 @lru_cache(maxsize=8)
-@unset_fake_temporarily()  # the cached tensors must be real, because a later call may need their values
+@unset_fake_temporarily()  # the cached tensors must be real tensors, because a later call may need their values
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Return `mask.intervals` without a copy. The result is cached and must not be modified."""
+    """Return the intervals of `mask`, like `Mask.intervals`, but without copying the cached tensors.
+
+    The result must not be modified. The intervals already take causality, the window and the documents of the mask into
+    account, so no other function needs to apply them.
+    """
     mask.check(seq_len)
-    # All tensors name the CPU explicitly, because torch.set_default_device may have set a GPU.
+    # All tensors are created with device="cpu", because torch.set_default_device may have set a GPU.
     position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
     if mask.documents is None:
         lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
@@ -179,19 +188,19 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
-        # A wider window would give the same intervals, but adding it to a position could overflow int64.
+        # A window of more than seq_len + num_queries gives the same intervals as a window of this size. The window is limited,
+        # because the sum of a position and a very large window could overflow int64.
         window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)
-    # A query at a negative position attends to no key under a
-    # causal mask. Its interval must still have a non-negative end.
+    # Under a causal mask, a query at a negative position attends to no key. The end of its interval must still be at least 0.
     return lo, hi.clamp(min=0)
 
 
 def _document_bounds(entry: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return for each position the first position of its document, and the position after the end of its document."""
+    """Return two tensors: for each position, the first position of its document and the first position after its document."""
     lengths = torch.tensor(entry, dtype=torch.int64, device="cpu")
-    # The cumulative sum of the lengths gives the end of every document. Repeating
-    # each end for every token of its document gives one bound per position.
+    # The cumulative sum of the lengths contains the end of every document. The end of a document is repeated for every token of
+    # the document, so that `end` has one entry per position.
     end = torch.repeat_interleave(lengths.cumsum(0), lengths)
     return end - torch.repeat_interleave(lengths, lengths), end

@@ -1,8 +1,8 @@
-"""Run a schedule over a transport: the forward pass and the backward pass of the state ring and of the KV ring.
+"""Run ring passes: the forward pass and the backward pass of the state ring and of the KV ring.
 
-In the state ring, keys and values stay on their rank. The queries circulate, and the partial softmax state (m, l, o) that the
-queries accumulate follows one hop behind them. Four ranks, full attention, relayed by neighbours; "Q3 K0" stands for rank 3's
-queries against rank 0's keys:
+In the state ring, keys and values stay on their rank. The queries circulate, and the partial softmax state (m, l, o) of these
+queries follows one hop behind the queries. The following diagram shows full attention on four ranks, in which neighbours relay
+the blocks. "Q3 K0" means that a rank computes the attention of rank 3's queries to rank 0's keys:
 
     step        0          1          2          3          4
     rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
@@ -14,17 +14,20 @@ queries against rank 0's keys:
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
 While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. Communication is therefore hidden
-as long as a step of attention takes longer than a hop. Each rank computes a part of its own block in the last step. This
-computation hides the return of the last states to their owners.
+as long as a step of attention takes longer than a hop. Each rank computes a part of its own block in the last step, and the
+time of this computation hides the return of the last states to their owners.
 
-In the KV ring the roles are reversed: keys and values circulate, and the queries and their state stay. If the transport
-connects every pair of ranks directly, blocks are not relayed. Each block comes from its owner, and its result goes straight
-back to the owner. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed, and the code below is the same
-for both cases.
+In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank. If the transport connects
+every pair of ranks directly, blocks are not relayed. A rank then receives each block from the owner of the block, and sends the
+result directly back to this owner. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of
+this module is the same for both kinds of schedules.
 
 `run_schedule` contains all of the communication. The four passes below this function (`_forward_state`, `_forward_kv`,
 `_backward_state` and `_backward_kv`) only say what circulates, what one local step computes, and how two partial results are
-merged. Partial results stay in fp32 (fp64 for fp64 inputs) from the kernel to the last hop.
+merged. Partial results are fp32 tensors (fp64 tensors for fp64 inputs) from the kernel to the last hop.
+
+The backward passes need delta = rowsum(dout * out) - dlse, one number per query and head (see `dispatch.row_delta`). The
+kernels accept the tuple (out, dlse) instead of delta, and then compute delta from this tuple.
 """
 
 from collections.abc import Callable
@@ -51,7 +54,7 @@ from ringattn.spec import AttentionSpec
 from ringattn.state import PartialState
 
 Compute = Callable[[LocalStep, Tensors, Tensors | None], Tensors | None]
-Arrivals = list[tuple[range, Tensors]]  # results that have returned to their owner: (rows of the owner's block, result)
+Arrivals = list[tuple[range, Tensors]]  # (rows of the owner's block, result) for each result that has returned to its owner
 
 
 def run_schedule(
@@ -71,38 +74,38 @@ def run_schedule(
         transport: this rank's connection to the others.
         circulating: this rank's block, a tuple of contiguous tensors: (q,) in the forward pass of the state ring, (k, v) in the
             KV ring.
-        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and `block`, which
-            contains exactly the rows that the local step names. If `into` is given, it contains the same rows of `own_result`,
-            and `compute` accumulates into them in place. If `into` is None, `compute` returns a new partial result, or None if
-            nothing must be sent to the owner.
-        own_result: the result of this rank's own block, which is updated in place. The caller initialises it to the identity of
-            `merge`. The default, an empty tuple, is for a pass that sends no results.
+        compute: compute(local_step, block, into) runs attention between this rank's resident tensors and `block`. `block`
+            contains exactly the rows that the local step names, so `compute` does not slice `block`. If `into` is given, `into`
+            contains the same rows of `own_result`, and `compute` accumulates into these rows in place. If `into` is None,
+            `compute` returns a new partial result, or None if no result must be sent to the owner.
+        own_result: the result of this rank's own block, which is updated in place. The caller initialises this result to the
+            identity of `merge`. A pass that sends no results uses the default, an empty tuple.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
-        merge_arrivals: merge_arrivals(arrivals) is called at the end with the results that have returned to this rank and were
-            not merged yet. If the transport can keep all results until the end of the pass, the list contains all results.
-            Otherwise each result is merged when it arrives, and the list is empty. If `merge_arrivals` is None, every result is
-            merged when it arrives.
+        merge_arrivals: merge_arrivals(arrivals) is called once, at the end of the pass. `arrivals` lists the results that have
+            returned to this rank and were not merged yet. If the transport can keep all results until the end of the pass,
+            `arrivals` contains all results. Otherwise each result is merged when it arrives, and `arrivals` is empty. If
+            `merge_arrivals` is None, every result is merged when it arrives.
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
         RingFault: a different rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
-    # The transport needs an example of both kinds of messages, because the shapes and dtypes of the receive buffers
-    # follow from these tensors.
+    # The transport needs one example of a block and one example of a result, because it derives the shapes and dtypes of the
+    # receive buffers from these examples.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
-    blocks: dict[int, Tensors] = {rank: circulating}  # by owner: the blocks at this rank in the current step
-    results: dict[int, Tensors] = {}  # by owner: partial results that leave with one of the next steps
+    blocks: dict[int, Tensors] = {rank: circulating}  # the blocks at this rank in the current step, by owner
+    results: dict[int, Tensors] = {}  # the partial results that this rank sends in one of the next steps, by owner
     arrivals: Arrivals = []
     for t, step in enumerate(steps):
-        # Start the sends first and compute second, so that the messages of this step are in flight while its kernels run.
+        # The sends start before the computation, so that the messages of this step are in flight while its kernels run.
         outgoing = [results.pop(m.owner) if m.kind == "result" else blocks[m.owner] for m in step.outgoing]
         hop = transport.watchdog.start(label, t, len(steps), step.incoming)
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # A rank accumulates its own block in place. A partial result for another rank must be a new tensor,
-                # because it is sent in a later step.
+                # A rank accumulates the result of its own block in place. A partial result for another rank must be a new
+                # tensor, because this rank sends the partial result in a later step.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))
@@ -110,8 +113,8 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # If the hop stayed registered, the watchdog would end the process after the timeout, although the exception
-        # has already ended the pass. BaseException includes KeyboardInterrupt and SystemExit.
+        # The hop must not stay registered after an exception has ended the pass. Otherwise the watchdog would end the process
+        # after the timeout. BaseException includes KeyboardInterrupt and SystemExit.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
@@ -127,8 +130,8 @@ def run_schedule(
             elif owner == rank:
                 merge(take_rows(own_result, message.rows), block)
             else:
-                # A relayed result passes through this rank on its way to the owner. If this rank has computed a partial result
-                # for the same owner, the two are merged and continue as one.
+                # A relayed result passes through this rank on its way to the owner. If this rank has also computed a partial
+                # result for this owner, the two results are merged, and this rank sends the merged result.
                 results[owner] = merge(block, results[owner]) if owner in results else block
     if merge_arrivals is not None:
         merge_arrivals(arrivals)
@@ -148,26 +151,29 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Append to `sums` this rank's own gradients plus those that other ranks computed, rounded to the dtypes of `like`."""
-    # On a GPU, one kernel reads all arrivals of a tensor and writes the rounded sum. Adding one arrival after the other would
-    # read and write the fp32 sum once per arrival.
+    """Add the gradients that other ranks computed to this rank's own gradients, and append the totals to `sums`.
+
+    The totals are rounded to the dtypes of `like`.
+    """
+    # On a GPU, one kernel reads all arrivals of a tensor and writes the rounded sum. If the arrivals were added one after the
+    # other, the fp32 sum would be read and written once per arrival.
     for i, (own_part, like_part) in enumerate(zip(own, like, strict=True)):
         parts = [(rows.start, block[i]) for rows, block in arrivals]
         sums.append(dispatch.sum_partials(own_part, parts, like_part.dtype))
 
 
 def _zeros(*like: Tensor) -> Tensors:
-    """Return zeros with the shapes of the tensors, in the dtype of states, from one allocation."""
-    # One allocation needs one kernel that clears the memory, instead of one kernel per tensor.
+    """Return tensors of zeros that have the shapes of the given tensors and the dtype of states."""
+    # All tensors are slices of one allocation, so one kernel clears the memory of all tensors.
     sizes = [x.numel() for x in like]
     flat = torch.zeros(sum(sizes), dtype=state_dtype(like[0].dtype), device=like[0].device)
     return tuple(part.view(x.shape) for part, x in zip(flat.split(sizes), like, strict=True))
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Make a method of `Ring` process the heads in chunks, one ring pass after the other, to bound its memory.
+    """Make a method of `Ring` process the heads in chunks, so that the memory of the method is bounded.
 
-    `Plan.head_chunks_for_memory` says how many chunks there are.
+    The method runs one ring pass per chunk. `Plan.head_chunks_for_memory` returns the number of chunks.
     """
 
     @wraps(run)
@@ -180,12 +186,12 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         for i in range(count):
             chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
             chunk = run(ring.of_heads(i * (q.shape[2] // count)), *chunk_inputs)
-            # The results are allocated after the first chunk, because only the chunk knows their dtypes and their
-            # last dimensions.
+            # The results are allocated after the first chunk, because their dtypes and last dimensions are known only from the
+            # results of a chunk.
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)
-            del chunk, x, y  # the next chunk can then reuse their memory
+            del chunk, x, y  # the next chunk can reuse the memory of these tensors
         return results
 
     return run_chunks
@@ -193,45 +199,47 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
 @dataclass(frozen=True)
 class Ring:
-    """Everything about a ring pass except its tensors.
+    """The settings of a ring pass: the plan, the transport and the spec of the call. The tensors are arguments of the methods.
 
     The tensors of every method are contiguous and hold this rank's tokens: q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv,
-    Dv), out and dout (B, N, Hq, Dv), lse and dlse (B, N, Hq).
+    Dv), out and dout (B, N, Hq, Dv), lse, dlse and delta (B, N, Hq).
     """
 
     plan: Plan
     transport: Transport
     spec: AttentionSpec
-    all_to_all_uses_sms: bool = False  # whether the kernels of an all-to-all run at the same time as attention
+    all_to_all_uses_sms: bool = False  # whether kernels of an all-to-all run at the same time as the kernels of attention
 
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
         """Return the ring that `spec` describes. The first call for a group performs a handshake, see `connect.connect`."""
         transport = connect.connect(spec.group, device, spec.transport, call)
-        # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. Reading the lengths does
-        # not wait for the GPU, because this tensor is always on the CPU.
+        # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. The host can read the
+        # lengths without waiting for the GPU, because the tensor of the lengths is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
         plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
         keep_for_graph(plan, device)
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
-        """Return a ring for a chunk of the heads. `first_head` is the index of the chunk's first head among this ring's heads.
+        """Return a ring for a chunk of the heads.
 
-        Only the dropout depends on that index. `all_to_all_uses_sms`: see the field of the same name.
+        Args:
+            first_head: the index of the chunk's first head among this ring's heads. Only the dropout depends on this index.
+            all_to_all_uses_sms: the value of the field of the same name, unless the field is True already.
         """
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
     @property
     def kernel_options(self) -> dict[str, Any]:
-        """The options that all kernels of this ring have in common, see `ringattn.kernels.dispatch.forward`."""
+        """The options that are the same for all kernels of this ring, see `ringattn.kernels.dispatch.forward`."""
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (out in q's dtype, lse in fp32)."""
+        """Return out in q's dtype, and lse in fp32 (fp64 for fp64 inputs)."""
         chosen = self.plan.choose_schedule(self.spec.schedule, forward_work(q, k, v), self.transport.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
@@ -240,8 +248,8 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the dtypes of q, k, v."""
-        # A single rank receives no partial gradients, so the kernel can write the gradients in the dtypes of the
-        # inputs.
+        # A single rank receives no partial gradients from other ranks. The kernel can therefore write the gradients in the
+        # dtypes of the inputs.
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, out, lse, dout, dlse)
         chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.transport.interconnect)
@@ -249,11 +257,11 @@ class Ring:
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
     def _prepare(self, name: str, results: bool) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
-        """Return the schedule, and for each of this rank's local steps the intervals and the options of the kernels.
+        """Return the schedule, and the intervals and kernel options of each local step of this rank.
 
-        Everything is computed before the pass begins, so that the host does not delay a pass in progress.
+        The host computes all of these values before the pass begins, so that the host does not delay a pass in progress.
         """
-        # The same plan serves all layers of a model, so only the first layer computes the schedule and the intervals.
+        # All layers of a model use the same plan, so only the first layer computes the schedule and the intervals.
         schedule = self.plan.schedule(name, results, self.transport.interconnect.all_pairs)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
@@ -264,10 +272,10 @@ class Ring:
         return {"dropout": dropout, **self.kernel_options}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries circulate, and each rank adds the contribution of its keys to the states of the queries."""
+        """Compute the forward pass of the state ring, in which each rank attends with all queries to its own keys."""
         schedule, prepared = self._prepare("state", results=True)
-        # The empty state is the identity of the merge. The own rows that no local step covers keep this state, which
-        # finalises to out = 0 and lse = -inf.
+        # The empty state is the identity of the merge. If no local step covers a row of this rank's queries, the row keeps the
+        # empty state, which `finalize` turns into out = 0 and lse = -inf.
         own_state = PartialState.empty(q, v.shape[-1])
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
@@ -279,12 +287,12 @@ class Ring:
         return own_state.finalize(q.dtype)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values circulate, and the kernels update the state of the resident queries in place."""
+        """Compute the forward pass of the KV ring, in which the kernels update the state of the resident queries in place."""
         schedule, prepared = self._prepare("kv", results=False)
         # The kernel of the last local step divides o by l and returns (out, lse). A separate kernel for the division would
         # read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
-        result = None  # the state of the resident queries; after the last local step (out, lse)
+        result = None  # the state (m, l, o) of the resident queries; after the last local step, the tuple (out, lse)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> None:
             nonlocal result
@@ -296,7 +304,7 @@ class Ring:
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else result
 
     def _backward_alone(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
-        """On a ring of one rank, the kernel's gradients need no sums and are returned in the dtypes of the inputs."""
+        """Compute the backward pass of a ring of one rank. The kernel returns the gradients in the dtypes of the inputs."""
         _, prepared = self._prepare("kv", results=False)
         if not prepared:
             return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -304,7 +312,7 @@ class Ring:
         return dispatch.backward(q, k, v, dout, lse, (out, dlse), intervals, self.spec.scale, **options)
 
     def _backward_state(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries circulate with dout, lse and delta.
+        """Compute the backward pass of the state ring, in which the queries circulate together with dout, lse and delta.
 
         dq returns to the owner of the queries, and dk and dv accumulate on this rank.
         """
@@ -317,8 +325,8 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # The kernel can accumulate into a slice of rows only if the slice is contiguous. This is the case for one batch
-            # entry. With several batch entries, the kernel writes a new dq, which is added afterwards.
+            # The kernel can accumulate into a slice of rows only if the slice is contiguous, so there must be only one batch
+            # entry. With several batch entries, the kernel writes a new dq, and `_add` adds this dq to the slice afterwards.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options
@@ -326,8 +334,8 @@ class Ring:
             return (partial_dq,) if into is None or dq is not None else _add(into, (partial_dq,))
 
         label = "backward of the state ring"
-        # The owner of the queries computes delta = rowsum(dout * out) - dlse once. delta circulates instead of `out`, because
-        # delta has one number per row and head, and `out` has as many numbers as the head dim.
+        # The owner of the queries computes delta = rowsum(dout * out) - dlse once. Sending delta takes fewer bytes than sending
+        # `out`: delta has one number per row and head, and `out` has Dv numbers per row and head.
         block = q, dout, lse, dispatch.row_delta(out, dout, dlse, self.spec.backend).contiguous()
         grads: list[Tensor] = []
         merge_arrivals = partial(_sum_arrivals, (own_dq,), (q,), grads)
@@ -335,18 +343,21 @@ class Ring:
         return *grads, *(_zeros(k, v) if dk is None else (dk, dv))
 
     def _backward_kv(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values circulate. dk and dv return to the owner of the keys, and dq accumulates on this rank."""
+        """Compute the backward pass of the KV ring, in which keys and values circulate.
+
+        dk and dv return to the owner of the keys, and dq accumulates on this rank.
+        """
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
-        # dq accumulates over all local steps inside `IncrementalBackward`, so the work that does not depend on the
-        # keys is done only once.
+        # `IncrementalBackward` accumulates dq over all local steps. The work that does not depend on the keys, such as the
+        # computation of delta from (out, dlse), is done only once.
         plain, scale = not self.spec.dropout_p, self.spec.scale
         kernel = dispatch.IncrementalBackward(q, v, dout, lse, (out, dlse), scale, plain=plain, **self.kernel_options)
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            # As in `_backward_state`, the kernel can accumulate in place only if the rows are contiguous, which they
-            # are for one batch entry.
+            # As in `_backward_state`, the kernel can accumulate in place only if the slices of rows are contiguous, so there
+            # must be only one batch entry.
             accumulators = (into or (None, None)) if q.shape[0] == 1 else (None, None)
             partial_grads = kernel.add(*block, intervals, *accumulators, options["dropout"])
             return partial_grads if into is None or accumulators[0] is not None else _add(into, partial_grads)
@@ -359,8 +370,8 @@ class Ring:
 
 
 # All layers of a model use the same plan, one layer after the other. At 4,096 tokens per rank, even 10 us on the host matter.
-# Therefore the key of this cache consists of the values that operators carry, and a cached plan is found without building a
-# mask or a layout.
+# Therefore the key of this cache consists of the plain values in an `AttentionSpec`, so that a lookup in the cache does not
+# build a mask or a layout.
 @lru_cache(maxsize=4)
 def _cached_plan(
     is_causal: bool,
