@@ -1,4 +1,8 @@
-"""Compute from a mask and a layout what one rank must do: the intervals of every pair of shards, and the schedules."""
+"""Compute the work of one rank from a mask and a layout: the intervals of every pair of shards, and the schedules.
+
+`ringattn.mask.shared_intervals` has already applied causality, windows and documents to the intervals of a mask. The functions
+in this module only translate these intervals from positions of the sequence into rows of the shards.
+"""
 
 import logging
 import threading
@@ -17,35 +21,35 @@ from ringattn.planning.schedule import LocalStep, Need, Schedule, build_schedule
 from ringattn.planning.workload import Work, head_chunks_for_memory
 
 SCHEDULES = ("auto", "state", "kv")
-# The share of a rank's own block that is computed in the first step, where it hides the first hop. The rest is computed in the
-# last step, where it hides the last hop.
+# The share of the work with its own block that a rank does in the first step, to hide the first hop. The rank does the rest of
+# this work in the last step, to hide the last hop.
 FIRST_SHARE = 0.4
-# Predicted times within 1% count as equal, because the table of speeds is not more accurate than that.
+# Two predicted times count as equal if they differ by at most 1%, because the table of speeds is not more accurate.
 EQUAL_TIMES = 1.01
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class BlockPair:
-    """The query rows of one rank and the key rows of one rank that one call of a kernel computes with."""
+    """The inputs of one kernel call: some query rows of a rank, and some key rows of the same rank or of another rank."""
 
-    intervals: Intervals  # one interval per query row, counted in key rows
+    intervals: Intervals  # one interval per query row; its bounds are numbers of key rows
     layout: Layout
-    sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries and of the keys
+    sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries, then (rank, rows) of the keys
 
     @cached_property
     def positions(self) -> tuple[Tensor, ...]:
-        """The positions of the query rows and of the key rows in the whole sequence, int32."""
+        """Two int32 tensors: the positions of the query rows and the positions of the key rows in the whole sequence."""
         return tuple(_positions(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
 
 
 class Plan:
-    """The ring passes of one rank for one mask and one layout. `get_plan` returns the plan, which all layers use."""
+    """A plan for all ring passes of one rank with one mask and one layout. All layers use the plan that `get_plan` returns."""
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
         self.overlaps = overlaps(mask, layout)
-        # The number of (query, key) pairs of the whole sequence, as the mean over batch entries.
+        # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
         self.pairs = sum(overlap.pairs for row in self.overlaps for overlap in row)
         self._schedules: dict[tuple, Schedule] = {}
         self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
@@ -67,23 +71,24 @@ class Plan:
         return self._schedules[key]
 
     def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
-        """Return the block pair of each local step of this rank, for the schedule `name`."""
+        """Return a block pair for each local step of this rank in `schedule`, which is the schedule called `name`."""
         if (name, schedule) not in self._block_pairs:
             local_steps = [local_step for step in schedule.by_rank[self.rank] for local_step in step.local_steps]
             self._block_pairs[name, schedule] = {x: self._block_pair(name, x) for x in local_steps}
         return self._block_pairs[name, schedule]
 
     def prepare_as(self, other: "Plan") -> None:
-        """Compute the choices, schedules and kernel tables that `other` has computed already, so that no future pass waits for
-        them.
+        """Compute in advance the choices, schedules and kernel tables that the plan `other` contains already.
+
+        Future passes then do not wait for the computation of these values.
         """
         for key in other._choices:
             self.choose_schedule("auto", *key)
         for (name, *options), schedule in other._schedules.items():
             if (name, schedule) in other._block_pairs:
                 ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
-                # Under different masks the two plans may have different numbers of local steps.
-                # Steps without a counterpart prepare their tables when they are first used.
+                # The two plans may have different numbers of local steps, because their masks differ. A local step without a
+                # counterpart in `other` prepares its tables when a pass uses the local step for the first time.
                 for pair, model in zip(ours.values(), theirs.values(), strict=False):
                     pair.intervals.prepare_like(model.intervals)
 
@@ -93,23 +98,28 @@ class Plan:
         (query_rank, query_rows), (key_rank, key_rows) = (circulating, resident) if name == "state" else (resident, circulating)
         queries, keys = (slice(rows.start, rows.stop) for rows in (query_rows, key_rows))
         bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
-        # The kernel sees only a slice of the keys, so the intervals are
-        # counted from the start of the slice and clamped to its length.
+        # The kernel receives only a slice of the keys. Therefore the bounds of the intervals are counted from the start of the
+        # slice and clamped to the length of the slice.
         lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
         # wait=False copies the intervals to the GPU without blocking the host.
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
-        """Return `workload.head_chunks_for_memory` of this rank's tensors. The number is the same on all ranks."""
+        """Return the number of chunks of heads for this rank's tensors, see `workload.head_chunks_for_memory`.
+
+        The number is the same on all ranks.
+        """
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
     def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
-        """Return the cost of a local step of any rank in FLOPs, with memory traffic converted to FLOPs.
+        """Return the cost of a local step in FLOPs. The local step may belong to any rank.
 
-        If a rank's own block is computed in two parts, each part counts as its planned share of the block.
+        The cost includes memory traffic, which is converted to FLOPs. If a rank's own block is computed in two parts, the cost
+        of a part is estimated as the planned share of the cost of the whole block.
         """
-        # In the state ring the queries belong to the owner of the circulating block. In the KV ring the keys do.
+        # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
+        # owner of the circulating block.
         query_rank, key_rank = (local_step.owner, local_step.rank) if name == "state" else (local_step.rank, local_step.owner)
         overlap = self.overlaps[query_rank][key_rank]
         whole = overlap.queries if name == "state" else overlap.keys
@@ -120,9 +130,10 @@ class Plan:
         return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * work.query_bytes * queries)
 
     def merge_bytes(self, work: Work) -> float:
-        """Return the bytes of partial results that the busiest rank merges in a pass.
+        """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
 
-        A partial result belongs to the queries of one rank and the keys of a different rank.
+        The estimate counts, for each rank, the overlaps of its queries with the keys of all other ranks. Each overlap adds the
+        bytes of the result of its queries (as in the state ring) and the bytes of the result of its keys (as in the KV ring).
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         by_rank = []
@@ -138,9 +149,10 @@ class Plan:
         return hop_costs(schedule, (block, result), lambda local_step: self.flops(work, name, local_step), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Decide whether queries or keys circulate: return `name`, or for "auto" the schedule with the lower predicted time.
+        """Return "state" if queries circulate, and "kv" if keys and values circulate.
 
-        If the times are equal, the schedule with fewer bytes wins. If the bytes are equal as well, the KV ring wins.
+        If `name` is not "auto", the method returns `name`. For "auto", the method chooses the schedule with the lower predicted
+        time. If the times are equal, the schedule that sends fewer bytes wins. If the bytes are equal as well, "kv" wins.
         """
         if name != "auto":
             return name
@@ -151,8 +163,8 @@ class Plan:
                 hops = self.costs(candidate, work, interconnect)
                 totals[candidate] = sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
             best = min(seconds for seconds, _ in totals.values())
-            # dicts keep their order and min() returns the first
-            # minimum, so "kv" wins if both time and bytes are equal.
+            # The dict keeps the order of the candidates, and min() returns the first minimum. Therefore "kv" wins if both the
+            # times and the bytes are equal.
             fastest = [candidate for candidate, (seconds, _) in totals.items() if seconds <= EQUAL_TIMES * best]
             self._choices[key] = min(fastest, key=lambda candidate: totals[candidate][1])
             _log_choice(work.direction, self._choices[key], totals)
@@ -163,7 +175,10 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]]) -> None:
-    """Log each outcome only once, because packed documents change the predicted times at every training step."""
+    """Log a choice unless the same choice was logged before.
+
+    Packed documents change the predicted times at every training step, so there would otherwise be a message in every step.
+    """
     if (direction, chosen) not in _logged:
         _logged.add((direction, chosen))
         texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in totals.items()]
@@ -171,9 +186,10 @@ def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals (lo, hi) of the queries of `query_rank`, counted in key rows of `key_rank`.
+    """Return the intervals (lo, hi) of the queries of `query_rank`, whose bounds are numbers of key rows of `key_rank`.
 
-    lo and hi are int32 (B or 1, query rows) on the CPU.
+    This function does not apply causality, windows or documents, because `ringattn.mask.shared_intervals` has already applied
+    them. This function only translates positions into rows. lo and hi are int32 (B or 1, query rows) on the CPU.
     """
     rows_before = _rows_before(layout, key_rank)
     return tuple(rows_before.take(x) for x in _global_intervals(mask, layout, query_rank))
@@ -181,17 +197,17 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
 
 @lru_cache(maxsize=16)
 def _global_intervals(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """Return the intervals (lo, hi) of a rank's query positions, counted in key positions: int64 (B or 1, rows)."""
+    """Return the intervals (lo, hi) of a rank's queries, whose bounds are key positions: int64 (B or 1, rows)."""
     return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
 
 
 @lru_cache(maxsize=16)
 def _rows_before(layout: Layout, rank: int) -> Tensor:
-    """Return for each position of the sequence, and for its end, how many of a rank's rows come before: int32 (seq_len + 1,).
+    """Return a table that contains, for each position, the number of a rank's rows before this position: int32 (seq_len + 1,).
 
-    These prefix counts turn an interval of positions into an interval of rows with one lookup per bound.
+    With this table, one lookup per bound turns an interval of positions into an interval of rows.
     """
-    # The table has one more entry than there are positions, because an interval may end at the end of the sequence.
+    # The table has one more entry than the sequence has positions, because the upper bound of an interval may be seq_len.
     is_own = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
     is_own[layout.positions(rank) + 1] = 1
     return is_own.cumsum(0, dtype=torch.int32)
@@ -204,21 +220,26 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlap(NamedTuple):
-    """The rows of one rank's queries and the rows of another rank's keys between which the mask leaves pairs."""
+    """The part of one rank's queries and of one rank's keys that attention must compute under the mask."""
 
-    queries: range  # from the first to the last query row that attends to a key
-    keys: range  # from the first to the last key row that a query attends to
-    pairs: float  # number of (query, key) pairs, as the mean over batch entries
+    queries: range  # from the first to the last query row that attends to one of the keys
+    keys: range  # from the first to the last key row that one of the queries attends to
+    pairs: float  # number of (query, key) pairs that the mask allows, as the mean over batch entries
 
 
 def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
-    """Return the overlap of a rank's `num_keys` key rows and the queries with the intervals lo, hi (B or 1, query rows)."""
+    """Return the overlap of the queries of one rank and the keys of one rank.
+
+    Args:
+        lo, hi: the intervals of the queries, whose bounds are numbers of key rows: (B or 1, query rows).
+        num_keys: the number of key rows.
+    """
     counts = (hi - lo).clamp(min=0)
     rows = counts.sum(0).nonzero()
     if not len(rows):
         return Overlap(range(0), range(0), 0.0)
     queries = range(int(rows[0]), int(rows[-1]) + 1)
-    # An empty interval may have any bounds. It must not influence the range of keys.
+    # The bounds of an empty interval may have any values. These values must not influence the range of keys.
     empty = counts == 0
     keys = range(int(lo.masked_fill(empty, num_keys).min()), int(hi.masked_fill(empty, 0).max()))
     return Overlap(queries, keys, float(counts.sum()) / len(counts))
@@ -226,7 +247,7 @@ def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
-    """Return the overlap of every pair of ranks, as overlaps[query rank][key rank]."""
+    """Return the overlaps of all pairs of ranks as a table that is indexed with [query rank][key rank]."""
     ranks = range(layout.ranks)
     bounds = [_global_intervals(mask, layout, rank) for rank in ranks]
     columns = []
@@ -238,16 +259,19 @@ def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
 
 @lru_cache(maxsize=16)
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
-    """Return needs[owner][rank], the rows of the owner's "queries" or "keys" for which `rank` has any work."""
+    """Return the rows of each owner's block that each rank needs, as a table that is indexed with [owner][rank].
+
+    `circulating` says whether the blocks contain "queries" or "keys". A rank needs the rows for which it has any work.
+    """
     table = overlaps(mask, layout)
-    # The owners are the ranks of the queries, which are the rows of the table, or the ranks of the keys, which are its columns.
+    # The rows of the table are indexed by the owner of the queries, and its columns by the owner of the keys.
     by_owner = table if circulating == "queries" else zip(*table, strict=True)
     return tuple(tuple(getattr(overlap, circulating) for overlap in row) for row in by_owner)
 
 
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
-    """Return the row at which each rank's own block is split, so that the first part has FIRST_SHARE of the work."""
+    """Return, for each rank, the row at which its own block is split. The first part contains FIRST_SHARE of the work."""
     return tuple(_split_point(mask, layout, rank, circulating) for rank in range(layout.ranks))
 
 
@@ -256,22 +280,23 @@ def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int
     if circulating == "keys":
         # If keys circulate, the rows of the own block are keys, so the work must be counted per key.
         lo, hi = transpose(lo, hi, layout.rows(rank))
-    # The cumulative work of the rows. A binary search then finds the row at which the first part has its share.
+    # work[i] is the number of pairs of the rows 0 to i. The numbers increase, so a binary search finds the row at which the
+    # first part contains FIRST_SHARE of all pairs.
     work = (hi - lo).clamp(min=0).sum(0).cumsum(0)
     if not len(work):
         return 0
     row = int(torch.searchsorted(work, FIRST_SHARE * work[-1])) + 1
-    # In long blocks, split at a multiple of the kernels' tile size.
+    # A long block is split at a multiple of the tile size of the kernels.
     return row // 128 * 128 if len(work) >= 1024 else row
 
 
-# Autograd and simulated ranks call these functions from several threads. Without the lock, each thread would compute the same
-# plan.
+# Autograd and simulated ranks plan from several threads at the same time. Without the lock, each of these threads would compute
+# the same plan.
 _planning_lock = threading.Lock()
 
 
 def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """Return the plan of `mask` over `layout` for `rank`. Each plan is computed only once while it is cached."""
+    """Return the plan of `rank` for `mask` and `layout`, from the cache of recent plans if the cache contains this plan."""
     with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:
@@ -279,7 +304,8 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
         return plans[rank, device]
 
 
-# Few plans are kept, because each one holds intervals on the device, and packed documents bring a new mask with every step.
+# The cache is small, because each plan holds intervals in the memory of the device. With packed documents, every training step
+# has a new mask and therefore a new plan.
 @lru_cache(maxsize=4)
 def _plans(mask: Mask, layout: Layout) -> dict[tuple[int, torch.device], Plan]:
     return {}

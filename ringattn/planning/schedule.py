@@ -1,7 +1,8 @@
-"""Schedules: what moves on each hop and which rank computes what, as plain data without tensors or communication.
+"""Schedules of ring passes. A schedule is plain data: it lists the messages of each hop and the computations of each rank.
 
-In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block only if the mask leaves
-work to do. The *result* of a block is what the other ranks compute for the block. The result returns to the owner of the block:
+In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block only if the mask allows
+at least one (query, key) pair. The other ranks compute the *result* of a block, and this result returns to the owner of the
+block. The following table lists the tensors of each pass:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -9,20 +10,23 @@ work to do. The *result* of a block is what the other ranks compute for the bloc
     kv forward        k, v                   none              m, l, o
     kv backward       k, v                   dk, dv            dq
 
-There are two kinds of schedules, and one executor (`ringattn.ring.run_schedule`) for both:
+There are two kinds of schedules. `ringattn.ring.run_schedule` executes schedules of both kinds:
 
-    relay     Neighbours hand blocks on. Results follow one hop behind, and return to the owner from the last rank that computes
-              with the block. This suits rings that span several hosts.
-    direct    Every pair of ranks is connected. A block comes from its owner, and its result goes straight back. In each round
-              every rank receives the block of one rank and computes a result for it, so no link carries two blocks at a time.
+    relay     Each rank sends a block on to its neighbour. A result follows one hop behind its block. The last rank that
+              computes with the block sends the result to the owner. Relay schedules suit rings that span several hosts.
+    direct    Every pair of ranks is connected. Each rank receives a block from the owner of the block, and sends the result
+              directly back to this owner. In each round, every rank receives the block of one other rank and computes the
+              result of this block, so no link carries two blocks at a time.
 
-In step t, a rank sends the blocks that the next step needs, and the results of the previous step. All these messages are in
-flight while step t computes. A rank's own block needs no hop. If the pass has no results, the own block is computed in the
-first step and hides the first hop. If the pass has results, a first part of the own block hides the first hop, and the rest
-hides the return of the last results.
+In step t, a rank sends the blocks that step t + 1 needs, and the results that step t - 1 computed. All these messages are in
+flight while step t computes. A rank's own block needs no hop. If the pass has no results, each rank computes with its own block
+in the first step, and this computation hides the first hop. If the pass has results, each rank computes with a first part of
+its own block in the first step, and with the rest in the last step. The first part hides the first hop, and the rest hides the
+return of the last results.
 
-Only the work that the mask leaves is scheduled. A block is sent only to ranks that need it, and only with the rows that they
-need.
+A schedule contains only computations for which the mask allows at least one (query, key) pair. In direct schedules, a block is
+sent only to the ranks that need the block, and a message contains only the rows that its receiver needs. In relay schedules, a
+block is relayed no further than to the last rank that needs the block.
 """
 
 from collections.abc import Sequence
@@ -30,11 +34,11 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-Need = tuple[tuple[range, ...], ...]  # need[owner][rank]: the rows of the owner's block for which the rank has work
+Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows of the owner's block that the rank needs
 
 
 class Message(NamedTuple):
-    """One message of one hop: a block or a result, or some of its rows."""
+    """One message of one hop. It contains some or all rows of a block or of a result."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
@@ -44,7 +48,7 @@ class Message(NamedTuple):
 
 
 class LocalStep(NamedTuple):
-    """One computation of a rank with some rows of an owner's block."""
+    """One computation of a rank with some rows of the block that belongs to `owner`."""
 
     rank: int
     owner: int
@@ -52,14 +56,14 @@ class LocalStep(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One step of all ranks. Its messages are in flight while its local steps are computed."""
+    """One step of all ranks. The messages of a step are in flight while the ranks compute the local steps of this step."""
 
     local_steps: tuple[LocalStep, ...]
     messages: tuple[Message, ...] = ()
 
 
 class RankStep(NamedTuple):
-    """One rank's part of a step."""
+    """The local steps and the messages of one rank in one step."""
 
     local_steps: tuple[LocalStep, ...]
     outgoing: tuple[Message, ...]
@@ -68,18 +72,18 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """One ring pass, as the list of the steps of all ranks."""
+    """The schedule of one ring pass: the list of steps, in which each step contains the work of all ranks."""
 
     ranks: int
     steps: tuple[Step, ...]
 
     @cached_property
     def by_rank(self) -> tuple[tuple[RankStep, ...], ...]:
-        """by_rank[rank] contains that rank's part of every step."""
+        """The steps of each rank: by_rank[rank][t] contains the local steps and the messages of `rank` in step t."""
         return tuple(zip(*(_by_rank(step, self.ranks) for step in self.steps), strict=True)) or ((),) * self.ranks
 
     def last_owner(self, rank: int) -> int | None:
-        """Return the owner of the last block that `rank` computes with; None if it computes nothing."""
+        """Return the owner of the last block that `rank` computes with, or None if `rank` computes nothing."""
         local_steps = [local_step for step in self.by_rank[rank] for local_step in step.local_steps]
         return local_steps[-1].owner if local_steps else None
 
@@ -95,28 +99,30 @@ def _by_rank(step: Step, ranks: int) -> list[RankStep]:
 
 
 def hull(ranges: Sequence[range]) -> range:
-    """Return the shortest range that covers all of `ranges`."""
+    """Return the shortest range that covers all given ranges."""
     ranges = [x for x in ranges if x]
     return range(min(x.start for x in ranges), max(x.stop for x in ranges)) if ranges else range(0)
 
 
 @lru_cache(maxsize=64)
 def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return a ring pass in which every block comes from its owner and every result goes straight back.
+    """Return the schedule in which owners send their blocks directly, and the other ranks send results directly back.
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether blocks have results that return to their owners.
-        split_points: for each rank, a row of its own block. If there are results, the rows before the split point are computed
-            in the first step, and the other rows in the last step. None to compute the whole own block in the last step.
+        split_points: for each rank, the row at which its own block is split. In a pass with results, a rank computes with the
+            rows before the split point in the first step, and with the other rows in the last step. With None, a rank computes
+            with its whole own block in the last step.
     """
-    # On a tie, min() picks the first pairing, which is XOR if the number of ranks is a power of two.
+    # If both pairings have equally many rounds, min() returns the first pairing. This is the pairing by XOR if the number of
+    # ranks is a power of two.
     rounds = min(_pairings(need), key=len)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
     computed, steps = [first, *rounds, rest], []
-    # A block is sent in step t, is used in step t + 1, and its result is sent in step t
-    # + 2. Therefore a pass with results has one more step than a pass without results.
+    # A block is sent in step t. The receiver computes with the block in step t + 1, and sends the result in step t + 2.
+    # Therefore a pass with results has one more step than a pass without results.
     for t in range(len(rounds) + 1 + returns):
         messages = []
         if t < len(rounds):
@@ -128,15 +134,18 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
 
 def _pairings(need: Need) -> list[list[list[LocalStep]]]:
-    """Return two ways to pair all ranks in rounds: by rotation and, if P is a power of two, by rank XOR s.
+    """Return up to two pairings. A pairing is a list of rounds, and assigns one other owner to every rank in each round.
 
-    Rounds without any work are left out, so one of the two pairings may need fewer rounds than the other under a mask.
+    In round s of the pairing by rotation, rank r computes with the block of rank r - s, modulo P. If P is a power of two, there
+    is also the pairing by XOR, in which rank r computes with the block of rank r XOR s. The function leaves out each round in
+    which the mask gives no rank any work. Which rounds have no work depends on the pairing, so one pairing may have fewer
+    rounds than the other.
     """
     ranks = range(len(need))
     owner_of = [lambda rank, s: (rank - s) % len(need)]
     if len(need) & (len(need) - 1) == 0:
-        # XOR pairs the ranks mutually: two ranks exchange their blocks
-        # in the same round, so every link is used in both directions.
+        # In the pairing by XOR, two ranks receive each other's blocks in the same round, so the link between them is used in
+        # both directions.
         owner_of.insert(0, lambda rank, s: rank ^ s)
     pairings = []
     for owner in owner_of:
@@ -147,16 +156,17 @@ def _pairings(need: Need) -> list[list[list[LocalStep]]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return two lists of local steps of all ranks with their own blocks: one list for the first step and one for the last.
+    """Return the local steps in which ranks compute with their own blocks, as two lists.
 
-    The blocks are split only if results return to their owners (`returns`).
+    The first list is for the first step of the schedule, and the second list is for the last step. The blocks are split only if
+    results return to their owners (`returns`).
     """
     first, rest = [], []
     for rank in range(len(need)):
         rows = need[rank][rank]
         split = split_points[rank] if split_points else rows.start
         if not returns:
-            split = rows.stop  # there are no results whose return could be hidden
+            split = rows.stop  # the last step need not hide the return of results, because there are no results
         split = min(max(split, rows.start), rows.stop)
         first.append(LocalStep(rank, rank, range(rows.start, split)))
         rest.append(LocalStep(rank, rank, range(split, rows.stop)))
@@ -165,24 +175,25 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the shortest ring pass in which neighbours hand blocks on.
+    """Return the schedule with the fewest messages in which neighbours relay blocks.
 
-    Each block is relayed up to the last rank that needs it. It contains all rows that any of the receiving ranks needs. All
-    blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments are the
-    same as for `direct`.
+    Each block is relayed up to the last rank that needs the block. The block contains all rows that any of the other ranks
+    needs. All blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments
+    are the same as for `direct`.
     """
     schedules = (_one_way(need, results, split_points, direction) for direction in (1, -1))
-    # On a tie, min() picks the first direction.
+    # If both directions have equally many messages, min() returns the first direction.
     return min(schedules, key=lambda schedule: sum(len(step.messages) for step in schedule.steps))
 
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # For each owner: the numbers of hops after which its block reaches the first rank and the last rank with work for the
-    # block; 0 if no other rank has such work.
+    # distances[r] lists the numbers of hops after which the block of rank r reaches the ranks that compute with this block.
+    # first[r] is the smallest of these numbers, and extent[r] is the largest. Both are 0 if no other rank computes with the
+    # block.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
-    # A relayed block is not shortened on the way, so it contains the rows of all ranks that need any of it.
+    # A relayed block has the same rows on every hop, so the block must contain the rows that any of the other ranks needs.
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
     returns = results and final > 0
@@ -197,7 +208,8 @@ def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, di
             if t < extent[owner]:
                 messages.append(Message("block", owner, here, after, rows))
             if results and extent[owner] and first[owner] < t <= extent[owner] + 1:
-                # The result follows its block one hop behind. After the last rank with work it returns to the owner directly.
+                # The result follows its block one hop behind. The last rank that computes with the block sends the result
+                # directly to the owner.
                 messages.append(Message("result", owner, before, here if t <= extent[owner] else owner, rows))
             if 1 <= t <= extent[owner] and need[owner][here]:
                 local_steps.append(LocalStep(here, owner, rows))
