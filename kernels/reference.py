@@ -10,15 +10,16 @@ and key heads, Hkv divides Hq, and D and Dv are head dims:
 
 With s = scale * q k^T over the keys seen so far, the state of a query is its maximum m, l = sum exp(s - m) and
 o = sum exp(s - m) v. A query that has not attended to any key has the empty state (-inf, 0, 0), the output 0 and the lse -inf.
-Query head h uses key head h // (Hq / Hkv). The Hopper kernels may use another reference value near the scores as m. Its l and o
-are then relative to that value and represent the same sums.
+Query head h uses key head h // (Hq / Hkv). In the Hopper kernels, m may be another number near the scores instead of their
+maximum. l and o are then relative to this number and represent the same sums.
 
-Both functions take three options. `dropout` drops probabilities: o sums the kept ones, scaled, while m, l and lse do not
-change. `blocks` masks pairs of blocks. `precision` is the precision of products of fp32 inputs, "ieee" or "tf32". With "tf32"
-the Triton kernels may round the operands to 11 bits of mantissa. This module and `ringattn.kernels.blockwise` always compute
-exactly.
+`forward` and `backward` take three options. `dropout` drops probabilities. With dropout, o is a sum over the kept probabilities
+only, which are scaled, whereas m, l and lse do not change. `blocks` masks pairs of a block of queries and a block of keys.
+`precision` is the precision of products of fp32 inputs, "ieee" or "tf32". With "tf32" the Triton kernels may round the operands
+to 11 bits of mantissa. This module and `ringattn.kernels.blockwise` always compute exactly.
 
-The functions do not check their arguments. Call them through `ringattn.kernels.dispatch`, which does.
+The functions of this module do not check their arguments. Call them through `ringattn.kernels.dispatch`, which checks all
+arguments.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ def under_autocast(device: torch.device) -> bool:
 
 
 def _without_autocast(function: Callable) -> Callable:
-    """Make `function` compute matrix products in the dtypes of its tensors, which `torch.autocast` would round."""
+    """Disable `torch.autocast` inside `function`, because autocast would round the operands of matrix products."""
 
     @wraps(function)
     def call(q: Tensor, *arguments, **options):
@@ -75,21 +76,22 @@ def merge(a: State, b: State) -> State:
     the empty state is its identity.
     """
     m = torch.maximum(a[0], b[0])
-    # A query that is empty on both sides has m = -inf. Subtract 0 there: exp(-inf - 0) is 0, whereas exp(-inf + inf) is NaN.
+    # If the states of a query are empty on both sides, its m is -inf. Subtract 0 instead of such an m, because exp(-inf - 0) is
+    # 0, whereas exp(-inf + inf) is NaN.
     reference_max = m.masked_fill(m == float("-inf"), 0.0)
     alpha_a, alpha_b = torch.exp(a[0] - reference_max), torch.exp(b[0] - reference_max)
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
 
 
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (out, lse): out = o / l in `dtype`, lse = m + log l in the dtype of the state. An empty state gives (0, -inf)."""
+    """Return out = o / l in `dtype` and lse = m + log l in the dtype of the state. An empty state gives out = 0, lse = -inf."""
     m, l, o = state
     out = o / l.masked_fill(l == 0, 1.0)[..., None]
     return out.to(dtype), m + torch.log(l)
 
 
 def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
-    """Return the scores (B, Hkv, G, Nq, Nk), G = Hq / Hkv, in the dtype of states; -inf where the pair is masked."""
+    """Return the scores (B, Hkv, G, Nq, Nk), with G = Hq / Hkv, in the dtype of states. The score of a masked pair is -inf."""
     q, k = _to_head_groups(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
     mask = dense(intervals.lo, intervals.hi, intervals.num_keys)[:, None, None]
     if blocks is not None:
@@ -99,7 +101,7 @@ def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: Bl
 
 
 def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
-    """Return x (B, Hkv, G, Nq, Nk) scaled where kept, and 0 where dropped."""
+    """Return x (B, Hkv, G, Nq, Nk) with the dropped elements set to 0 and the kept elements scaled."""
     if dropout is None:
         return x
     keep = keep_mask(dropout, x.shape[0], x.shape[1] * x.shape[2]).unflatten(1, x.shape[1:3])
@@ -107,12 +109,12 @@ def _drop(x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 def _to_head_groups(x: Tensor, num_key_heads: int) -> Tensor:
-    """(B, N, Hq, D) -> (B, Hkv, G, N, D), in the dtype of states."""
+    """Reshape x (B, N, Hq, D) to (B, Hkv, G, N, D), with G = Hq / Hkv, and convert it to the dtype of states."""
     return x.to(state_dtype(x.dtype)).unflatten(2, (num_key_heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _from_head_groups(x: Tensor) -> Tensor:
-    """(B, Hkv, G, N, D) -> (B, N, Hq, D)."""
+    """Reshape x (B, Hkv, G, N, D) to (B, N, Hq, D), the inverse of `_to_head_groups`."""
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
@@ -125,15 +127,17 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
         scale: multiplies the scores before the softmax, usually D ** -0.5.
-        state: (m, l, o) of the queries over earlier keys. A kernel may reuse its memory for the result. None: the empty state.
-        final: whether these are the last keys.
+        state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None stands for
+            the empty state.
+        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         dropout, blocks, precision: see the module's docstring. By default there is no dropout and no block mask.
 
     Returns:
-        The new state (m, l, o), or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All are contiguous.
+        The new state (m, l, o). With `final`, (out, lse) instead: out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All
+        tensors are contiguous.
     """
     scores = _scores(q, k, intervals, scale, blocks)
-    # torch.amax fails for an empty dimension.
+    # `amax` raises an error for an empty dimension, so treat a call without keys separately.
     if k.shape[1] == 0:
         new = empty_state(q, v.shape[-1])
     else:
@@ -150,8 +154,8 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states.
 
-    The backward needs `out` (B, Nq, Hq, Dv) only for delta. Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse enters
-    ds = p * (dp - delta) as a change of delta.
+    The backward needs `out` (B, Nq, Hq, Dv) only for delta. Because d lse / d s = p, a gradient dlse (B, Nq, Hq) of lse adds p
+    * dlse to ds. As ds = p * (dp - delta), subtracting dlse from delta has the same effect.
     """
     dtype = state_dtype(out.dtype)
     delta = (out.to(dtype) * dout.to(dtype)).sum(-1)
@@ -166,15 +170,15 @@ def backward(
     """Gradients of one block of queries and one block of keys, with the probabilities recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
-    With dropout, p in dv and dout v^T are dropped and scaled, whereas delta and lse do not change.
+    With dropout, the p in dv and the product dout v^T are dropped and scaled, whereas delta and lse do not change.
 
     Args:
         q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: (B, Nq, Hq), over all keys of every query, including those of other blocks.
+        lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq), from `row_delta`.
         dq, dk, dv: accumulators with the shapes of q, k and v in the dtype of states, contiguous. The gradients are added to
-            them. None: a new contiguous tensor is returned.
+            these tensors. For None, a new contiguous tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
 
     Returns:
@@ -189,7 +193,7 @@ def backward(
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))
     ds = p * (_drop(dout @ v.mT, dropout) - delta)
     new_dq = scale * _from_head_groups(ds @ k)
-    # The query heads of a group share a key head, so its gradients are sums over the group (dimension 2).
+    # The query heads of a group share a key head, so the gradients of this key head are sums over the group (dimension 2).
     new_dk = scale * (ds.mT @ q).sum(2).permute(0, 2, 1, 3)
     new_dv = (_drop(p, dropout).mT @ dout).sum(2).permute(0, 2, 1, 3)
     return tuple(
@@ -199,11 +203,12 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add partial gradients that other ranks computed to this rank's own, and round the sum once.
+    """Add the partial gradients of other ranks to this rank's own gradient, and round the sum once.
 
     Args:
         base: (B, N, H, D) in the dtype of states, contiguous. Its memory may be overwritten.
-        parts: pairs (first, x), where x (B, n, H, D), contiguous, is added to the n tokens of `base` from `first` on.
+        parts: pairs (first, x). x is contiguous with the shape (B, n, H, D), and it is added to the tokens [first, first + n)
+            of `base`.
         dtype: the dtype of the result.
     """
     for first, x in parts:

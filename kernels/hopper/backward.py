@@ -1,16 +1,18 @@
 """Hopper backward: `ringattn.kernels.reference.backward` for sm_90, in Gluon.
 
-It computes FlashAttention-2 (Dao 2023, algorithm 2), pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
+This module computes FlashAttention-2 (Dao 2023, algorithm 2). The loop is pipelined as in FlashAttention-3 (Shah et al. 2024,
+section 3).
 
-The backward launches three kernels. `_prepare_kernel` packs lse and delta by query tile, computes delta if it is not given, and
-clears the sums of dq. `_main_kernel` computes dk and dv and adds up dq in fp32. `_finish_kernel` brings dq into row order,
-scales it, and writes or adds it. If a ring delivers one block of keys after another, the first and the last kernel run once for
-all blocks (`IncrementalBackward`).
+The backward launches three kernels. `_prepare_kernel` packs lse and delta of each query tile, and it sets the sums of dq to
+zero. If delta is not given, this kernel also computes delta. `_main_kernel` computes dk and dv and adds up dq in fp32.
+`_finish_kernel` brings dq into row order, scales dq, and writes it or adds it to an accumulator. If a ring delivers one block
+of keys after another, `_prepare_kernel` and `_finish_kernel` run only once for all blocks, see `IncrementalBackward`.
 
-A work tile of the main kernel is up to 128 keys of one key head. Its loop goes over the query tiles that see these keys, for
-every query head of the group. A program computes the work tiles that `Intervals.work_tiles` assigned to it before the launch,
-usually one program per SM. In a program, one warp is the producer. The other partitions are two consumers, warpgroups that keep
-the dk and dv of 64 keys each in registers. Scores are transposed: rows are keys and columns are queries.
+A work tile of the main kernel is up to 128 keys of one key head. For every query head of the group, the loop of a work tile
+covers the query tiles that see these keys. `Intervals.work_tiles` assigns work tiles to programs before the launch. Usually
+there is one program per SM. In a program, one warp is the producer, which loads tensors. The other two partitions are
+consumers. Each consumer is a warpgroup that keeps dk and dv of 64 keys in registers. Scores are transposed: rows are keys and
+columns are queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -37,21 +39,24 @@ One step of a consumer. The rows are its own 64 keys, except in dQ, which is a s
       send dQ                             while dK runs
       release the stage
 
-dQ is one step late, so that no consumer waits for the other consumer's dS of the same step. The consumers synchronise with each
-other once per step, by waiting for the `empty` barrier of the previous step's stage. When the other consumer has arrived there,
-it has written its dS of the previous step, which this step reads. It has also finished reading the dS before that one, whose
-memory this step's dS overwrites.
+Each step computes the dQ of the previous step, so that no consumer waits for the other consumer's dS of the same step. The
+consumers synchronise with each other once per step, by waiting for the `empty` barrier of the previous step's stage. An arrival
+of the other consumer at this barrier guarantees two things. The other consumer has written its dS of the previous step, which
+the current step reads. The other consumer has also finished reading the dS of two steps ago, and the dS of the current step
+overwrites the memory of that dS.
 
-Consequently, the first step of a work tile computes the last dQ of the previous work tile, with the keys of that tile. K has
-two slots for this reason. The very first step of a program multiplies whatever the memory holds and sends the product to a
-spare chunk that is never read. The dQ of the very last step is computed after the loop.
+Consequently, the first step of a work tile computes the last dQ of the previous work tile, for which it needs the keys of the
+previous work tile. K has two slots for this reason. The first step of a program has no previous step. Its dQ is the product of
+uninitialised memory and is sent to a spare chunk, which is never read. The dQ of the last step of a program is computed after
+the loop.
 
-K and V have no barriers of their own. They arrive with the first Q and dO of their work tile. Stages and phases continue from
-work tile to work tile.
+K and V have no barriers of their own. K arrives with the first Q of its work tile, and V arrives with the first dO. The stage
+and the phase are not reset between work tiles.
 
-TMA's reduce-add sums dQ over all programs in fp32. The sums keep the order in which the registers of a consumer hold dQ,
-because this order avoids bank conflicts in shared memory, whose bandwidth limits this kernel. All products of a step finish
-within the step. If one were in flight at the end of the loop, ptxas would serialise all of them.
+TMA's reduce-add sums dQ over all programs in fp32. The elements of these sums are in the order in which the registers of a
+consumer hold dQ. This order avoids bank conflicts in shared memory, and the bandwidth of shared memory limits this kernel. All
+products of a step finish within the step. If a product were still in flight at the end of a loop iteration, ptxas would
+serialise all products.
 """
 
 from dataclasses import dataclass, replace
@@ -78,23 +83,25 @@ from ringattn.kernels.triton.launcher import launch
 # The number of keys of a work tile, 64 per consumer.
 KEYS = gl.constexpr(128)
 
-# The number of stages of Q, dO and dS. The code uses that it is 2: the other stage is `stage ^ 1`.
+# The number of stages of Q, dO and dS. The code relies on exactly two stages, because it computes the other stage as `stage ^
+# 1`.
 STAGES = gl.constexpr(2)
 
-# The number of slots of K, which hold the keys of two consecutive work tiles.
+# The number of slots of K. The two slots hold the keys of two consecutive work tiles.
 KEY_SLOTS = gl.constexpr(2)
 
-# A query index that is larger than all others: the lo of keys that do not exist.
+# A query index that is larger than all others. It serves as the lo of keys that do not exist.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
-# The index of the chunk in front of the sums of dq. It receives the first product of every program and is never read.
+# The index of the spare chunk, which lies in front of the sums of dq. The spare chunk receives the first dQ of every program
+# and is never read.
 SPARE_CHUNK = gl.constexpr(0)
 
-# Registers per thread. The producer computes nothing.
+# The numbers of registers per thread. The producer computes nothing, so it needs few registers.
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# The layout of lse and delta of a query tile in shared memory.
+# The layout in shared memory of the lse and the delta of a query tile.
 SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
 
 
@@ -104,8 +111,9 @@ class Config(hopper_common.Config):
 
     Args:
         dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
-        head_dim: D.
-        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator, or else write it.
+        head_dim: D, the head dim of q and k.
+        add_dq, add_dk, add_dv: whether to add the gradient to an accumulator. Otherwise the gradient is written to a new
+            tensor.
     """
 
     head_dim: int
@@ -122,8 +130,8 @@ class Config(hopper_common.Config):
     def chunk_columns(self) -> int:
         """The number of columns of a chunk of dQ.
 
-        A chunk (64, chunk_columns) is the half of a step's dQ that one consumer computes. A dQ of 64 rows is split by columns,
-        and one of 128 rows is split by rows.
+        A chunk (64, chunk_columns) is the half of a step's dQ that one consumer computes. A dQ with 64 rows is split into two
+        halves of its columns, and a dQ with 128 rows is split into two halves of its rows.
         """
         return self.dim * self.queries // KEYS.value
 
@@ -134,12 +142,12 @@ class Config(hopper_common.Config):
 
     @property
     def staging_layout(self) -> gl.SharedLinearLayout:
-        """The layout of a chunk of dQ in shared memory: the order in which the registers of a warpgroup hold it.
+        """The layout of a chunk of dQ in shared memory, which is the order of its elements in the registers of a warpgroup.
 
-        A thread's four numbers of every 8 columns are 16 contiguous bytes, and those of the next thread follow. Therefore the
-        stores have no bank conflicts. Each basis vector of the layout says which (row, column) one bit of the offset stands
-        for. The bits of the thread's number that TMA's 128-byte swizzle combines by exclusive or are combined here, too, so
-        that TMA restores the order on the way to global memory.
+        In every 8 columns, a thread has four numbers, which are 16 contiguous bytes. The numbers of the next thread follow
+        directly. Therefore the stores have no bank conflicts. Each basis vector of the layout is the (row, column) that one bit
+        of the offset stands for. TMA's 128-byte swizzle combines some bits of the thread's number by exclusive or. This layout
+        combines the same bits, so that TMA restores the order on the way to global memory.
         """
         order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         order += [[0, 8 << i] for i in range((self.chunk_columns // 8).bit_length() - 1)]
@@ -149,18 +157,19 @@ class Config(hopper_common.Config):
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """Pack lse in log2 units and delta of one query tile of one head, and clear its sums of dq.
+    """Pack lse (in log2 units) and delta of one query tile of one head, and set the tile's sums of dq to zero.
 
-    Queries that see no key or do not exist get lse = inf. Their probabilities exp2(s - inf) are then 0 for every finite score
-    s, so the main kernel needs no mask for them.
+    A query that sees no key or does not exist gets lse = inf. Its probabilities exp2(s - inf) are then 0 for every finite score
+    s, so the main kernel needs no mask for such a query.
 
     Args:
         lse: (B, Nq, Hq).
-        delta: (B, Nq, Hq), or None to compute it from the next three.
+        delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
         out, dout: (B, Nq, Hq, Dv), or None.
         dlse: (B, Nq, Hq), or None.
         scalars: (B * Hq * num_tiles, 2, queries), written.
-        dq_sums: the spare chunk, then (B * Hq * num_tiles, queries * dim), written except for the spare chunk.
+        dq_sums: the spare chunk, followed by the sums (B * Hq * num_tiles, queries * dim). The sums are set to zero, and the
+            spare chunk is not written.
         num_tiles: number of query tiles of a head.
         num_queries: Nq.
     """
@@ -188,15 +197,17 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @gluon.jit
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
-    """Load work tile `index` of this program: (batch entry, key head, first key, end of the keys, first query tile, num_steps).
+    """Load the work tile with number `index` of this program.
 
-    The end of the keys is 0 after the last work tile, see `ringattn.kernels.hopper.common.load_work_tile`.
+    Return (batch entry, key head, first key, end of the keys, first query tile, num_steps).
+
+    An end of 0 means that the program has no more work tiles, as in `ringattn.kernels.hopper.common.load_work_tile`.
     """
     entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
     first, end, loop = load_tile(entry)
     begin, _, num_unmasked, num_masked = loop
     head, batch = gl.load(entry + 6), gl.load(entry + 7)
-    # The number of steps is never 0. Telling the compiler so removes a test in front of the loops.
+    # The number of steps is never 0. The `maximum` lets the compiler use this fact and remove a test in front of the loops.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
     return batch, head, first, end, begin // CONFIG.queries, num_steps
 
@@ -205,21 +216,22 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 def _wait_for_previous_step(empty, stage, phase):
     """Wait until both consumers have finished the step before the one with this stage and phase.
 
-    That step has the other stage. Its phase is the same in a step of stage 1, and the opposite one in a step of stage 0.
+    The previous step uses the other stage. If the current stage is 1, the previous step has the same phase. If the current
+    stage is 0, the previous step has the opposite phase.
     """
     mbarrier.wait(empty.index(stage ^ 1), phase ^ 1 ^ stage)
 
 
 @gluon.jit
 def _expect_bytes(full, BYTES: gl.constexpr, MORE_BYTES: gl.constexpr, more):
-    """Make `full` expect BYTES, or BYTES + MORE_BYTES if `more`."""
+    """Make the barrier `full` expect BYTES, or BYTES + MORE_BYTES if `more` is true."""
     mbarrier.expect(full, BYTES, pred=~more)
     mbarrier.expect(full, BYTES + MORE_BYTES, pred=more)
 
 
 @gluon.jit
 def _load_halves(tensor, coordinates, tiles, slot, full):
-    """Load the keys, or the values, of both consumers."""
+    """Load the keys or the values of both consumers."""
     batch, first, head = coordinates
     for half in gl.static_range(2):
         tma_load(tensor, [batch, first + half * ROWS, head, 0], full, tile_view(tiles.index(slot + half), tensor))
@@ -227,7 +239,7 @@ def _load_halves(tensor, coordinates, tiles, slot, full):
 
 @gluon.jit
 def _produce(arguments, CONFIG: gl.constexpr):
-    """The producer partition, a single warp: load all work tiles of this program."""
+    """Run the producer partition, which is a single warp: load the operands of all work tiles of this program."""
     QUERIES: gl.constexpr = CONFIG.queries
     q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers = arguments
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
@@ -236,7 +248,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
     batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    # The number of steps of the previous work tile, over all heads of the group.
+    # `previous_steps` is the number of steps of the previous work tile, summed over all heads of the group.
     previous_steps = gl.to_tensor(0)
     while end > 0:
         coordinates = batch, first, key_head
@@ -252,15 +264,16 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The slot holds the keys of the work tile before the previous one. dQ is one step late, so they were last
-                    # read in the first step of the previous work tile. That step has finished, unless it was its only one.
+                    # The slot still holds the keys of the work tile before the previous one. Because dQ is computed one step
+                    # late, these keys were last read in the first step of the previous work tile. If the previous work tile had
+                    # more than one step, its first step has finished by now. If it had only one step, wait for this step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The values of the previous work tile are read up to its last step.
+                    # Until its last step, the previous work tile reads its values from the same buffer, so wait for that step.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -275,17 +288,17 @@ def _produce(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG: gl.constexpr):
-    """Compute exp2(scores - lse), with 0 for pairs outside the intervals.
+    """Compute the probabilities exp2(scores - lse), and set those outside the intervals to 0.
 
     Args:
-        scores: (64 keys, queries), not yet scaled.
+        scores: (64 keys, queries), before the multiplication by `log2_scale`.
         lse: (queries,), in log2 units.
         key_bounds: from `_key_bounds`.
         start: the first query of the step.
     """
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     query_lo, query_hi, num_own, first_unmasked, last_unmasked = key_bounds
-    # The bounds of the keys are loaded only in steps that need a mask.
+    # Load the bounds of the keys only in steps that need a mask.
     if (start < first_unmasked) | (start > last_unmasked):
         keys = gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
         row = start + gl.arange(0, CONFIG.queries, layout=gl.SliceLayout(0, SCORES))[None, :]
@@ -297,12 +310,13 @@ def _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG: gl.conste
 
 @gluon.jit
 def _key_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return the intervals of this consumer's keys as `_probabilities` takes them.
+    """Return the intervals of this consumer's keys in the form that `_probabilities` requires.
 
     Returns:
-        (query_lo, query_hi, num_own, first_unmasked, last_unmasked): pointers to the bounds of the first key, the number of
-        keys, and the range of first queries with which a step needs no mask, because all of these keys see all of its queries.
-        The range is empty if the consumer has fewer than 64 keys.
+        (query_lo, query_hi, num_own, first_unmasked, last_unmasked). query_lo and query_hi are pointers to the bounds of the
+        consumer's first key, and num_own is the number of keys from there to the end of the work tile. A step needs no mask if
+        its first query is in the range from first_unmasked to last_unmasked, because all of these keys then see all queries of
+        the step. The range is empty if the consumer has fewer than 64 keys.
     """
     batch, key_head, first, end, begin, num_steps = work_tile
     query_lo, query_hi = bounds
@@ -310,7 +324,7 @@ def _key_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.con
     own = first + CONSUMER * ROWS
     # One mask may serve all batch entries.
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # Bounds never decrease from key to key: the last key has the largest lo, and the first key has the smallest hi.
+    # Bounds never decrease from key to key. Therefore the last key has the largest lo, and the first key has the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - CONFIG.queries
@@ -319,17 +333,20 @@ def _key_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.con
 
 @gluon.jit
 def _opaque_zero():
-    """Return a 0 that the compiler does not know.
+    """Return a 0 whose value the compiler cannot know.
 
-    An address with a constant index would be hoisted out of the loops and occupy registers there, which would then be spilled.
-    An index with this number added is computed where it is used.
+    The compiler would compute an address with a constant index before the loops. The address would then occupy registers during
+    the loops, and the kernel would spill registers. If this 0 is added to the index, the address is computed where it is used.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 
 
 @gluon.jit
 def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue grad_q (+)= dS^T K over the 64 keys of consumer `half`, for the chunk of dQ that consumer CONSUMER computes."""
+    """Issue grad_q = dS^T K, or grad_q += dS^T K with ADD, over the 64 keys of consumer `half`.
+
+    grad_q is the chunk of dQ that consumer CONSUMER computes.
+    """
     COLUMNS: gl.constexpr = CONFIG.chunk_columns
     ds, key = ds_tiles.index(2 * stage + half), keys.index(slot + half)
     if CONFIG.queries == KEYS:
@@ -341,7 +358,7 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
 @gluon.jit
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue dQ = dS^T K over all 128 keys, for the chunk that consumer CONSUMER computes.
+    """Issue the product dS^T K over all 128 keys, for the chunk of dQ that consumer CONSUMER computes.
 
     `stage` is the stage of the step that wrote dS, and `slot` is the slot of its keys.
     """
@@ -354,7 +371,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 @gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. TMA must have read the previous content of `staging`."""
+    """Start to add a chunk of dQ to the sums of dq. TMA must have read the previous content of `staging` before this call."""
     staging.store(grad_q)
     # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     fence_async_shared()
@@ -366,17 +383,17 @@ def _step(
     grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute one step: add the products with one query tile to grad_k and grad_v, and send the dQ of the previous step.
+    """Compute one step: add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step.
 
     Args:
-        grad_k, grad_v: (64, dim), the sums for this consumer's keys, in registers.
+        grad_k, grad_v: (64, dim), the sums of dk / scale and of dv for this consumer's keys, in registers.
         dq_sums: TMA descriptor of the sums of dq.
         key_bounds: from `_key_bounds`.
         start: the first query of the step.
-        slot: the slot of this work tile's keys.
-        previous_chunk: the chunk for the dQ of the previous step.
-        previous_slot: the slot of the keys of the previous step.
-        stage, phase: of this step.
+        slot: the slot of the keys of this work tile.
+        previous_chunk: the chunk to which the dQ of the previous step is added.
+        previous_slot: the slot of the keys that the previous step used.
+        stage, phase: the stage of this step, and the phase of its barriers.
 
     Returns:
         grad_k and grad_v.
@@ -394,27 +411,27 @@ def _step(
     )
     mbarrier.wait(dout_full.index(stage), phase)
     dp = warpgroup_mma(values.index(CONSUMER + _opaque_zero()), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    # Wait for S only. dP runs during the exponentials.
+    # Wait only until S is complete. The tensor cores compute dP during the exponentials.
     scores = warpgroup_mma_wait(1, deps=(scores,))
     lse = row_scalars.index(stage).slice(0, QUERIES).load(BY_QUERY)
     p = _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only now. Before the wait, it would occupy registers that D = 64 does not have.
+    # Load delta only after the wait. If delta were loaded earlier, the kernel for D = 64 would not have enough registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), CONFIG.p_layout), dout, grad_v, is_async=True)
-    # After this wait, the other consumer has written its dS of the previous step, and it no longer reads the memory that this
-    # step's dS overwrites.
+    # After this wait, the other consumer has written its dS of the previous step. The other consumer also no longer reads the
+    # memory that this step's dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
     # wgmma reads shared memory through the same proxy as TMA, so dS also needs a fence.
     fence_async_shared()
-    # TMA has read the staging buffer long ago. The compiler puts a barrier of the warpgroup's threads around this wait, and
-    # here that barrier is shared with the one for dS.
+    # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads to
+    # this wait. At this place, the same barrier also serves for the stores of dS.
     hopper_common.tma_store_wait(0)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = warpgroup_mma(gl.convert_layout(ds, CONFIG.p_layout), query, grad_k, is_async=True)
-    # Wait until only dK is in flight, and send dQ while dK is computed.
+    # Wait until only the product for dK is in flight. Send dQ while the tensor cores compute this product.
     grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
     _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
     grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
@@ -427,19 +444,24 @@ def _compute_work_tile(
     work_tile, key_bounds, num_tiles, dq_sums, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile, whose keys are in `slot`; the other arguments are those of `_step`.
+    """Compute all steps of a work tile.
+
+    `slot` is the slot of the work tile's keys. The other arguments are those of `_step`.
 
     Returns:
-        (grad_k, grad_v, chunk and key slot of the last step, whose dQ is still missing, next stage, its phase).
+        (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The previous chunk and the previous slot are
+        those of the last step, whose dQ has not been computed yet.
     """
     batch, key_head, first, end, begin, num_steps = work_tile
     grad_k = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
     grad_v = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # If the compiler knew the number of iterations, every step would take some more instructions.
+    # The opaque zero hides the number of iterations from the compiler. If the compiler knew this number, every step would take
+    # a few more instructions.
     for _member in range(CONFIG.group + _opaque_zero()):
         start = begin * CONFIG.queries
-        # "+ 0" creates a new value. Gluon does not carry a variable through a loop if it is only a second name of another one.
+        # The "+ 0" creates a new value. If a variable is only a second name of another variable, Gluon does not carry it
+        # through a loop.
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
@@ -459,7 +481,7 @@ def _compute_work_tile(
 
 @gluon.jit
 def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """A consumer partition: 64 keys of every work tile."""
+    """Run a consumer partition, which computes dk and dv of 64 keys of every work tile."""
     bounds, work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers = arguments
     num_masks, num_tiles, num_keys = sizes
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
@@ -477,11 +499,11 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # Load these four again instead of keeping them in registers during the steps.
+        # Load these four numbers a second time, so that they do not occupy registers during the steps.
         batch, key_head, first, end, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
-        # Start to load the next work tile before the gradients of this one are written.
+        # Start to load the next work tile before the gradients of this work tile are written.
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
         hopper_common.tma_store_wait(0)
@@ -494,18 +516,19 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
     hopper_common.tma_store_wait(0)
     _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
-    # Shared memory ends with the program. TMA must have read it before.
+    # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
+    # memory.
     hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """Write a consumer's dk or dv, or add it to an accumulator.
+    """Write a consumer's dk or dv. With ADD, add it to an accumulator instead.
 
     Args:
         grads: contiguous (B, num_keys, Hkv, COLUMNS).
         tile: (64, dim), in registers.
-        staging: free shared memory, which a 16-bit gradient passes through.
+        staging: unused shared memory. A gradient in 16 bits is rearranged in this memory.
         row_range: (batch entry, key head, first key of the consumer, end of the work tile's keys).
     """
     batch, key_head, own, end = row_range
@@ -514,13 +537,14 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # Four threads of an accumulator hold 8 neighbouring columns. In fp32 these are a whole 32-byte sector of memory, so they
-    # are stored directly. In 16 bits they are half a sector, so the tile is first brought into whole rows.
+    # Four threads of an accumulator hold 8 neighbouring columns. In fp32, these columns fill a whole 32-byte sector of memory,
+    # so the threads store them directly. In 16 bits, these columns fill only half of a sector. The tile is therefore rearranged
+    # first, so that the threads store whole rows.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
         MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], dtype)
-        # View the whole memory of the chunk. If DIM is 64, the rows take only half of it.
+        # The view covers the whole memory of the chunk. If DIM is 64, the rows need only half of this memory.
         in_order = hopper_common.reinterpret(staging, dtype, [2 * ROWS * CONFIG.chunk_columns // DIM, DIM], MATRIX)
         in_order = in_order.slice(0, ROWS)
         in_order.store(tile)
@@ -539,12 +563,12 @@ def _main_kernel(
     q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, work_tiles,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of all work tiles, and add up dq. The arguments are those that `IncrementalBackward.add` passes.
+    """Compute dk and dv of all work tiles, and sum dq. `IncrementalBackward.add` launches this kernel.
 
     Args:
         q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
-        scalars, dq_sums: TMA descriptors of what `_prepare_kernel` writes.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), written or added to.
+        scalars, dq_sums: TMA descriptors of the tensors that `_prepare_kernel` writes.
+        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The kernel writes the gradients to these tensors, or adds them.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
         work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
         num_masks: 1 if all batch entries have the same mask, else B.
@@ -567,14 +591,14 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # An arrival acts for a whole partition: the producer arrives at the `full` barriers, both consumers at `empty`.
+    # An arrival acts for a whole partition. The producer arrives at the `full` barriers, and both consumers arrive at `empty`.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
-    # Pass constants as arguments of their own. In a tuple that is a variable, Gluon turns them into tensors.
+    # Pass each constant as a separate argument. If a constant is in a tuple that is a variable, Gluon turns it into a tensor.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty
@@ -589,10 +613,10 @@ def _main_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Bring one chunk of dq into row order, scale it, and write or add it.
+    """Bring one chunk of dq into row order, multiply it by `scale`, and write it or add it to an accumulator.
 
     Args:
-        dq_sums: the spare chunk, then the sums of dq, fp32.
+        dq_sums: the spare chunk, followed by the sums of dq, in fp32.
         dq: contiguous (B, Nq, Hq, D).
         num_tiles: number of query tiles of a head.
         num_queries: Nq.
@@ -613,7 +637,8 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     index = ((pair // NUM_HEADS * num_queries + rows) * NUM_HEADS + pair % NUM_HEADS)[:, None] * CONFIG.head_dim
     index += columns[None, :]
     mask = (rows < num_queries)[:, None] & (columns < CONFIG.head_dim)[None, :]
-    # The order of registers is (groups of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2 columns).
+    # The dimensions of the register order are (group of 8 columns, warp, lane // 4, lane % 4, 2 rows at a distance of 8, 2
+    # columns).
     in_registers = tl.reshape(flat, (COLUMNS // 8, 4, 8, 4, 2, 2))
     grad = tl.reshape(tl.permute(in_registers, (1, 4, 2, 0, 3, 5)), (ROWS, COLUMNS)) * scale
     if CONFIG.add_dq:
@@ -627,23 +652,24 @@ def backward(
 ):  # fmt: skip
     """Gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
 
-    dk and dv are the same bits in every run. dq is summed in no fixed order, so its last bits in fp32 may differ.
+    dk and dv are bitwise identical in every run. dq is summed in no fixed order, so the last bits of its fp32 sums may differ
+    from run to run.
 
     Call `ringattn.kernels.dispatch.backward`, which checks the arguments. This function does not.
 
     Args:
-        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. Strides that TMA cannot address cost a copy: the last
-            dimension must be contiguous, and the other strides must be multiples of 8 elements. The same is true of k, v, dout.
+        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. TMA requires that the last dimension is contiguous and
+            that the other strides are multiples of 8 elements. If q, k, v or dout has other strides, it is copied.
         k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
         v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: (B, Nq, Hq), fp32, over all keys of every query, including those of other blocks.
-        delta: (B, Nq, Hq), fp32, from `row_delta`; or (out, dlse) from which `row_delta` would compute it, which saves a
-            launch.
+        lse: (B, Nq, Hq), fp32, over all keys of every query, including the keys of other blocks.
+        delta: (B, Nq, Hq), fp32, from `row_delta`. The tuple (out, dlse) is also accepted. In that case the backward computes
+            delta itself, which saves a launch.
         intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
         scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
-        dq, dk, dv: accumulators with the shapes of q, k and v, fp32 and contiguous, to which the gradients are added. None: a
-            new tensor is returned.
+        dq, dk, dv: accumulators with the shapes of q, k and v, fp32 and contiguous, to which the gradients are added. For None,
+            a new tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
         dropout, blocks: must be None.
         precision: ignored, because it applies to fp32 inputs only.
@@ -662,7 +688,7 @@ def backward(
 class IncrementalBackward:
     """The backward of the same queries over one block of keys after another, as a ring delivers them.
 
-    Queries are prepared once, before the first block, and dq is finished once, after the last block.
+    The queries are prepared once, before the first block. dq is finished once, after the last block.
 
     Args:
         q, dout, lse, delta, scale, shares_sms: as for `backward`; lse is over the keys of all blocks.
@@ -681,7 +707,7 @@ class IncrementalBackward:
 
         Args:
             k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-            intervals: of the queries over the keys of this block.
+            intervals: for every query, the range of keys of this block that it may attend to.
             dk, dv: fp32 accumulators with the shapes of k and v, or None.
             dropout: must be None.
             grad_dtype: the dtype of a new dk or dv: fp32 or q's dtype (None).
@@ -709,7 +735,8 @@ class IncrementalBackward:
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
             if not by_key.all_rows_nonempty:
-                # Keys that no query sees have no work tile, so no program writes their gradients.
+                # A tile of keys that no query sees has no work tile, so no program writes the gradients of these keys. Set new
+                # gradients to zero.
                 for grad, accumulator in zip(grads, (dk, dv), strict=True):
                     if accumulator is None:
                         grad.zero_()
@@ -729,7 +756,7 @@ class IncrementalBackward:
         """Return dq (B, Nq, Hq, D) over all blocks so far.
 
         Args:
-            dq: fp32 accumulator to which the gradient is added. None: a new tensor is returned.
+            dq: fp32 accumulator to which the gradient is added. For None, a new tensor is returned.
             grad_dtype: the dtype of a new dq: fp32 or q's dtype (None).
         """
         q = self._queries[0]
@@ -750,7 +777,7 @@ class IncrementalBackward:
 def _scratch_descriptors(num_head_tiles: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Return the TMA descriptors for loading the scalars of a query tile and for adding a chunk of dq.
 
-    They describe no tensor yet, see `ringattn.kernels.hopper.common.with_base`.
+    These descriptors do not refer to a tensor yet. `ringattn.kernels.hopper.common.with_base` adds the tensor.
     """
     no_tensor, block = torch.empty(1, device="cpu"), (2 * config.chunk_columns, 32)
     num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
@@ -762,23 +789,23 @@ def _scratch_descriptors(num_head_tiles: int, config: Config) -> tuple[TensorDes
 
 @lru_cache(maxsize=256)
 def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
-    """Return the constants of the kernels for D, Dv, Hq, Hkv, and for which of dq, dk and dv are accumulators."""
+    """Return the constants of the kernels for D, Dv, Hq and Hkv. `add` tells which of dq, dk and dv are accumulators."""
     dim = hopper_common.padded_dim(head_dim, value_dim)
     return Config(dim, value_dim, num_heads, num_heads // num_key_heads, head_dim, *add)
 
 
 def _heads_per_group(num_queries: int) -> int:
-    """Return how many key heads a head group has, at most.
+    """Return the maximal number of key heads in a head group.
 
-    The heads of a group are processed together, block of keys by block of keys. For short sequences, many heads balance the
-    load better, and their sums of dq stay in the L2 cache. Long sequences are balanced with one head, and their sums do not
-    fit.
+    The heads of a group are processed together, block of keys by block of keys. For short sequences, a group of many heads
+    balances the load better, and its sums of dq stay in the L2 cache. For long sequences, a single head already balances the
+    load, and the sums of dq do not fit into the L2 cache.
     """
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 
 def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config) -> tuple[Tensor, Tensor]:
-    """Launch `_prepare_kernel`. Return its results (scalars, dq_sums), which the main kernel reads and adds to."""
+    """Launch `_prepare_kernel`. Return (scalars, dq_sums). The main kernel reads `scalars` and adds to `dq_sums`."""
     batch, num_queries, num_heads, _ = q.shape
     num_tiles = -(-num_queries // config.queries)
     num_head_tiles = batch * num_heads * num_tiles

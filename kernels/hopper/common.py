@@ -1,12 +1,12 @@
-"""What the Hopper forward and backward share: differences between Triton releases, TMA descriptors, and supported cases.
+"""Helpers of the Hopper forward and backward: differences between Triton releases, TMA descriptors, and supported cases.
 
 The kernels are written in Gluon, the tile-level language inside the triton package. Gluon renames functions from release to
-release. Every function with more than one name has a single name in this module, and the kernels use only that name.
+release. This module gives every renamed function a single name, and the kernels use only that name.
 
-Vocabulary of sm_90: TMA is the unit that copies tiles between global and shared memory without using registers. A TMA
-descriptor is the record that tells it the shape, the strides and the tile of a tensor. wgmma is the matrix instruction of a
-warpgroup (four warps, 128 threads). An mbarrier is a barrier in shared memory that counts arrivals and bytes copied by TMA. A
-named barrier is one of the 16 barriers that the hardware has per program (CTA).
+Vocabulary of sm_90: TMA is the hardware unit that copies tiles between global and shared memory without using registers. A TMA
+descriptor is a record of the shape, the strides and the tile size of a tensor, which TMA reads. wgmma is the matrix instruction
+of a warpgroup (four warps, 128 threads). An mbarrier is a barrier in shared memory that counts arrivals and bytes copied by
+TMA. A named barrier is one of the 16 hardware barriers of a program (CTA).
 """
 
 from dataclasses import dataclass
@@ -25,17 +25,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 from ringattn.kernels.triton.common import load_tile
 
-# The largest head dim, because tiles are at most 128 columns wide.
+# The largest head dim. Tiles are at most 128 columns wide.
 MAX_DIM = 128
 
 # The dtypes of q, k and v, and their names in Gluon.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
-# The number of rows that one wgmma computes, and therefore the number of rows of a tile that one consumer warpgroup computes.
+# The number of rows that one wgmma computes. A consumer warpgroup therefore computes this number of rows of a tile.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
-# log2(e) and ln(2) convert between natural units and the log2 units in which the kernels keep scores: exp2 is an instruction
-# of the GPU, exp is not.
+# log2(e) and ln(2) convert between natural units and log2 units. The kernels keep scores in log2 units, because the GPU has an
+# instruction for exp2 but none for exp.
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -52,9 +52,9 @@ class Config:
     """The constants that the kernels of the forward and of the backward have in common.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. Both head dims are padded to it.
-        value_dim: Dv.
-        num_heads: Hq.
+        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number.
+        value_dim: Dv, the head dim of v.
+        num_heads: Hq, the number of query heads.
         group: number of query heads per key head.
     """
 
@@ -83,7 +83,8 @@ def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
 def padded_dim(head_dim: int, value_dim: int) -> int:
     """Return the head dim of the tiles in shared memory, 64 or 128.
 
-    TMA fills the columns that a tensor does not have with zeros when it loads a tile, and leaves them out when it stores one.
+    A tile may have more columns than the tensor. TMA fills these columns with zeros when it loads a tile, and it does not write
+    them when it stores a tile.
     """
     return 64 if max(head_dim, value_dim) <= 64 else 128
 
@@ -110,10 +111,10 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """Return how many programs the work tiles of a call are assigned to.
+    """Return the maximal number of programs to which the work tiles of a call are assigned.
 
-    Normally there is one program per SM, and each program computes many work tiles. If other kernels hold some of the SMs
-    (`shares_sms`), the number is unlimited, so that every work tile has its own program.
+    Normally there is one program per SM, and each program computes many work tiles. If other kernels occupy some of the SMs
+    (`shares_sms`), the number of programs is unlimited, so that every work tile gets its own program.
     """
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -125,7 +126,7 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) itself if TMA can address it, else a contiguous copy. D must be a multiple of 8."""
+    """Return x (B, N, H, D) itself if TMA can address it, or else a contiguous copy. D must be a multiple of 8."""
     if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -133,7 +134,10 @@ def as_addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether TMA accepts these strides of a 16-bit tensor: 1 in the last dimension, multiples of 8 in the others."""
+    """Return whether TMA accepts these strides of a 16-bit tensor.
+
+    The last stride must be 1, and all other strides must be positive multiples of 8.
+    """
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in outer)
 
@@ -141,8 +145,8 @@ def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
     """Return a copy of `descriptor` that describes the memory of `x`.
 
-    The constructor of a descriptor checks all of its arguments, which takes long. The kernels construct one descriptor per
-    shape and copy it for every call.
+    The constructor of a descriptor is slow, because it checks all of its arguments. The kernels therefore construct one
+    descriptor per shape and copy this descriptor for every call.
     """
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
@@ -154,7 +158,8 @@ def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int
 ) -> TensorDescriptor:
     block = (1, rows, 1, dim)
-    # The stride of a dimension of size 1 is never used, but PyTorch may report a value that TMA rejects. Replace it by 8.
+    # The stride of a dimension of size 1 is never used, but PyTorch may report a value that TMA rejects. Replace such a value
+    # by 8.
     strides = [stride if stride > 0 and stride % 8 == 0 else 8 for stride in strides[:-1]] + [1]
     return TensorDescriptor(
         torch.empty(1, dtype=dtype, device="cpu"), list(shape), strides, list(block), shared_layout(block, dtype)
@@ -166,7 +171,8 @@ def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
 
     Args:
         x: (B, N, H, D), from `as_addressable`.
-        rows, dim: the size of a tile. Rows and columns of a tile that `x` does not have are loaded as 0 and never stored.
+        rows, dim: the size of a tile. If a tile extends beyond `x`, TMA loads 0 for the missing rows and columns and never
+            stores them.
     """
     return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, rows, dim), x)
 
@@ -177,8 +183,8 @@ def _tma_reduce_add(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
-# TMA's reduce-add: the L2 cache adds a tile of shared memory to global memory. Triton 3.8 exports it as async_atomic_add. In
-# earlier releases only the compiler's builder has it.
+# TMA's reduce-add adds a tile of shared memory to global memory, and the L2 cache performs the addition. Triton 3.8 exports
+# this operation as async_atomic_add. In earlier releases, only the compiler's builder provides this operation.
 tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 
@@ -198,12 +204,12 @@ def tile_view(buffer, desc):
 
 @gluon.jit
 def load_work_tile(work_tiles, index):
-    """Load entry `index` of `Intervals.work_tiles`: (batch entry, head, first row, end of the rows, loop).
+    """Load the entry `index` of `Intervals.work_tiles` and return (batch entry, head, first row, end of the rows, loop).
 
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). The end is 0 after the last work tile of a program.
+    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). An end of 0 means that the program has no more work tiles.
 
-    Every partition loads the entry itself, because partitions could only pass it on through shared memory. The producer is
-    ahead of the consumers and loads it first.
+    Every partition loads the entry from global memory, because partitions could exchange it only through shared memory. The
+    producer is ahead of the consumers and therefore loads an entry before they do.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -213,10 +219,11 @@ def load_work_tile(work_tiles, index):
 
 @gluon.jit
 def step_start(loop, step, STEP: gl.constexpr):
-    """Return the first key of a step of the KV loop, for `loop` = (begin, num_masked_prefix, num_unmasked, num_masked).
+    """Return the first key of a step of the KV loop, where `loop` is (begin, num_masked_prefix, num_unmasked, num_masked).
 
-    The steps process the masked tiles first: those at the beginning of the interval, then those at its end. The unmasked tiles
-    between them follow. With this order, the condition `step < num_masked` tells whether a step applies the mask.
+    The first steps process the masked tiles at the beginning of the interval. The next steps process the masked tiles at the
+    end of the interval. The last steps process the unmasked tiles between them. With this order, a step applies the mask if and
+    only if `step < num_masked`.
     """
     begin, num_masked_prefix, num_unmasked, num_masked = loop
     tile = gl.where(
@@ -227,7 +234,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions that have side effects, and return the int32 that they write to $0. The operand $1 is 0.
+    """Execute PTX instructions that have side effects. Return the int32 that the instructions write to $0. The operand $1 is 0.
 
     An inline assembly call must return a value. Instructions without a result therefore end with "mov.b32 $0, $1;".
     """

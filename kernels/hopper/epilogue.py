@@ -6,12 +6,13 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-State stages are stages of the K/V pipeline whose shared memory the producer transfers to the consumers after the last keys of a
-work tile, see `ringattn.kernels.hopper.forward`.
+State stages are stages of the K/V pipeline. After the last keys of a work tile, the producer transfers the shared memory of
+these stages to the consumers. `ringattn.kernels.hopper.forward` explains the pipeline.
 
-An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. Two
-cases need plain loads and stores by the threads instead of TMA: work tiles with fewer rows than TMA would write (the rows
-after the end belong to another work tile), and rows whose reference max was raised or that overflowed.
+An in-place update usually has nothing to rescale, because the reference max of a row starts as the m of its incoming state. In
+two cases, the threads use plain loads and stores instead of TMA. In the first case, a work tile has fewer rows than TMA would
+write, and the rows after its end belong to another work tile. In the second case, a row has overflowed or its reference max was
+raised.
 """
 
 from triton.experimental import gluon
@@ -22,7 +23,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The sign bit of an fp32 number, which marks the l of a row that overflowed.
+# The sign bit of an fp32 number. The kernel sets this bit in the l of a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -36,11 +37,11 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """In the producer: transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
+    """Transfer the K or V buffer of a state stage to the consumer that needs it, by completing `full`.
 
-    The buffers of the state stages are numbered K, V, K, V, and so on. Buffer NUMBER is for part NUMBER % o_parts of the o of
-    consumer NUMBER // o_parts. If the output is wanted, TMA loads that part of the incoming o into it. The last buffer may
-    belong to no consumer.
+    The producer calls this function. The buffers of the state stages are numbered K, V, K, V, and so on. Buffer NUMBER is for
+    part NUMBER % o_parts of the o of consumer NUMBER // o_parts. If the output is returned, TMA loads this part of the incoming
+    o into the buffer. The last buffer may belong to no consumer.
     """
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
@@ -54,7 +55,9 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 @gluon.jit
 def _row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return (index, inside): the index of a consumer's rows in a tensor (B, Nq, Hq), and which rows the work tile has.
+    """Return (index, inside), two tensors with one number per row of a consumer.
+
+    `index` is the index of the row in a tensor (B, Nq, Hq). `inside` is true if the work tile contains the row.
 
     `row_range` is (batch entry, head, first row of the consumer, end of the work tile's rows).
     """
@@ -66,7 +69,7 @@ def _row_index(row_range, results, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_ref_max(results, row_range, CONFIG: gl.constexpr):
-    """Load the m of the incoming state in log2 units, with which the reference max starts; UNSET_REF_MAX if there is none."""
+    """Load the initial reference max, which is the m of the incoming state in log2 units, or UNSET_REF_MAX without a state."""
     index, inside = _row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
         return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
@@ -76,7 +79,7 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load (m in log2 units, l) of the incoming state; without one, those of a row that has not seen a key."""
+    """Load (m in log2 units, l) of the incoming state. Without a state, return the numbers of a row that has not seen a key."""
     index, inside = _row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
@@ -90,10 +93,11 @@ def _split_columns(tile):
 
 @gluon.jit
 def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Return views of the one part, or of the left and the right part, of a consumer's o.
+    """Return views of the shared memory for a consumer's o: one view of its left part and one view of its right part.
 
-    `buffers` are the K and the V buffer of the consumer's state stage. If one buffer holds a whole o, consumers with even
-    numbers use K, and those with odd numbers use V. The right part is then of no use.
+    `buffers` are the K and the V buffer of the consumer's state stage. If one buffer can hold a whole o, the left view is the
+    view of the whole o, and the right view must not be used. In this case, consumers with even numbers use the K buffer, and
+    consumers with odd numbers use the V buffer.
     """
     keys, values = buffers
     left = values if CONFIG.o_parts == 1 and CONSUMER % 2 == 1 else keys
@@ -102,7 +106,7 @@ def _state_views(buffers, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the incoming o from shared memory, in the layout of `o`."""
+    """Load the incoming o from shared memory into registers, in the layout of `o`."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     if CONFIG.o_parts == 1:
         return left.load(CONFIG.output_layout)
@@ -125,7 +129,7 @@ def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to store o, or to add it to the incoming o, through the shared memory of the state stage."""
+    """Start to store o, or to add o to the incoming o, through the shared memory of the state stage."""
     left, right = _state_views(buffers, CONSUMER, CONFIG)
     # The fence makes the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     if CONFIG.o_parts == 1:
@@ -148,7 +152,10 @@ def _by_output_row(numbers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _elements(index, rows, CONFIG: gl.constexpr):
-    """Return the indices of a consumer's elements in a tensor (B, Nq, Hq, Dv), and a mask of those that exist in `rows`."""
+    """Return the indices of a consumer's elements in a tensor (B, Nq, Hq, Dv), and a mask of the elements that exist.
+
+    An element exists if its row is in the mask `rows` and its column is less than Dv.
+    """
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_output_row(rows, CONFIG) & (columns < CONFIG.value_dim)
     return _by_output_row(index, CONFIG) * CONFIG.value_dim + columns, mask
@@ -156,7 +163,7 @@ def _elements(index, rows, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _merge_scalars(ref_max, l, state_m, state_l):
-    """Return (m, l, alpha, beta) of the merged state, whose o is o * alpha + state_o * beta."""
+    """Return (m, l, alpha, beta) of the merged state. The o of the merged state is o * alpha + state_o * beta."""
     m = gl.maximum(ref_max, state_m)
     alpha = gl.exp2(ref_max - m)
     beta = gl.exp2(state_m - m)
@@ -167,16 +174,18 @@ def _merge_scalars(ref_max, l, state_m, state_l):
 def _write_result(
     ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write out = o / l and lse, or a new state if the output is not wanted. There is no incoming state to update.
+    """Write out = o / l and lse. If a state is returned instead of the output, write a new state.
 
-    The buffer of Q, `query`, is free by now and holds the output until TMA has stored it.
+    This function is not used for updates of an incoming state in place.
+
+    The shared memory of Q, `query`, is no longer needed for Q. It holds the output until TMA has stored the output.
     """
     batch, head, first_row, end = row_range
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     if CONFIG.final:
-        # A row that has not seen a key has l = 0 and o = 0. Its lse is -inf, and its output is 0.
+        # If a row has not seen a key, its l and o are 0. The lse of such a row is -inf, and its output is 0.
         gl.store(lse + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
-        # One division per row and a product per element take fewer instructions than a division per element.
+        # One division per row and one product per element take fewer instructions than one division per element.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
     else:
@@ -202,31 +211,35 @@ def _update_state(
 ):  # fmt: skip
     """Merge the result into the incoming state in place.
 
-    If some rows of a program overflow, the retry pass computes all of its rows again, but must add only the overflowed rows to
-    the state: the others were added in the first pass. Therefore the first pass leaves the state of an overflowed row as it
-    was, except that it sets the sign bit of l. The retry pass updates the rows with that bit, and no others.
+    If some rows of a program overflow, the retry pass recomputes all rows of the program. The retry pass must add only the
+    overflowed rows to the state, because the first pass has already added all other rows. Therefore the first pass does not
+    change the state of an overflowed row, except that it sets the sign bit of l. The retry pass updates only the rows with this
+    bit.
     """
     batch, head, first_row, end = row_range
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # Here UPDATE_REF_MAX tells the retry pass from the first pass. Test the bit itself, because the l of a row that has
-        # not seen a key is 0, and -0.0 < 0 is false.
+        # In this branch, UPDATE_REF_MAX is true in the retry pass and false in the first pass. Test the sign bit itself instead
+        # of l < 0. If a row has not seen a key, its l is 0, and -0.0 < 0 is false.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = _merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Do not rewrite an m that stays. The conversion to log2 units and back would change its last bits on every hop of a ring.
+    # Do not write m if it has not changed. Otherwise, the conversion of m to log2 units and back would change the last bits of
+    # m on every hop of a ring.
     gl.store(state_m + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(state_l + index, l, mask=written)
     else:
-        # Set the bit by an integer operation. Triton compiles -incoming_l to 0 - incoming_l, which is +0.0 for 0.
+        # Set the sign bit by an integer operation. A negation is not enough, because Triton compiles -incoming_l to 0 -
+        # incoming_l. If incoming_l is 0, this difference is +0.0, whose sign bit is not set.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(state_l + index, gl.where(written, l, marked), mask=inside)
-    # The o of a row that has not seen a key is 0, so its beta does not matter.
+    # If a row of the incoming state has not seen a key, its o is 0, so its beta does not matter.
     stays = written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
-    # TMA adds all 64 rows without a factor. It is used only if all of them exist, are written and need none.
+    # TMA adds all 64 rows, and it cannot multiply them by a factor. TMA is therefore used only if all rows exist, all rows are
+    # written, and no row needs a factor.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
@@ -240,21 +253,23 @@ def finish_work_tile(
     ref_max, l, o, query, buffers, incoming, results, row_range,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the incoming state and write the new state or the output. Return which rows (64,) have overflowed.
+    """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
 
     Args:
-        ref_max, l: (64,), the reference max and the sum of the probabilities of each row.
+        ref_max, l: (64,), the reference max of each row and the sum of its probabilities.
         o: (64, dim), the sum of the probabilities times the values.
         query: the shared memory of this consumer's Q.
         buffers: the K and the V buffer of this consumer's state stage.
         incoming: (m in log2 units, l) of the incoming state, from `load_state_scalars`.
-        results: the pointers and descriptors (state_m, state_l, state_o, state_tiles, lse, out, out_tiles), and Nq.
+        results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq). state_tiles and out_tiles are TMA
+            descriptors of state_o and out, and the others before Nq are pointers. The incoming state is read through the same
+            pointers.
         row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
         CONSUMER: number of this consumer.
-        UPDATE_REF_MAX: whether the reference max was updated in every step. Then no row overflows.
+        UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
 
-    A row has overflowed if its l is not below OVERFLOW_LIMIT, which is also the case if l is NaN. What this function writes for
-    such a row is invalid until the retry pass has rewritten it.
+    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are
+    invalid until the retry pass has rewritten them.
     """
     index, inside = _row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

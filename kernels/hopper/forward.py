@@ -1,10 +1,12 @@
 """Hopper forward: `ringattn.kernels.reference.forward` for sm_90, in Gluon.
 
-It computes FlashAttention-2 (Dao 2023, algorithm 1), pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
+This kernel computes FlashAttention-2 (Dao 2023, algorithm 1). Its loop is pipelined as in FlashAttention-3 (Shah et al. 2024,
+section 3).
 
-A work tile is a tile of queries of one head. A program computes the work tiles that `Intervals.work_tiles` assigned to it
-before the launch, usually one program per SM. In a program, one warp is the producer. The other partitions are two or three
-consumers, warpgroups that compute 64 rows of every work tile. They keep scores, probabilities and o in registers.
+A work tile is a tile of queries of one head. `Intervals.work_tiles` assigns work tiles to programs before the launch. Usually
+there is one program per SM. In a program, one warp is the producer, which loads Q, K and V. The other partitions are two or
+three consumers. Each consumer is a warpgroup that computes 64 rows of every work tile and keeps scores, probabilities and o in
+registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -17,8 +19,10 @@ consumers, warpgroups that compute 64 rows of every work tile. They keep scores,
 
       after the last step of a work tile, if a state comes in or is returned:
 
-      load o, or ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
-      nothing  <----- k_empty, v_empty                            <------- release the stages in the next work tile
+      load o (*) ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
+               <----- k_empty, v_empty                            <------- release the stages in the next work tile
+
+      (*) The producer loads o only if a state comes in and the output is returned. Otherwise it only transfers the stages.
 
 In a consumer, the softmax of one step overlaps with the second product of the previous step:
 
@@ -26,27 +30,31 @@ In a consumer, the softmax of one step overlaps with the second product of the p
       tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
 
 Barriers. Each `full` barrier counts one arrival of the producer and the bytes that TMA has copied. Each `empty` barrier counts
-one arrival of every consumer. Stages and phases continue from work tile to work tile, so the producer loads the next work tile
-while the consumers finish the last one. If K and V of a stage are released jointly, `k_empty` is the same barrier as `v_empty`.
+one arrival of every consumer. The stage and the phase are not reset between work tiles, so the producer can load the next work
+tile while the consumers finish the previous one. If K and V of a stage are released jointly, `k_empty` is the same barrier as
+`v_empty`.
 
-Slots of Q. An output leaves through the shared memory of Q. In that case there are two slots, and a consumer releases a slot
-after the first product of the next work tile. A state leaves through stages instead. In that case there is one slot, and a
-consumer releases it after the last S of the work tile. One bit, which flips with every work tile, is both the number of the
-slot and the phase of `q_full` and `q_empty`.
+Slots of Q. The output of a work tile is copied to global memory through the shared memory of its Q. A call that returns an
+output therefore has two slots of Q. A consumer releases the slot of a work tile after the first product of the next work tile.
+A state is copied through stages of K and V instead. A call that returns a state therefore has one slot of Q, and a consumer
+releases the slot after the last S of the work tile. The variable `slot` is one bit, which flips with every work tile. The index
+of the slot in shared memory is `slot % q_slots`. Consumers wait for phase `slot` of `q_full`, and the producer waits for phase
+`slot ^ 1` of `q_empty`.
 
-State stages. The o of a state has twice the bytes of a Q in 16 bits. The producer therefore transfers the next stages of the
-K/V pipeline to the consumers, where o is loaded, stored or added by TMA. `ringattn.kernels.hopper.epilogue` does that.
+State stages. The o of a state is in fp32 and needs twice the bytes of a Q in 16 bits, so o does not fit into the shared memory
+of Q. The producer therefore transfers the next stages of the K/V pipeline to the consumers. TMA loads the incoming o into the
+shared memory of these stages, or stores or adds the new o from there. The code is in `ringattn.kernels.hopper.epilogue`.
 
-Retry pass. In bf16, the softmax subtracts an optimistic reference max, see `ringattn.kernels.hopper.softmax`. If a row of a
-program overflows, all partitions of that program go through all of its work tiles once more and update the reference max in
-every step.
+Retry pass. In bf16, the softmax subtracts an optimistic reference max, which `ringattn.kernels.hopper.softmax` explains. If a
+row of a program overflows, all partitions of that program repeat all of its work tiles. In this retry pass, they update the
+reference max in every step.
 
-Ping-pong. If it is on, named barriers make a consumer issue its products after the consumer before it has issued its own. The
-tensor cores then compute the products of one consumer while the others compute their softmax. Without it, all consumers would
-wait for the tensor cores at the same time.
+Ping-pong. If ping-pong is on, named barriers make each consumer wait until the previous consumer has issued its products. The
+tensor cores then compute the products of one consumer while the other consumers compute their softmax. Without ping-pong, all
+consumers would wait for the tensor cores at the same time.
 
-KV loop. The steps process the masked tiles at the two ends of the intervals first, and then the unmasked tiles between them,
-which skip the mask. Scores are in log2 units.
+KV loop. The first steps process the masked tiles at the two ends of the intervals. The remaining steps process the unmasked
+tiles between them and do not apply a mask. Scores are in log2 units.
 """
 
 from dataclasses import dataclass, replace
@@ -68,7 +76,8 @@ from ringattn.kernels.triton.launcher import launch
 # the lower numbers.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# The threads that arrive at such a barrier: those of the consumer that waits, and those of the one before it.
+# The number of threads that arrive at a named barrier for ping-pong. 128 threads belong to the consumer that waits, and 128
+# belong to the consumer before it.
 PING_PONG_THREADS = gl.constexpr(256)
 
 
@@ -78,7 +87,7 @@ class Config(hopper_common.Config):
 
     Args:
         dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
-        has_state: whether there is an incoming state.
+        has_state: whether the call continues from an incoming state.
         final: whether (out, lse) is written instead of a state.
         consumers: number of consumers, 2 or 3.
         keys: number of keys per step.
@@ -86,7 +95,7 @@ class Config(hopper_common.Config):
         joint_release: whether consumers release K and V of a stage with one arrival, after P V.
         registers: number of registers per thread of a consumer.
         ping_pong: whether consumers take turns to issue their products.
-        fence_softmax: whether to use the fence of that name in `ringattn.kernels.hopper.softmax`.
+        fence_softmax: whether to use the function `fence_softmax` of `ringattn.kernels.hopper.softmax`.
         update_ref_max: whether the reference max is updated from the first pass on. Otherwise only the retry pass updates it.
     """
 
@@ -108,7 +117,7 @@ class Config(hopper_common.Config):
 
     @property
     def partitions(self) -> gl.tuple:
-        """The numbers of the partitions, first the consumers and then the producer, as constants over which Gluon iterates."""
+        """The numbers of the partitions as constants that Gluon can iterate over: first the consumers, then the producer."""
         return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
 
     @property
@@ -123,12 +132,18 @@ class Config(hopper_common.Config):
 
     @property
     def q_slots(self) -> int:
-        """The number of slots of Q. It is at most two, so that one bit is both the slot and the phase of q_full and q_empty."""
+        """The number of slots of Q: two if an output is returned, and one if a state is returned.
+
+        More than two slots are not possible, because one bit selects both the slot and the phase of q_full and q_empty.
+        """
         return 2 if self.final else 1
 
     @property
     def o_parts(self) -> int:
-        """The number of parts of a consumer's o (64, dim) in fp32, each as large as the K buffer or the V buffer of a stage."""
+        """The number of parts into which a consumer's o (64, dim) in fp32 is split.
+
+        Each part is as large as the K buffer or the V buffer of a stage.
+        """
         return 2 * ROWS.value // self.keys
 
     @property
@@ -137,28 +152,31 @@ class Config(hopper_common.Config):
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
-# The maximal size of K and V of all heads of a head group, in bytes. They should stay in the L2 cache, through which the output
-# passes, too. A state passes through the cache twice, in fp32, so K and V get only half as much of it.
+# The maximal total size of K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache.
+# The output passes through this cache, too. An incoming state is in fp32 and passes through the cache twice, so K and V then
+# get only half of this size.
 L2_BYTES = 32 * 2**20
 L2_BYTES_WITH_STATE = 16 * 2**20
 
-# Triton 3.8 has another assembler, which would serialise all products of a kernel with `fence_softmax`.
+# Triton 3.8 comes with a different assembler. That assembler would serialise all matrix products of a kernel that uses
+# `fence_softmax`, so the fence is off from Triton 3.8 on.
 FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 
-# The fastest settings measured on an H200, by padded head dim.
+# These settings were the fastest on an H200. The key of each entry is the padded head dim.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
 
-# Up to this number of rows that see a key, counted over all heads, the forward uses work tiles of 128 rows instead of 192. They
-# leave fewer SMs idle.
+# A call with at most this number of rows uses TILES_FEW_ROWS. A row is one query of one head and one batch entry, and only rows
+# that see a key count. At head dim 128, the work tiles for few rows have 128 rows instead of 192, so that fewer SMs are idle.
+# At head dim 64, both tables have the same settings.
 FEW_ROWS = 2**16
 TILES_FEW_ROWS = TILES | {
     128: dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
 }
 
-# The registers per thread of the producer, which computes nothing.
+# The number of registers per thread of the producer. The producer computes nothing, so it needs few registers.
 PRODUCER_REGISTERS = gl.constexpr(24)
 
 
@@ -171,8 +189,12 @@ def _next_stage(stage, phase, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(arguments, overflow, CONFIG: gl.constexpr):
-    """The producer partition, a single warp: load all work tiles, and once more if there is a retry pass."""
-    # A wait for the phase before the first one returns at once, so the producer starts with phase 1 and finds all stages empty.
+    """Run the producer partition, which is a single warp: load Q, K and V of all work tiles.
+
+    If there is a retry pass, the producer loads all work tiles a second time.
+    """
+    # The first phase of a barrier has the number 0. If a partition waits for phase 1 of a new barrier, the wait returns at
+    # once. The producer therefore starts with phase 1 and finds all stages empty.
     slot, stage, phase = _load_tiles(arguments, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_tiles(arguments, slot, stage, phase, CONFIG)
@@ -196,7 +218,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             query = queries.index(slot % CONFIG.q_slots * CONSUMERS + c)
             tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(query, q))
         key_head = head // CONFIG.group
-        # A work tile whose rows see no key has one step all the same, so that consumers need no special case.
+        # Even a work tile whose rows see no key has one step, so that the consumers need no special case.
         for step in range(gl.maximum(num_masked + num_unmasked, 1)):
             start = step_start(loop, step, CONFIG.keys)
             mbarrier.wait(k_empty.index(stage), phase)
@@ -220,7 +242,7 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported, and return whether a row of any of them has overflowed.
+    """Wait until every consumer has reported, and return whether any row of any consumer has overflowed.
 
     WARPS is the number of warps of the calling partition.
     """
@@ -236,7 +258,7 @@ def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
-    """Tell all partitions whether a row of this consumer has overflowed, in any of its work tiles."""
+    """Report to all partitions whether any row of this consumer has overflowed in any of its work tiles."""
     flags, reported = overflow
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flags.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(overflowed.to(gl.int32), axis=0))
@@ -245,7 +267,10 @@ def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
-    """Release K of a stage. With a joint release, the arrival that releases V also releases K, so there is nothing to do."""
+    """Release K of a stage.
+
+    With a joint release, this function does nothing, because the arrival that releases V also releases K.
+    """
     if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
 
@@ -253,7 +278,7 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
 @gluon.jit
 def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until the consumer before this one has issued its products."""
-    # Triton 3.6 passes an f-string to another function only as a named constant.
+    # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
         hopper_common.execute(SYNC)
@@ -273,15 +298,16 @@ def _step(
     query, buffers, barriers, carry, row_bounds, loop, step, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of this step while the tensor cores multiply those of the previous step with their values.
+    """Compute the probabilities of this step while the tensor cores compute P V of the previous step.
 
     Args:
         query: the consumer's Q (64, dim) in shared memory.
         buffers: (queries, keys, values).
         barriers: (q_full, q_empty, k_full, k_empty, v_full, v_empty).
-        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase): the probabilities of the previous step, the
-            softmax state without them in o, the stage and phase of this step and of the previous one.
-        row_bounds: from `_load_consumer_tile`.
+        carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). p holds the probabilities of the previous step.
+            The sum l already contains p, but o does not contain P V of the previous step yet. `stage` and `phase` are those of
+            this step.
+        row_bounds: (lo, hi, all_initialised, ref_max) from `_load_consumer_tile`.
         loop: from `ringattn.kernels.hopper.common.load_work_tile`.
         step: number of this step, at least 1.
 
@@ -295,7 +321,7 @@ def _step(
     mbarrier.wait(k_full.index(stage), phase)
     _wait_for_ping_pong(CONSUMER, CONFIG)
     zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
-    # Issue S first. The products finish in the order in which they are issued, and the softmax needs S.
+    # Issue S before P V. The products finish in the order in which they are issued, and the softmax only needs S.
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
@@ -309,7 +335,8 @@ def _step(
     if UPDATE_REF_MAX:
         ref_max, alpha = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # All rows see all keys of the first unmasked tile, step num_masked. After it, no reference max is unset.
+    # Step num_masked processes the first unmasked tile, in which all rows see all keys. After this step, no reference max is
+    # unset.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -317,10 +344,11 @@ def _step(
     o = warpgroup_mma_wait(0, deps=(pending_o,))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # P V was added to o relative to the previous reference max, so o is rescaled after it.
+        # P V of the previous step is relative to the previous reference max. Therefore o is rescaled only after this product
+        # has been added.
         o = softmax.rescale(o, alpha, CONFIG)
     # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
-    # p, and the conversion overwrites them.
+    # p, and the conversion overwrites these registers.
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
     next_stage, next_phase = _next_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
@@ -331,10 +359,11 @@ def _first_step(
     query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute the probabilities of the first step of a work tile, whose stage and phase are given, and return the carry.
+    """Compute the probabilities of the first step of a work tile, and return the carry for `_step`.
 
-    The other arguments are those of `_step`, and `state_stage` is the state stage of the previous work tile, or -1. If no row
-    sees a key, the keys of this step may all lie past the end, and all scores are masked.
+    `stage` and `phase` are those of the first step. `state_stage` is the state stage that this consumer used in the previous
+    work tile, or -1. The other arguments are those of `_step`. If no row sees a key, this step masks all scores. All keys of
+    the step may then lie beyond the last key of the tensor.
     """
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, v_empty = barriers
@@ -345,8 +374,8 @@ def _first_step(
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     _pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Only now release the memory through which the result of the previous work tile leaves. TMA had the time of one product to
-    # read it, so this wait is short.
+    # The shared memory that holds the result of the previous work tile is released only now. TMA has had the time of one
+    # product to read this memory, so the wait is short.
     hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     _release_keys(k_empty, stage, CONFIG)
@@ -371,7 +400,10 @@ def _first_step(
 
 @gluon.jit
 def _release_state_stage(k_empty, v_empty, state_stage, CONFIG: gl.constexpr):
-    """Release the stage that held this consumer's o of the previous work tile; -1 if there is none."""
+    """Release the stage that held this consumer's o of the previous work tile.
+
+    If `state_stage` is -1, there is no such stage, and nothing is released.
+    """
     if CONFIG.state_stages > 0 and state_stage >= 0:
         _release_keys(k_empty, state_stage, CONFIG)
         mbarrier.arrive(v_empty.index(state_stage), count=1)
@@ -402,9 +434,10 @@ def _skip_tile(barriers, num_steps, state_stage, stage, phase, CONSUMER: gl.cons
 
 @gluon.jit
 def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for the state stages of a work tile, and release all but that of this consumer.
+    """Wait for the state stages of a work tile, and release all of them except the stage of this consumer.
 
-    CONSUMER is -1 for a consumer that skips the work tile and keeps none. Return (own stage, next stage, its phase).
+    CONSUMER is -1 if the consumer skips the work tile. Such a consumer releases all state stages. Return (own stage, next
+    stage, phase of the next stage).
     """
     _, _, k_full, k_empty, v_full, v_empty = barriers
     STATE_STAGES: gl.constexpr = CONFIG.state_stages
@@ -423,12 +456,13 @@ def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFI
 
 @gluon.jit
 def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load what a consumer needs to know of its rows of a work tile.
+    """Load the numbers that describe a work tile and a consumer's rows of this work tile.
 
     Returns:
-        (batch entry, head, first row of this consumer, end, loop, row_bounds), with row_bounds = (lo, hi, all_initialised,
-        ref_max). lo and hi (64,) are the intervals of the rows. ref_max (64,) is the reference max with which they start.
-        all_initialised tells whether the first step sets the reference max of every row that sees a key at all.
+        (batch entry, head, first row of this consumer, end, loop, row_bounds). `end` is the end of the work tile's rows.
+        row_bounds is the tuple (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows.
+        all_initialised tells whether the first step sets the reference max of every row that sees any key. ref_max (64,) is the
+        initial reference max of each row.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
@@ -439,8 +473,9 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
     row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
     row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
     start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. If the first hi is greater than the start of the tile and the last lo is less than
-    # its end, then every interval that is not empty contains a key of the tile.
+    # Bounds never decrease from row to row. Every interval that is not empty contains a key of the first tile of keys if two
+    # conditions are met. The hi of the first row must be greater than the start of this tile, and the lo of the last row must
+    # be less than the end of this tile.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -450,18 +485,22 @@ def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.con
 
 @gluon.jit
 def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """A consumer partition: 64 rows of every work tile, and once more if a row of the program has overflowed."""
+    """Run a consumer partition, which computes 64 rows of every work tile.
+
+    If any row of the program overflows, the consumer computes its rows of all work tiles a second time, in the retry pass.
+    """
     if CONSUMER == CONFIG.consumers - 1:
-        # Consumer 0 has the first turn.
+        # The last consumer starts the ping-pong by letting consumer 0 issue its products.
         _pass_ping_pong(CONSUMER, CONFIG)
     zero = gl.to_tensor(0)
     slot, stage, phase, overflowed = _compute_work_tiles(arguments, zero, zero, zero, CONSUMER, CONFIG.update_ref_max, CONFIG)
     if not CONFIG.update_ref_max:
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
-            # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise they could
-            # arrive later and replace the valid ones. `tma_store_wait` is weaker: it waits only until TMA has read the shared
-            # memory that a store comes from. Gluon has no function for the form of the instruction without ".read".
+            # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise, these invalid
+            # results could arrive later and replace the valid ones. The function `tma_store_wait` is not enough, because it
+            # waits only until TMA has read the shared memory from which it stores. This instruction has no ".read", so it also
+            # waits for the writes. Gluon has no function for this form of the instruction.
             hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
 
@@ -470,7 +509,7 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 def _compute_work_tiles(
     arguments, slot, stage, phase, CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Compute this consumer's rows of all work tiles. Return the next slot, stage and phase, and which rows have overflowed."""
+    """Compute this consumer's rows of all work tiles. Return (slot, stage, phase, mask of overflowed rows)."""
     BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores_layout)
     lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
     queries, keys, values = buffers
@@ -496,16 +535,16 @@ def _compute_work_tiles(
             p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
             if CONFIG.q_slots == 1:
                 mbarrier.arrive(q_empty, count=1)
-            # The product with the values of the last step.
+            # Issue P V of the last step.
             mbarrier.wait(v_full.index(previous_stage), previous_phase)
             o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
-            # While it runs, load the scalars of the incoming state and the next work tile.
+            # While this product runs, load the scalars of the incoming state and the next work tile.
             incoming = load_state_scalars(results, row_range, CONFIG)
             index += gl.num_programs(0)
             batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(v_empty.index(previous_stage), count=1)
-            # Only now combine the numbers of the four threads that share a row.
+            # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
             l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
             ref_max = gl.convert_layout(gl.max(ref_max, axis=1), BY_ROW)
             state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
@@ -519,7 +558,8 @@ def _compute_work_tiles(
             batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
         slot ^= 1
-    # Shared memory ends with the program. TMA must have read it before.
+    # When the program ends, its shared memory is freed, and a retry pass overwrites this memory. Therefore wait until TMA has
+    # read all results from shared memory.
     hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     return slot, stage, phase, overflowed
@@ -537,8 +577,9 @@ def _forward_kernel(
         state_tiles, out_tiles: TMA descriptors of state_o and of out, both (B, Nq, Hq, Dv), or None.
         lo, hi: (num_masks, Nq), the interval of each query.
         work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
-        state_m, state_l, state_o: the state, read, written or both; None if there is none.
-        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), written; None if a state is returned.
+        state_m, state_l, state_o: the state, which is read, written or both. They are None if no state comes in and none is
+            returned.
+        lse, out: (B, Nq, Hq) and (B, Nq, Hq, Dv), which are written. They are None if a state is returned.
         num_masks: 1 if all batch entries have the same mask, else B.
         num_queries: Nq.
         log2_scale: the factor that converts q k^T to scores in log2 units.
@@ -574,10 +615,12 @@ def _forward_kernel(
         k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
+    # The incoming state is also read through `results`, because a state is updated in place.
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
-    # The last two arguments are the numbers of warps and registers of all partitions but the first, which is the default
-    # partition. It has four warps and gets the registers that the other partitions do not use.
+    # The last two arguments are the numbers of warps and of registers per thread, for all partitions except the first one. The
+    # first partition is Gluon's default partition. It has four warps and gets the registers that the other partitions do not
+    # use.
     gl.warp_specialize(
         [
             (_consume, (computing, overflow, i, CONFIG)) if i < CONFIG.consumers else (_produce, (loading, overflow, CONFIG))
@@ -598,16 +641,16 @@ def configure(
         dims: head dims (D, Dv).
         heads: numbers of query heads and key heads (Hq, Hkv).
         dtype: of q, k and v.
-        has_state, final: whether a state comes in, and whether the output is wanted.
-        few_rows: whether to use the tiles for few rows.
+        has_state, final: whether a state comes in, and whether the output is returned instead of a state.
+        few_rows: whether to use TILES_FEW_ROWS.
     """
     dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
     # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max must be updated in every step of the first pass.
     update = dtype != torch.bfloat16
     config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
-    # While state stages are in use, the first keys of the next work tile need stages, too: one if Q has two slots. With one
-    # slot there is room for two.
+    # While the consumers use the state stages, the producer already loads the first keys of the next work tile into other
+    # stages. There is one such stage if Q has two slots. If Q has only one slot, shared memory has room for two such stages.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -620,8 +663,8 @@ def forward(
     Call `ringattn.kernels.dispatch.forward`, which checks the arguments. This function does not.
 
     Args:
-        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. Strides that TMA cannot address cost a copy: the last
-            dimension must be contiguous, and the other strides must be multiples of 8 elements.
+        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. TMA requires that the last dimension is contiguous and
+            that the other strides are multiples of 8 elements. A tensor with other strides is copied.
         k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
         v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
         intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
@@ -632,14 +675,16 @@ def forward(
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         dropout, blocks: must be None.
         precision: ignored, because it applies to fp32 inputs only.
-        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. Normally one program per SM computes
-            a share of the work tiles that is assigned before the launch, and a program without an SM would delay the whole
-            call. With `shares_sms`, every work tile has a program of its own, so that a late program delays only itself.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. Normally there is one program per
+            SM, and its work tiles are assigned to it before the launch. If such a program does not get an SM, it delays the
+            whole call. With `shares_sms`, every work tile has a program of its own, so a late program delays only its own work
+            tile.
 
     Returns:
-        The state (m, l, o) over the earlier keys and these, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse
-        (B, Nq, Hq) in fp32. The m of a state is a reference max, which may differ from the maximum of the scores; l and o are
-        relative to it. A query that has not seen a key has the state (-inf, 0, 0), the output 0 and the lse -inf.
+        The state (m, l, o) over the earlier keys and the keys of this call. With `final`, (out, lse) instead: out (B, Nq, Hq,
+        Dv) in q's dtype and lse (B, Nq, Hq) in fp32. The m of a state is a reference max, which may differ from the maximum of
+        the scores. l and o are relative to this reference max. A query that has not seen a key has the state (-inf, 0, 0), the
+        output 0 and the lse -inf.
     """
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() == 0:
@@ -657,7 +702,7 @@ def forward(
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
-    # In an in-place update, rows that see no key leave the state as it is.
+    # An in-place update does not change the state of a row that sees no key, so work tiles without keys are skipped.
     skip_empty = has_state and not final
     work_tiles = intervals.work_tiles(config.queries, config.keys, batch, num_heads, num_head_groups, programs, skip_empty)
     with torch.cuda.device_of(q):

@@ -1,4 +1,8 @@
-"""Add the partial gradients that several ranks computed, and round the sum, in one pass over memory."""
+"""Add the partial gradients of several ranks and round their sum, in one pass over memory.
+
+This module only sums gradients. `ringattn.kernels.reference.merge` merges partial softmax states (m, l, o). Inside the kernels,
+`ringattn.kernels.hopper.epilogue` and `ringattn.kernels.triton.forward` merge an incoming state.
+"""
 
 from collections.abc import Sequence
 
@@ -15,8 +19,8 @@ MAX_PARTS = 3  # parts that one launch adds; a parameter of the kernel exists fo
 
 @triton.jit
 def _add_part(x, part, tokens, i, inside, WIDTH: tl.constexpr):
-    """Add one part to x, the elements i of the sum. `tokens` is the range [first, end) of tokens that the part covers."""
-    # `part` is None for the parts that a launch does not have. Triton then leaves out this code.
+    """Add one part to x, which holds the elements i of the sum. The part covers the tokens [first, end), given as `tokens`."""
+    # A launch with fewer than MAX_PARTS parts passes None for the others. Triton then generates no code for them.
     if part is not None:
         first, end = tokens
         index = i - first.to(tl.int64) * WIDTH
@@ -42,16 +46,17 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
 
     Args:
         base: fp32 (1, N, H, D), contiguous. If `dtype` is fp32, the sum overwrites it.
-        parts: pairs (first, x), where x fp32 (1, n, H, D), contiguous, is added to the n tokens of `base` from `first` on.
+        parts: pairs (first, x). x is fp32 and contiguous with the shape (1, n, H, D), and it is added to the tokens [first,
+            first + n) of `base`.
         dtype: the dtype of the result, fp16, bf16 or fp32.
 
     Returns:
         The sum (1, N, H, D) in `dtype`.
     """
-    # Sums in fp32 overwrite the base. Every element is read and written by the same thread, so the sum needs no second buffer.
+    # A sum in fp32 overwrites `base`. The same thread reads and writes an element, so the sum needs no second buffer.
     out = base if base.dtype == dtype else torch.empty_like(base, dtype=dtype)
-    # If there are more parts than one launch can add, the first ones are added to the fp32 base. Only the last launch rounds
-    # the sum.
+    # If there are more parts than one launch can add, earlier launches add the first parts to the fp32 base. Only the last
+    # launch rounds the sum.
     while len(parts) > MAX_PARTS:
         base, parts = sum_partials(base, parts[:MAX_PARTS], base.dtype), parts[MAX_PARTS:]
     if base.numel() > 0 and (parts or out is not base):
