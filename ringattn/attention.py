@@ -36,24 +36,25 @@ def ring_attention(
 
     Every rank of `group` calls this function with its own tokens.
 
-    The call is one operator with autograd: the gradients of q, k and v are computed from the gradients of out and lse. The
-    result is exact. Partial results stay in fp32 between tiles and hops (Dao et al. 2022, FlashAttention,
-    https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring Attention, https://arxiv.org/abs/2310.01889).
+    The call is one differentiable operator. The backward pass computes the gradients of q, k and v from the gradients of out
+    and lse. The result is exact attention and not an approximation. Between tiles and between hops, partial results are fp32
+    tensors (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring Attention,
+    https://arxiv.org/abs/2310.01889).
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have one dtype (fp16, bf16, fp32 or fp64) and device.
-            Under `torch.autocast`, q, k and v are cast to the autocast dtype.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have the same dtype (fp16, bf16, fp32 or fp64) and the
+            same device. Under `torch.autocast`, q, k and v are cast to the autocast dtype.
         layout: which positions each rank holds; the same on all ranks.
         mask: which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. Whether an entry is dropped depends only on
-            `seed` and on the position of the entry (query, key, head, batch entry) in the whole problem. The same entries are
-            therefore dropped for any number of ranks and any layout.
+            `seed` and on the indices of its query, key, head and batch entry in the whole problem. Therefore the number of
+            ranks and the layout do not change which entries are dropped.
         seed: seed of the dropout; the same on all ranks. Use a different seed for every layer and step.
-        first_head: the index of q's first head among all heads, if the heads are divided among several rings. Only the dropout
-            uses this index.
+        first_head: the index of q's first head among all heads of the layer; 0 unless the heads are divided among several
+            rings. Only the dropout uses this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", the forward
             pass and the backward pass each use the schedule with the lower predicted time. If the times are equal, the schedule
             that sends fewer bytes wins. `ringattn.explain` shows the reason for the choice.
@@ -64,33 +65,33 @@ def ring_attention(
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A
-        query that may attend to no key yields out = 0 and lse = -inf.
+        out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
+        inputs). If the mask allows a query no key, its out is 0 and its lse is -inf.
 
     Raises:
         ValueError: the shapes, dtypes, layout, mask, group, schedule or transport contradict each other. All arguments are
             checked before any work starts.
-        RingFault: a rank of the ring does not respond. If no exception can be raised, because the host waits for a GPU that
-            waits for another rank, the process prints the reason and exits. RINGATTN_TIMEOUT sets the timeout in seconds.
+        RingFault: a rank of the ring does not respond. If the host is waiting for a GPU that waits for another rank, Python
+            cannot raise an exception. In this case, the process prints the reason and exits. The environment variable
+            RINGATTN_TIMEOUT sets the timeout in seconds.
     """
     q, k, v = autocast(q, k, v)
     scale = resolve_scale(q, scale)
     check_choices(schedule, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
-    # A q with a wrong number of dimensions is rejected by check_attention below, with a better message.
+    # This line ignores a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} tokens, but its shard has {layout.rows(rank)}: use layout.shard")
-    # first_head may be a SymInt while torch.compile traces the call, so an isinstance check for int would be too
-    # strict.
+    # While torch.compile traces the call, first_head may be a SymInt. A check with isinstance(first_head, int) would reject a
+    # SymInt.
     if isinstance(first_head, float) or first_head < 0:
         raise ValueError(f"first_head={first_head}: it must be the number of query heads before this ring's heads, at least 0")
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank must hold the same positions of both")
-    # The schema of the operator declares dropout_p as a float, so an integer 0 must be converted before it becomes a
-    # part of the spec.
+    # The schema of the operator declares dropout_p as a float, so the spec must not contain an integer such as 0.
     options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)
@@ -98,15 +99,16 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Prepare the plan of future calls under a new mask while the GPU is busy. Results do not change.
+    """Prepare the plan of future calls with a new mask while the GPU is busy. This function does not change any results.
 
-    The first call under a new mask computes a plan on the host. This takes milliseconds, or up to a second for many ranks,
-    during which the GPU has nothing to do. Call this function while the GPU still works on the previous step to hide that time.
+    The first call with a new mask computes a plan on the host. Computing a plan takes milliseconds, or up to a second for many
+    ranks, and the GPU is idle during this time. To avoid this idle time, call this function while the GPU is still working on
+    the previous step.
 
     Args:
         mask, layout: the mask and the layout of the future calls. For a layout that is split for Ulysses, pass `layout.whole`.
-        like: the (mask, layout) of earlier calls. The future calls have the same shapes and options.
-        group, device: the group and the device, which are the same in the earlier and in the future calls.
+        like: the mask and the layout of earlier calls with the same shapes and options as the future calls.
+        group, device: the group and the device, which must be the same in the earlier calls and in the future calls.
 
     Raises:
         ValueError: a layout is split, a layout has a different number of ranks than the group, or a mask has a different length
@@ -123,27 +125,22 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:
-    # Only the forward pass passes its settings to the handshake. A backward pass never comes before the forward pass
-    # of the same call, so its ring is connected already.
+    # Only the forward pass passes its settings to the handshake. A backward pass needs no handshake, because the forward pass
+    # of the same call has already connected the ring.
     ring = Ring.of(spec, q.device, partial(spec.as_call, q, k, v))
     return *ring.forward(q.contiguous(), k.contiguous(), v.contiguous()), []
 
 
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-    # autograd may pass expanded gradients, such as the gradient of a sum. Copy engines and kernels need contiguous
-    # memory.
+    # autograd may pass expanded tensors, for example as the gradient of a sum. Copy engines and kernels need contiguous memory.
     tensors = (x if x is None else x.contiguous() for x in (*saved, dout, dlse))
     return Ring.of(spec, dout.device).backward(*tensors)
 
 
 def pairs_per_rank(batch: int, num_queries: int, num_keys: int, spec: AttentionSpec) -> float:
-    """Return the mean number of (query, key) pairs per rank.
-
-    The sum over all ranks is the number of pairs of the whole call.
-    """
+    """Return the number of (query, key) pairs of the whole call, divided by the number of ranks."""
     return count_pairs(batch, spec.seq_len, spec.documents, spec.is_causal, spec.window) / spec.ranks
 
 
-# The operator is registered when the module is imported, because a compiler must know the operator before the first
-# call.
+# The operator is registered when the module is imported, because a compiler must know the operator before the first call.
 _attention = custom_op.register("ring_attention", AttentionSpec, _forward, _backward, pairs_per_rank)

@@ -1,11 +1,11 @@
-"""Activation checkpointing that never computes attention twice: attention results are saved, everything else is recomputed.
+"""Activation checkpointing that saves the results of attention and recomputes the results of all other operations.
 
     checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
-Here `checkpoint` is `torch.utils.checkpoint.checkpoint`. The selective checkpointing policies of torch have the same effect,
-but they call a Python function for every operation of the block. These calls take longer on the host than the short kernels of
-a block take on the GPU. `torch.compile` of a whole checkpoint supports only such a policy, so `save_attention` returns a policy
-while a compiler is tracing.
+In this example, `checkpoint` is `torch.utils.checkpoint.checkpoint`. The selective checkpointing policies of torch have the
+same effect, but they call a Python function for every operation of the block. These calls take longer on the host than the
+short kernels of a block take on the GPU. If `torch.compile` compiles a whole checkpoint, it supports only selective
+checkpointing policies. Therefore `save_attention` returns such a policy while a compiler is tracing.
 """
 
 import warnings
@@ -26,12 +26,13 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
 def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a forward pass and of its recomputation, in which attention returns the saved results.
+    """Return two contexts: one for a forward pass, which saves the results of attention, and one for its recomputation.
 
-    Pass it as `context_fn` to `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`. The contexts apply to
-    `ring_attention`, `ulysses_attention` and `flash_attention`. Calls during the recomputation return what the calls of the
-    forward pass returned, in the same order. The backward pass of a call uses the recomputed q, k and v. `ulysses_attention` is
-    an exception: its backward pass uses the saved results of the all-to-all, unless it is called with `recompute_all_to_all`.
+    Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, together with `use_reentrant=False`. The contexts
+    apply to `ring_attention`, `ulysses_attention` and `flash_attention`. During the recomputation, the n-th call of attention
+    returns the saved results of the n-th call of the forward pass. The backward pass of a call uses the recomputed q, k and v.
+    The exception is `ulysses_attention` without `recompute_all_to_all`, whose backward pass uses the saved results of the
+    all-to-all.
     """
     if TracingContext.try_get() is not None:
         return create_selective_checkpoint_contexts([getattr(torch.ops.ringattn, name).default for name in OPERATORS])
@@ -46,11 +47,11 @@ def keep_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
 
 
 def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
-    """Return attend(), or the saved result of this call if the forward pass is being recomputed.
+    """Return the result of attend(). If the forward pass is being recomputed, return the saved result of this call instead.
 
     Args:
-        attend: computes attention; returns a tuple of tensors and lists of tensors.
-        like: any tensor of the call. If it holds no data, because a compiler is tracing, nothing is saved.
+        attend: a function that computes attention and returns a tuple of tensors and lists of tensors.
+        like: any tensor of the call. While a compiler is tracing, this tensor holds no data, and nothing is saved.
     """
     context = _innermost.get()
     if context is None or isinstance(like, FakeTensor | FunctionalTensor):
@@ -59,14 +60,17 @@ def reuse_or_compute(attend: Attend, like: Tensor) -> tuple:
 
 
 class _Context:
-    """A context that can be entered several times, because backward can be called several times on the same graph."""
+    """A context for the calls of attention in a checkpointed function.
+
+    The context can be entered several times, because backward can be called several times on the same graph.
+    """
 
     def __init__(self, results: list[tuple]) -> None:
         self.results = results
         self.outer: _Context | None = None
 
     def __enter__(self) -> None:
-        # Checkpoints may be nested, so every context remembers the context that surrounds it.
+        # Checkpoints may be nested, so every context stores a reference to the context that surrounds it.
         self.outer = _innermost.get()
         _innermost.set(self)
 
@@ -79,8 +83,8 @@ class _Save(_Context):
 
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The returned tensors become part of the autograd graph, and the graph holds this context. Saving the tensors without
-        # detaching them would create a reference cycle, and the memory of the graph would not be released.
+        # The returned tensors become part of the autograd graph, and the graph holds a reference to this context. If the saved
+        # tensors were not detached, there would be a reference cycle, and the memory of the graph would not be released.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results
@@ -103,8 +107,8 @@ class _Reuse(_Context):
                 f"the forward pass called attention {len(self.results)} times but its recomputation calls it more often: a "
                 "checkpointed function must do the same every time it is called"
             )
-        # A detached tensor shares its memory with the result of the forward pass. If
-        # the forward pass modified the result in place, the saved result is wrong now.
+        # A saved tensor shares its memory with the result that the forward pass received. If the forward pass has modified this
+        # result in place, the saved tensor has wrong values.
         if _versions(results) != versions:
             raise RuntimeError(
                 "the attention output was modified in place after the forward, so it cannot be reused during recomputation: "
@@ -114,12 +118,12 @@ class _Reuse(_Context):
 
 
 def _versions(results: tuple) -> list[int]:
-    """Return how often each tensor was modified in place. A detached tensor has the same counter as its source."""
+    """Return, for each tensor, how often it was modified in place. A detached tensor and its source have the same counter."""
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 
-# autograd may run the recomputation in a different thread than the forward pass, and several threads
-# may run checkpoints at the same time. Therefore every thread has its own innermost context.
+# The forward pass and the recomputation may run in different threads, and several threads may run checkpoints at the same time.
+# Therefore every thread has its own innermost context.
 _innermost: ContextVar["_Save | _Reuse | None"] = ContextVar("_innermost", default=None)
 
 

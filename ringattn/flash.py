@@ -15,7 +15,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
 from ringattn.spec import autocast, check_attention, count_pairs, resolve_scale
 
-# These masks are created once, because every mask holds a tensor, whose creation takes time on the host.
+# These masks are created once, because every mask holds a tensor, and creating a tensor takes time on the host.
 _CAUSAL, _FULL = Mask.causal(), Mask.full()
 
 
@@ -36,38 +36,40 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v tile by tile. The memory is linear in the number of tokens.
 
-    The call is differentiable: it computes the gradients of q, k and v from the gradients of out and lse (Dao et al. 2022,
-    FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run, unless
-    `torch.use_deterministic_algorithms(True)` selects the slower kernels. All other results have the same bits in every run.
+    The call is differentiable. The backward pass computes the gradients of q, k and v from the gradients of out and lse (Dao et
+    al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run,
+    unless `torch.use_deterministic_algorithms(True)` selects the slower kernels. All other results have the same bits in every
+    run.
 
-    There are two differences from `scaled_dot_product_attention`. It expects tensors of the shape (B, H, N, D), in which heads
-    come before tokens. And if there are fewer queries than keys, its `is_causal` aligns the first query with the first key,
-    whereas this function aligns the last query with the last key.
+    This function differs from `scaled_dot_product_attention` in two ways. First, `scaled_dot_product_attention` expects tensors
+    of the shape (B, H, N, D), in which heads come before tokens. Second, `is_causal` has a different meaning if there are fewer
+    queries than keys: `scaled_dot_product_attention` aligns the first query with the first key, and this function aligns the
+    last query with the last key.
 
     Args:
         q: (B, Nq, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv); Hkv divides Hq. All three tensors have the same dtype (fp16,
-            bf16, fp32 or fp64) and the same device. Under `torch.autocast`, they are cast to the autocast dtype. All values
-            must be finite: a NaN in v may reach queries of the same tile that do not attend to it.
+            bf16, fp32 or fp64) and the same device. Under `torch.autocast`, q, k and v are cast to the autocast dtype. All
+            values must be finite: a NaN in v may affect all queries of a tile, even queries that do not attend to its key.
         mask: which keys each query may attend to, over the Nk positions of the keys. The last query is at the last position, as
             in FlashAttention:
 
                 Nq = 2, Nk = 4, causal:  1 1 1 0
                                          1 1 1 1
 
-        is_causal: a short form of mask=Mask.causal(), which aligns the mask to the end of the keys. If neither `mask` nor
+        is_causal: a short form of mask=Mask.causal(). The last query is aligned with the last key. If neither `mask` nor
             `is_causal` is given, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. None: with dropout, every call draws a new seed from torch's default generator on the
-            CPU, which `torch.manual_seed` seeds. `torch.compile` requires a seed.
+        seed: the seed of the dropout. With None and dropout, every call draws a new seed from torch's default generator on the
+            CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
-        out (B, Nq, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, Nq, Hq) is fp32 (fp64 for fp64 inputs). A
-        query that may attend to no key yields out = 0 and lse = -inf.
+        out (B, Nq, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, Nq, Hq) is fp32 (fp64 for
+        fp64 inputs). If the mask allows a query no key, its out is 0 and its lse is -inf.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
@@ -85,8 +87,8 @@ def flash_attention(
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
-    # The operator receives the mask and the block mask as tensors
-    # and numbers, because a compiler cannot trace other objects.
+    # The operator receives the mask and the block mask as tensors and numbers, because a compiler cannot trace objects such as
+    # `Mask` and `BlockMask`.
     spec = FlashSpec(
         keep=None if blocks is None else blocks.keep,
         block_size=0 if blocks is None else blocks.size,
@@ -102,7 +104,7 @@ def flash_attention(
 def _draw_seed() -> int:
     """Draw the seed of a dropout from torch's default generator on the CPU.
 
-    Activation checkpointing restores this generator, so the recomputation of a call draws the same seed.
+    Activation checkpointing restores the state of this generator, so the recomputation of a call draws the same seed.
     """
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
@@ -111,7 +113,7 @@ def _draw_seed() -> int:
 
 
 class FlashSpec(NamedTuple):
-    """The settings of a call on a single device, which needs only some of the fields of `ringattn.spec.AttentionSpec`."""
+    """The settings of a call on a single device. The other fields of `ringattn.spec.AttentionSpec` describe a ring."""
 
     keep: Tensor | None  # `BlockMask.keep`; None without a block mask
     block_size: int  # `BlockMask.size`; 0 without a block mask
@@ -125,9 +127,9 @@ class FlashSpec(NamedTuple):
     precision: str
 
 
-# All layers of a model use the same few masks, so a small cache suffices. A larger
-# cache would keep the intervals of earlier masks in GPU memory. The key contains
-# the lengths of the documents as integers, because tensors are hashed by identity.
+# All layers of a model use the same few masks, so a small cache suffices. A larger cache would keep the intervals of earlier
+# masks in GPU memory. The key of the cache contains the lengths of the documents as integers, because tensors are hashed by
+# identity and not by their values.
 @lru_cache(maxsize=8)
 def _intervals(
     documents: tuple[int, ...], is_causal: bool, window: int, num_queries: int, num_keys: int, device: torch.device
@@ -138,18 +140,18 @@ def _intervals(
 
 @lru_cache(maxsize=8)
 def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
-    """Return the last `num_tokens` positions of a sequence."""
+    """Return the last `num_tokens` positions of a sequence of `seq_len` tokens, int32."""
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)
 
 
-# The most recent block masks, by id and version of their tensor. A block mask keeps its tensor alive. Therefore no other tensor
-# can have the same id as long as the block mask is in this cache.
+# A cache of the most recent block masks. The key contains the id and the version of the tensor `keep`. Each cached block mask
+# keeps its tensor alive, so no other tensor can have the same id as long as the block mask is in the cache.
 _block_masks: dict[tuple[int, int, int], BlockMask] = {}
 _MAX_BLOCK_MASKS = 8
 
 
 def _block_mask(keep: Tensor, size: int) -> BlockMask:
-    """Return the block mask of `keep`. Its lists of blocks are built only once for each version of the tensor."""
+    """Return the block mask of `keep`. The lists of blocks are built only once for each version of the tensor `keep`."""
     if keep.is_inference():  # inference tensors have no version counter
         return BlockMask(keep, size)
     key = id(keep), keep._version, size
@@ -170,12 +172,13 @@ def _kernel_arguments(q: Tensor, k: Tensor, spec: FlashSpec) -> tuple[tuple, dic
     intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
     dropout = None
     if spec.dropout_p:
-        # The dropout depends on the global positions of queries and keys,
-        # so that attention on one device drops the same entries as a ring.
+        # The dropout of an entry depends on the positions of its query and its key in the whole sequence. Therefore
+        # `flash_attention` and `ring_attention` drop the same entries.
         positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
         dropout = Dropout(spec.dropout_p, spec.seed, *positions)
     blocks = None if spec.keep is None else _block_mask(spec.keep, spec.block_size)
-    # A CUDA graph contains the addresses of these tensors, but the caches above may evict them before a replay.
+    # A captured CUDA graph contains the addresses of these tensors. Without this call, the caches in this file could release
+    # the tensors before the graph is replayed.
     custom_op.keep_for_graph((intervals, dropout, blocks), q.device)
     options = {"dropout": dropout, "blocks": blocks, "backend": spec.backend, "precision": spec.precision}
     return (intervals, spec.scale), options
@@ -193,8 +196,8 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Flas
 
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:
-    # The share of blocks that are kept approximates the share
-    # of pairs. The approximation is exact if the mask is full and all blocks have the same size.
+    # The share of pairs that are computed is approximated by the share of blocks that are kept. The approximation is exact if
+    # the mask is full and all blocks have the same size.
     kept = 1 if spec.keep is None else spec.keep.float().mean().item()
     return kept * count_pairs(batch, num_keys, spec.documents, spec.is_causal, spec.window, num_queries)
 

@@ -1,14 +1,15 @@
 """Find the layout that gives every rank the same work.
 
-The mask is known, so the work can be counted before anything is computed.
+The mask is known before attention is computed, so this module can count the work of each rank in advance.
 
-Work is counted in the units of the kernels, tiles of 128 queries x 128 keys in which at least one pair is not masked. In the KV
-ring, a rank does the work of its queries. In the state ring, a rank does the work of its keys. Both kinds of work must be equal
-on all ranks.
+The unit of work is a tile of 128 queries x 128 keys, like in the kernels. Only tiles with at least one unmasked pair count. In
+the KV ring, a rank computes the tiles of its queries. In the state ring, a rank computes the tiles of its keys. Both numbers of
+tiles must be equal on all ranks.
 
-Packed documents of many lengths are not balanced by any fixed layout, unless it divides the sequence so finely that most tiles
-of short documents are nearly empty (striped). Therefore chunks of the sequence are assigned one by one, from the most expensive
-to the cheapest. In every round each rank receives one chunk, such that the loads of all ranks become as equal as possible.
+No fixed layout suits packed documents of many lengths. Contiguous and zigzag layouts do not balance the work of such documents.
+The striped layout does, but it divides the sequence so finely that most tiles of short documents are nearly empty. Therefore
+this module assigns chunks of the sequence to ranks one by one, from the most expensive chunk to the cheapest. In every round,
+each rank receives one chunk. The chunks of a round are assigned such that the loads of all ranks become as equal as possible.
 """
 
 from functools import lru_cache
@@ -20,9 +21,9 @@ from ringattn.layout import KINDS, Layout
 from ringattn.mask import Mask, check_mask, shared_intervals
 
 TILE = 128
-MAX_CHUNKS = 64  # per rank; this many chunks suffice for a good balance and can be assigned within milliseconds
-MIN_CHUNKS = 8  # per rank; with fewer chunks, the memory of the ranks could differ too much
-# A layout with fewer messages is preferred if its busiest rank has at most this many times an equal share of the work.
+MAX_CHUNKS = 64  # chunks per rank; with 64 chunks, the work is well balanced and the assignment takes only milliseconds
+MIN_CHUNKS = 8  # chunks per rank; with fewer chunks, the memory of the ranks could differ too much
+# A layout counts as balanced if the work of its busiest rank is at most this many times an equal share of the work.
 SLACK = 1.04
 
 
@@ -32,15 +33,15 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
     query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
     first, last = (torch.cat(x) for x in zip(*ends, strict=True))
-    # Intervals never move backwards. Therefore the keys of a tile of queries
-    # range from the lo of the first query to the hi of the last query.
+    # The bounds of the intervals never decrease. Therefore the keys of a tile of queries range from the lo of the first query
+    # of the tile to the hi of the last query of the tile.
     lo, hi = lo[:, first].contiguous(), hi[:, last].contiguous()
     tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64, device="cpu")
     for key_rank in ranks:
         keys = layout.positions(key_rank)
         begin, end = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
-        # -(-n // m) is integer division that rounds up. The tiles range from the tile
-        # of the first key, rounded down, to the tile of the last key, rounded up.
+        # -(-n // m) is an integer division that rounds up. The first tile contains the first key (begin // TILE rounds down),
+        # and the last tile contains the last key (the division of `end` rounds up).
         counts = torch.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
         tiles[:, key_rank].index_add_(0, query_rank, counts)
     return tiles
@@ -49,14 +50,17 @@ def work(mask: Mask, layout: Layout) -> Tensor:
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     """Return the layout whose busiest rank has the least work under `mask`.
 
-    The candidates are, in this order: contiguous, zigzag, striped, and chunks assigned for this mask. The first candidate
-    within 4% of an equal share wins, because fewer pieces mean that fewer ranks need to communicate. The result depends only on
-    the arguments, so all ranks agree on it. Shards of assigned chunks differ in length by less than two chunks. A chunk has 128
-    rows, or S / (64 P) rounded up to a multiple of 128 if that is more. The computation takes a few milliseconds for 65,536
-    positions on 8 ranks.
+    There are four candidates, in this order: the contiguous layout, the zigzag layout, the striped layout, and a layout of
+    chunks that are assigned for this mask. The function returns the first candidate whose busiest rank has at most 1.04 times
+    an equal share of the work. The candidates with the fewest pieces come first, because with fewer pieces fewer ranks need to
+    communicate. If no candidate is balanced this well, the function returns the candidate whose busiest rank has the least
+    work. The result depends only on the arguments, so all ranks compute the same layout.
+
+    The shards of an assigned layout differ in length by less than two chunks. The number of rows of a chunk is S / (64 P),
+    rounded up to a multiple of 128. The computation takes a few milliseconds for 65,536 positions on 8 ranks.
 
     Args:
-        mask: the mask of the training step. If batch entries have different documents, their work is added up.
+        mask: the mask of the training step. If batch entries have different documents, the work of all batch entries is added.
         seq_len: S, the number of positions.
         ranks: P.
 
@@ -77,7 +81,7 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     share = min(int(x.sum()) for x in tiles) / ranks
     busiest = [int(max(x.sum(1).max(), x.sum(0).max())) for x in tiles]
     good_enough = max(min(busiest), SLACK * share)
-    # The candidates are ordered by the number of pieces, so the first good candidate needs the fewest messages.
+    # The candidates are ordered by their numbers of pieces, so the first balanced candidate needs the fewest messages.
     return next(layout for layout, tiles in zip(candidates, busiest, strict=True) if tiles <= good_enough)
 
 
@@ -90,20 +94,22 @@ def _tile_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     tiles_per_chunk = max(1, -(-seq_len // (TILE * MAX_CHUNKS * ranks)))
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
-    # Expensive chunks are assigned first, because the cheap chunks of later rounds can still
-    # even out the loads. The sort is stable, so that all ranks compute the same order.
+    # Expensive chunks are assigned first, because the cheap chunks of later rounds can then still balance the loads. The sort
+    # is stable, so that all ranks compute the same order.
     order = costs.sum(1).argsort(descending=True, stable=True)
     load = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")
     owners = torch.empty(len(costs), dtype=torch.int64, device="cpu")
-    # numpy has less overhead than torch for the many small operations of the loop.
+    # numpy has less overhead than torch for the many small operations of the following loop.
     load, owners, costs, order = (x.numpy() for x in (load, owners, costs, order))
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
-        # What all chunks of a round have in common does not influence the balance, so only the deviations count.
+        # Every rank receives one chunk of this round. The mean cost of the chunks therefore does not influence the balance, and
+        # only the deviations from the mean count.
         excess = costs[chunks] - costs[chunks].mean(0)
         taken = 0.0 * load[0]  # infinite for ranks that already have a chunk of this round
         for i in (-(excess**2).sum(1)).argsort(kind="stable"):
-            # Choose the rank with the least load of the kind (queries or keys) in which this chunk is expensive.
+            # A chunk may be expensive because of its queries or because of its keys. The chosen rank has the least load of the
+            # kind in which this chunk is expensive.
             rank = (excess[i] @ load + taken).argmin()
             owners[chunks[i]] = rank
             load[:, rank] += excess[i]
@@ -112,15 +118,19 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> Tensor:
-    """Return the tiles of each chunk's queries and of its keys, as if the sequence were one shard: fp64 (chunks, 2)."""
+    """Return the number of tiles of each chunk's queries and the number of tiles of its keys: fp64 (chunks, 2).
+
+    The tiles are counted as if the whole sequence were one shard.
+    """
     lo, hi = shared_intervals(mask, seq_len, seq_len)
     first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
     begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)
-    # A tile of keys is used by the tiles of queries whose interval has begun and has not ended: count the changes and sum them.
+    # change[i] is the number of tiles of queries whose interval begins at key tile i, minus the number of those whose interval
+    # ends before key tile i. The cumulative sum therefore counts the tiles of queries that attend to each key tile.
     change = torch.zeros(len(first) + 1, dtype=torch.int64, device="cpu")
     for x, sign in ((begin, 1), (end, -1)):
         change += sign * torch.bincount(x.flatten(), minlength=len(change))
     tiles = torch.stack(((end - begin).sum(0), change.cumsum(0)[:-1]), 1).double()
-    # -n % m is the number of tiles that are missing in the last chunk.
+    # The last chunk may have too few tiles. -n % m is the number of tiles that are missing.
     padding = -len(tiles) % tiles_per_chunk
     return torch.nn.functional.pad(tiles, (0, 0, 0, padding)).unflatten(0, (-1, tiles_per_chunk)).sum(1)

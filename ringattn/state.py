@@ -1,7 +1,7 @@
-"""PartialState: the intermediate result of attention for queries that have attended to only some of their keys.
+"""This module defines `PartialState`, the result of attention for queries that have attended to only some of their keys.
 
-Every distributed computation of attention combines partial states with `merge`. A kernel merges over tiles, a ring merges over
-hops, and decoding merges over splits of a KV cache.
+Every distributed computation of attention merges partial states. A kernel merges the states of tiles, a ring merges the states
+of hops, and decoding merges the states of splits of a KV cache.
 """
 
 from typing import NamedTuple
@@ -13,11 +13,12 @@ from ringattn.kernels import reference
 
 
 class PartialState(NamedTuple):
-    """The running softmax of queries: the maximum m of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v, in fp32.
+    """The state of the softmax of each query: the maximum m of the scores s, l = sum exp(s - m), and o = sum exp(s - m) v.
 
-    m and l have shape (B, N, H), and o has shape (B, N, H, D). A query that has not attended to any key has the state
-    (-inf, 0, 0), which is the identity of `merge`. States of the Hopper kernels may contain an m below the maximum. In this
-    case l and o are larger by the same factor, so merging and finalising give the same result.
+    The tensors are fp32 (fp64 for fp64 queries). m and l have shape (B, N, H), and o has shape (B, N, H, D). A query that has
+    not attended to any key has the state (-inf, 0, 0), which is the identity of `merge`. In a state of the Hopper kernels, m
+    may be smaller than the maximum of the scores. In this case l and o are larger by the same factor, so `merge` and `finalize`
+    return the same results.
     """
 
     m: Tensor
@@ -37,12 +38,12 @@ class PartialState(NamedTuple):
     def merge(self, other: "PartialState") -> "PartialState":
         """Return the state of the queries after they have attended to the keys of both states.
 
-        The factor alpha = exp(m_old - m_new) rescales the sums of each state to the common maximum m_new.
-
-        Merging is associative and commutative up to rounding. The result never contains a NaN, even if both states are empty.
+        The new maximum m_new is the maximum of both states. The sums l and o of each state are multiplied by exp(m - m_new),
+        and are then added. Merging is associative and commutative up to rounding. The result never contains a NaN, even if both
+        states are empty.
         """
         return PartialState(*reference.merge(self, other))
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (out = o / l in `dtype`, lse = m + log l). An empty state yields (0, -inf)."""
+        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, out is 0 and lse is -inf."""
         return reference.finalize(self, dtype)

@@ -1,6 +1,7 @@
 """Predict the cost of a ring pass from the computation and the messages of the busiest rank in every step.
 
-Speeds come from a table and are never measured at run time, so that every rank, and every run, makes the same choice.
+The cost model reads speeds from a table and never measures them at run time, so that every rank, and every run, makes the same
+choice.
 """
 
 from collections.abc import Callable
@@ -13,15 +14,16 @@ from ringattn.planning.schedule import LocalStep, Schedule
 # Arithmetic intensity: FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
 FLOPS_PER_HBM_BYTE = 150
 
-# Fixed time to start and drain one step of a pass on a GPU, in seconds. Fitted to rings of two and four H200s.
+# Fixed time to start and drain one step of a pass on a GPU, in seconds. The values were fitted to rings of two and four H200s.
 STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 
-# FLOPs that take as long as merging one byte of a partial result. In the forward pass, kernels read and write states at the
-# speed of memory. The value for the backward pass was fitted to rings of two and four H200s.
+# The number of FLOPs that take as long as merging one byte of a partial result. In the forward pass, the kernels read and write
+# states at the speed of HBM. The value for the backward pass was fitted to rings of two and four H200s.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# Time of an all-to-all inside a host, relative to the time of its bytes on the link. The difference is due to the copies out of
-# receive buffers and to the kernels that wait for them. Fitted to runs on four H200s with and without an all-to-all.
+# The time of an all-to-all inside a host, divided by the time that its bytes need on the link. An all-to-all takes longer than
+# its bytes, because the data is copied out of the receive buffers, and because kernels wait for these copies. The factor was
+# fitted to runs on four H200s with and without an all-to-all.
 ALL_TO_ALL_FACTOR = 2.5
 
 
@@ -29,11 +31,11 @@ class Interconnect(NamedTuple):
     """The connection between the ranks of a ring, and the speed of the ranks. Every rank uses the same values."""
 
     name: str
-    all_pairs: bool  # whether every pair of ranks is connected directly, so that nothing must be relayed
-    bytes_per_second: float  # that a rank can send while it receives as many bytes
-    latency: float  # seconds per message in addition to the time of its bytes
+    all_pairs: bool  # whether every pair of ranks is connected directly, so that no rank must relay blocks
+    bytes_per_second: float  # bytes per second that a rank can send while it receives equally many bytes
+    latency: float  # seconds per message, in addition to the time that the bytes of the message need
     flops: float = 5e14  # speed of attention on one rank, FLOP/s
-    uses_sms: bool = False  # whether messages are moved by kernels, on SMs that attention could use
+    uses_sms: bool = False  # whether kernels move the messages and therefore occupy SMs that attention could use
 
 
 def interconnect(name: str, one_host: bool = True, flops: float = 5e14) -> Interconnect:
@@ -71,7 +73,7 @@ class HopCost(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """The time of the step: computation and communication overlap."""
+        """The time of the step in seconds. Computation and communication overlap, so this is the larger of the two times."""
         return max(self.compute, self.communication)
 
 
@@ -87,17 +89,17 @@ def hop_costs(
     Args:
         schedule: what each rank sends and computes.
         row_bytes: bytes per row of a circulating block and of a result.
-        flops: returns the cost of a local step in FLOPs.
-        interconnect: the interconnect of the ranks.
-        rank: the rank whose cost is returned; None for the busiest rank, separately for computation and communication.
+        flops: a function that returns the cost of a local step in FLOPs.
+        interconnect: the interconnect between the ranks.
+        rank: the rank whose cost is returned. With None, each number is the maximum over all ranks.
     """
-    # The bytes of a message depend only on its kind and its number of rows.
+    # The size of a message depends only on the kind of the message and the number of its rows.
     size = dict(zip(("block", "result"), row_bytes, strict=True))
     ranks = range(schedule.ranks) if rank is None else (rank,)
     costs = []
     for steps in zip(*(schedule.by_rank[r] for r in ranks), strict=True):
         compute = max(sum(map(flops, step.local_steps)) / interconnect.flops for step in steps)
-        # Links are full duplex, so what a rank sends and what it receives count separately.
+        # Links are full duplex, so the messages that a rank sends and the messages that it receives count separately.
         traffic = [messages for step in steps for messages in (step.outgoing, step.incoming)]
         sizes = [[len(message.rows) * size[message.kind] for message in messages] for messages in traffic]
         seconds = [sum(x) / interconnect.bytes_per_second + len(x) * interconnect.latency for x in sizes]

@@ -1,7 +1,8 @@
 """Choose how many ranks take part in an all-to-all, from the predicted time of attention on U x R ranks.
 
-Like the choice of a schedule in `ringattn.planning.rank_plan`, the prediction uses the table of speeds in
-`ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice.
+U is the number of ranks of an all-to-all, and R is the number of ranks of a ring. The prediction uses the table of speeds in
+`ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice. The choice of a schedule in
+`ringattn.planning.rank_plan` uses the same table.
 """
 
 import math
@@ -18,28 +19,31 @@ from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE
 from ringattn.planning.rank_plan import EQUAL_TIMES, Plan
 from ringattn.planning.workload import backward_work, forward_work
 
-# The minimum of tokens x heads per chunk. The kernels of smaller chunks would leave SMs idle.
+# The minimum number of rows (tokens x heads) per chunk. The kernels of a smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
-MAX_HEAD_CHUNKS = 32  # chunks of heads per call
-# `best_ulysses_degree` plans up to this many ranks and positions in full. Beyond that it falls back to an approximation.
+MAX_HEAD_CHUNKS = 32  # the maximum number of chunks of heads per call
+# `best_ulysses_degree` makes a full plan for at most this many ranks and this many positions. For more ranks or positions, the
+# function uses an approximation.
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15
 
 
 def key_copies(heads: int, key_heads: int, ulysses: int) -> int:
-    """Return how many copies of each key head are sent, so that every rank has all key heads of its query heads.
+    """Return the number of copies of each key head that the all-to-all sends.
 
-    A rank has heads / ulysses query heads.
+    After the all-to-all, a rank has heads / ulysses query heads. The copies ensure that every rank also has all key heads that
+    its query heads use.
     """
-    # per_rank query heads of a rank must be served by whole key heads.
-    # The copies make the query heads per key head a divisor of per_rank.
+    # The query heads of a rank (per_rank) must be divided evenly among its key heads. Therefore the number of query heads per
+    # copy of a key head must divide per_rank.
     per_key, per_rank = heads // key_heads, heads // ulysses
     return per_key // math.gcd(per_key, per_rank)
 
 
 def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
-    """Return the number of chunks in which a rank's heads are sent and computed, to overlap the all-to-all with attention.
+    """Return the number of chunks into which the heads of a rank are divided.
 
-    With several chunks, only the arrival of the first chunk and the return of the last chunk are not hidden by attention.
+    The chunks are sent and computed one after the other, so that the all-to-all of one chunk overlaps with the attention of
+    another chunk. Attention does not hide the arrival of the first chunk and the return of the last chunk.
 
     Args:
         rows: the number of tokens of all batch entries for which a rank computes attention.
@@ -51,7 +55,9 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
 
 
 def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> int:
-    """Return the bytes that a rank sends per token and batch entry in a forward and a backward pass, if it needs all keys.
+    """Return the bytes that a rank sends per token and batch entry in a forward pass and a backward pass together.
+
+    The number is correct if the queries of every rank attend to keys of all ranks.
 
     Args:
         q, k, v: the tensors of the call; only the numbers of heads, the head dims and the dtype matter.
@@ -59,10 +65,10 @@ def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> i
     """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
-    # q and out have query heads, and k and v have key heads. Their gradients have the same sizes.
+    # q and out have query heads, and k and v have key heads. The gradients have the same sizes as these four tensors.
     elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
-    # A rank of a ring of R ranks has 1 / U of the heads, and U times as many rows.
+    # After the all-to-all, a rank has 1 / U of the heads and U times as many rows, so U cancels out in the bytes of the ring.
     directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes
     return all_to_all_bytes + (ring - 1) * sum(min(sum(row.state), sum(row.kv)) for row in directions)
 
@@ -80,25 +86,27 @@ def best_ulysses_degree(
     layout: str = "zigzag",
     schedule: str = "auto",
 ) -> int:
-    """Return the U, a divisor of `ranks` and of Hq, with the lowest predicted time of a forward pass and a backward pass.
+    """Return the U for which the predicted time of a forward pass and a backward pass is lowest.
 
-    The predicted time is the sum of two parts. The first part is the time of the ring of R = `ranks` / U ranks, hop by hop
-    (`Plan.costs`), with the overhead of its steps and the merging of partial results. The second part is the time of the
-    all-to-all that attention does not hide (`exposed_seconds`). Times within 1% count as equal, and then the smaller U wins.
-    The same arguments give the same U on every rank.
+    U must divide `ranks` and Hq. The predicted time is the sum of two times. The first time is the time of a ring of R =
+    `ranks` / U ranks. `Plan.costs` predicts the time of each hop of the ring, and the overhead of the steps and the time for
+    merging partial results are added. The second time is the part of the all-to-all that attention does not hide, see
+    `exposed_seconds`. Two values of U count as equally good if their times differ by at most 1%. The smallest of the best
+    values of U wins. Every rank that passes the same arguments computes the same U.
 
-    The computation takes about a second for 64 ranks. For more ranks the result is the U inside a host that sends the fewest
-    bytes according to `bytes_per_row`, which takes neither masks nor speeds into account.
+    The computation takes about a second for 64 ranks. For more than 64 ranks, the function considers only values of U that
+    divide the number of ranks per host, and returns the U for which the ranks send the fewest bytes. In this case, the function
+    counts bytes with `bytes_per_row`, which takes neither masks nor speeds into account.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence. Only shapes and dtypes matter,
             so the tensors may be on the "meta" device.
-        mask: which keys each query may attend to. A long sequence without documents is planned at a fraction of its length.
+        mask: which keys each query may attend to. If the mask has no documents, a long sequence is planned as a shorter one.
         ranks: the number of ranks, U x R.
-        host: the number of ranks per host. The ranks of a host are consecutive, and the ranks of an all-to-all are consecutive
-            as well.
-        near, far: what connects the ranks of one host, and the ranks of several hosts.
-        layout: the kind of the layout of the ring, one of `layout.KINDS`, or "auto" for `balanced_layout`.
+        host: the number of ranks per host. The ranks of one host have consecutive numbers, and so do the ranks of one
+            all-to-all.
+        near, far: the interconnect between ranks of the same host, and the interconnect between ranks of different hosts.
+        layout: the kind of the layout of the ring, one of `layout.KINDS`. With "auto", `balanced_layout` chooses the layout.
         schedule: as for `ring_attention`.
     """
     joined, host = (near, ranks) if ranks <= host else (far, host)
@@ -113,25 +121,25 @@ def best_ulysses_degree(
         rows = q.shape[0] * q.shape[1] * u // ranks
         chunks = head_chunks_for_overlap(rows, q.shape[2] // u, key_heads // u) if u > 1 else 1
         shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-        # Tensors on the meta device have shapes and dtypes but no memory,
-        # and a length of 1 suffices because costs are counted per row.
+        # Tensors on the meta device have shapes and dtypes but no memory. One row per tensor suffices, because the cost model
+        # counts bytes and FLOPs per row.
         *chunk, out = [q.new_empty(q.shape[0], 1, n // (u * chunks), d, device="meta") for n, d in shapes]
         attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // u), joined, schedule)
         bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
         all_to_all = all_to_all_seconds(bytes_to_each, u, host, near, far)
         seconds[u] = sum(chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
-    # The smallest U among the best candidates wins, because a smaller U leaves more heads per rank.
+    # The smallest U of the best candidates wins, because every rank has more heads if U is smaller.
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the time of both all-to-alls of one chunk of heads; 0 for one rank.
+    """Return the time in seconds of both all-to-alls of one chunk of heads. The time is 0 if U is 1.
 
     Args:
         bytes_to_each: the bytes that a rank sends to each other rank in both all-to-alls together.
         ulysses: U.
-        host: ranks per host.
-        near, far: what connects the ranks of one host, and the ranks of several hosts.
+        host: the number of ranks per host.
+        near, far: the interconnect between ranks of the same host, and the interconnect between ranks of different hosts.
     """
     inside = math.gcd(ulysses, host)  # at least this many ranks of a Ulysses group are in the same host
     links = (inside - 1, ALL_TO_ALL_FACTOR, near), (ulysses - inside, 1, far)
@@ -139,11 +147,16 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Return the time that the all-to-alls add to attention, if each chunk takes `attention` and `all_to_all` seconds.
+    """Return the time in seconds that the all-to-alls add to the time of attention.
 
-    The arrival of the first chunk and the return of the last chunk take as long as one chunk's all-to-alls and are never
-    hidden. The all-to-alls of the other chunks run at the same time as attention, and are visible only if they take longer than
-    attention.
+    The arrival of the first chunk and the return of the last chunk are never hidden. Together they take as long as the two
+    all-to-alls of one chunk. All other all-to-alls run at the same time as attention, and add time only if they take longer
+    than attention.
+
+    Args:
+        chunks: the number of chunks.
+        attention: the time of attention per chunk, in seconds.
+        all_to_all: the time of both all-to-alls per chunk, in seconds.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)
 
@@ -159,13 +172,13 @@ def _ring_seconds(
         chunk: q, k and v; only the numbers of heads, the head dims and the dtype matter.
         mask: the mask of the whole sequence.
         ring: (kind of layout, number of positions, number of ranks).
-        joined: the interconnect of the ranks.
+        joined: the interconnect between the ranks.
         schedule: as for `ring_attention`.
     """
     kind, seq_len, ranks = ring
     length = seq_len if mask.documents else min(seq_len, max(MAX_PLANNED_POSITIONS, ranks))
     scale = seq_len / length
-    # The window shrinks with the sequence, so that the share of pairs within the window stays the same.
+    # The window is shortened by the same factor as the sequence, so that the share of pairs within the window does not change.
     mask = replace(mask, window=mask.window and max(1, round(mask.window / scale)))
     layout = balanced_layout(mask, length, ranks) if kind == "auto" else Layout(kind, length, ranks)
     plan = Plan(mask, layout, 0, torch.device("cpu"))

@@ -4,13 +4,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# A call is split into chunks of heads if its forward pass costs more FLOPs than this number (about 0.1 s on an H200). Peak
-# memory falls with the number of chunks, and at this size the cost of starting and draining one more ring pass is negligible.
+# The minimum FLOPs of the forward pass of one chunk of heads (about 0.1 s on an H200). A call is split into as many chunks of
+# heads as this minimum allows, because the peak memory falls with the number of chunks. For chunks of this size, the time to
+# start and drain one more ring pass is negligible.
 HEAD_CHUNK_FLOPS = 5e13
 
 
 class RowBytes(NamedTuple):
-    """Bytes per row (token) of a circulating block and of its result, (block, result), for each schedule."""
+    """Bytes per row (token) for each schedule, as a tuple (bytes of a circulating block, bytes of its result)."""
 
     state: tuple[float, float]
     kv: tuple[float, float]
@@ -31,24 +32,24 @@ class Work(NamedTuple):
     def query_bytes(self) -> float:
         """Bytes of HBM traffic per row of circulating queries, in addition to the traffic per (query, key) pair.
 
-        In the forward pass, a new state is written, then read and merged with an existing state. In the backward pass, sums of
-        dq are cleared, read, and written or accumulated.
+        In the forward pass, a kernel writes a new state, and the merge reads this state and updates an existing state. In the
+        backward pass, kernels clear and read the sums of dq, and then write dq or accumulate into dq.
         """
         return 4 * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
-        """Return the work in which each row stands for `scale` rows."""
+        """Return the work of a shortened sequence, in which each row represents `scale` rows of the original sequence."""
         state, kv = ((scale * block, scale * result) for block, result in (self.row_bytes.state, self.row_bytes.kv))
         return self._replace(row_bytes=RowBytes(state, kv), pair_flops=scale**2 * self.pair_flops)
 
 
 def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
-    """Return the FLOPs per pair: two matrix products per (query, key) pair and head."""
+    """Return the FLOPs per (query, key) pair of all heads. The forward pass computes two matrix products."""
     return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
 def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the forward pass: two matrix products per (query, key) pair and head.
+    """Return the work of the forward pass, which computes two matrix products per (query, key) pair and head.
 
     q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring.
     """
@@ -61,33 +62,35 @@ def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
 
 
 def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
-    """Return the work of the backward pass: five matrix products per (query, key) pair and head.
+    """Return the work of the backward pass, which computes five matrix products per (query, key) pair and head.
 
-    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv in the KV ring.
+    q, dout, lse, delta and dq circulate in the state ring, and k, v, dk and dv circulate in the KV ring.
     """
     heads, size = q.shape[2], q.element_size()
     queries, outputs, keys = q.shape[2:].numel(), heads * v.shape[3], k.shape[2:].numel() + v.shape[2:].numel()
     state_size = max(size, 4)
     blocks = (queries + outputs) * size + heads * 2 * state_size
     row_bytes = RowBytes(state=(blocks, queries * state_size), kv=(keys * size, keys * state_size))
-    # Three of the five products (scores, dq and dk) have the head dim of q, and two (dp
-    # and dv) have the head dim of v. A product costs 2 FLOPs per pair and dimension.
+    # Three of the five products (scores, dq and dk) have the head dim of q. The other two products (dp and dv) have the head
+    # dim of v. A product costs 2 FLOPs per pair and dimension.
     return Work("backward", q.shape[0], row_bytes, 6 * queries + 4 * outputs)
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """Return the number of chunks of heads that a call is processed in, one ring pass each, to bound its memory.
+    """Return the number of chunks into which the heads of a call are divided. The call runs one ring pass per chunk.
+
+    Several chunks need less memory, because only one chunk is in progress at a time.
 
     Args:
         q, k, v: the tensors of the call; only their shapes matter.
         pairs: the number of (query, key) pairs per batch entry and head, as the mean over all ranks.
     """
-    # Chunks consist of whole key heads with all their query heads,
-    # so the number of chunks must divide the number of key heads.
+    # A chunk consists of whole key heads and all query heads that use these key heads. Therefore the number of chunks must
+    # divide the number of key heads.
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 
 
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
-    """Return chunk i of `count` of the heads of x (B, N, H, ...), as a view."""
+    """Divide the heads of x (B, N, H, ...) into `count` chunks, and return chunk i as a view."""
     return x.unflatten(2, (count, -1))[:, :, i]
