@@ -1,4 +1,4 @@
-"""Block-sparse attention: which blocks of keys each block of queries attends to, in addition to the intervals."""
+"""Block masks for block-sparse attention. They tell which blocks of keys each block of queries attends to."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# The size of a block must be a multiple of this number. A tile may not cross the border between two blocks, and the sides of
-# tiles are powers of two, so tiles with sides of 64 fit into blocks of every allowed size.
+# The size of a block must be a multiple of this number. A tile must not cross the border between two blocks. Because the sides
+# of tiles are powers of two, tiles with sides of 64 fit into blocks of every allowed size.
 SIZE_UNIT = 64
 
 
@@ -16,19 +16,19 @@ SIZE_UNIT = 64
 class BlockMask:
     """A mask over pairs of blocks.
 
-    Queries attend to a block of keys only if the pair of blocks is kept. Within the block, their intervals apply.
+    A query may attend to a key only if the pair of their blocks is kept and the key is also in the query's interval.
 
-    The lists of kept blocks that the kernels iterate over are derived once and cached in this object. Therefore create a block
-    mask once and pass it to every call.
+    The kernels iterate over lists of kept blocks, which are computed once and cached in this object. Therefore create a block
+    mask once and pass the same object to every call.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
-        size: number of queries or keys in a block, a multiple of 64. With multiples of 128, the kernels can use their fastest
-            tiles.
+        size: the number of queries or keys in a block, a multiple of 64. If the size is a multiple of 128, the kernels can use
+            their fastest tiles.
 
     Raises:
-        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. The calls
-            that take the mask check whether it fits q and k.
+        ValueError: `keep` is not a bool tensor with four dimensions, or the size is not a positive multiple of 64. Whether the
+            mask fits q and k is checked later, by the calls that use the mask.
     """
 
     keep: Tensor
@@ -47,11 +47,12 @@ class BlockMask:
 
     @cached_property
     def _key_lists(self) -> dict[int, Tensor]:
-        # This cache is a property and not a field, so that a copy of the object field by field starts with an empty cache.
+        # This cache is a property and not a field. If the object is copied field by field, the copy therefore starts with an
+        # empty cache.
         return {}
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
-        """Return the mask of these queries and keys alone.
+        """Return the part of the mask for these queries and keys.
 
         Raises:
             ValueError: a slice does not start at the beginning of a block.
@@ -64,18 +65,18 @@ class BlockMask:
         return BlockMask(self.keep[:, :, queries, keys], self.size)
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
-        """Write out the mask as bool (B or 1, Hq or 1, Nq, Nk), for the reference and for tests, never for training."""
+        """Return the mask as a dense bool tensor (B or 1, Hq or 1, Nq, Nk). Only the reference and tests use this method."""
         # The last block may extend past the end of the sequence.
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
     @cached_property
     def query_lists(self) -> Tensor:
-        """The kept key blocks of every query block: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), see `_lists`."""
+        """The lists of kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), see `_lists`."""
         return _lists(self.keep)
 
     def key_lists(self, group: int) -> Tensor:
-        """List, for every key block and key head, the pairs (query block, query head of the group) that keep the block.
+        """Return, for every key block and key head, the list of kept pairs (query block, query head of the group).
 
         Args:
             group: number of query heads per key head, Hq / Hkv.
@@ -85,8 +86,8 @@ class BlockMask:
             query block * group + head within the group.
         """
         if group not in self._key_lists:
-            # Make heads and query blocks the last two dimensions, so that the list runs over the heads of one block after
-            # another.
+            # Make query blocks and heads the last two dimensions, in this order. A list then contains all heads of a query
+            # block before the heads of the next query block.
             heads = self.keep.shape[1]
             grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
             self._key_lists[group] = _lists(grouped.permute(0, 1, 4, 3, 2).flatten(3))
@@ -94,14 +95,15 @@ class BlockMask:
 
 
 def _lists(keep: Tensor) -> Tensor:
-    """Turn each row of a mask into a list of its kept columns.
+    """Convert each row of a mask to a list of its kept columns.
 
     Args:
         keep: bool (..., C).
 
     Returns:
-        int32 (..., C + 1, 2). Entry c holds two independent numbers: how many of the first c columns are kept, and the index of
-        the c-th kept column. Because the numbers are stored side by side, a kernel needs only one pointer for both.
+        int32 (..., C + 1, 2). Entry c contains two independent numbers. The first number counts the kept columns among the
+        first c columns. The second number is the index of the c-th kept column. Both are stored side by side, so that a kernel
+        needs only one pointer.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     # A stable sort of "not kept" moves the kept columns to the front and leaves them in order.

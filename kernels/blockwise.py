@@ -1,8 +1,9 @@
-"""Attention tile by tile in plain PyTorch, the backend for CPUs. Memory grows with the tile size, never with Nq * Nk.
+"""Attention tile by tile in plain PyTorch, the backend for CPUs. Its memory depends on the tile size and never on Nq * Nk.
 
-The loops are those of the Triton kernels, and the maths inside a tile is that of `ringattn.kernels.reference`. For every tile
-of queries, the tiles of keys that its intervals reach are accumulated into the running state. With a block mask, the tiles are
-its blocks. The arguments and results are those of `ringattn.kernels.reference`.
+This module runs the same loops as the Triton kernels, and it calls `ringattn.kernels.reference` for the computation inside a
+tile. The forward loops over the tiles of keys that the intervals of a tile of queries reach, and accumulates them into the
+running state. If there is a block mask, its blocks are the tiles. The arguments and results are the same as in
+`ringattn.kernels.reference`.
 """
 
 from collections.abc import Iterator
@@ -28,12 +29,13 @@ def _query_tiles(num_queries: int, blocks: BlockMask | None) -> Iterator[slice]:
 def _key_tiles(
     queries: slice, intervals: Intervals, dropout: Dropout | None, blocks: BlockMask | None
 ) -> Iterator[tuple[slice, Intervals, dict]]:
-    """Yield the tiles of keys that a tile of queries attends to, with the intervals and the options inside that tile."""
+    """Yield each tile of keys that a tile of queries attends to, with the intervals and the options for this pair of tiles."""
     lo, hi = intervals.host
     size = KEY_TILE if blocks is None else blocks.size
-    # lo and hi never decrease along the queries, so the first query has the smallest lo and the last query the largest hi.
+    # lo and hi never decrease from query to query. Therefore the first query has the smallest lo, and the last query has the
+    # largest hi.
     start, stop = int(lo[:, queries.start].min()), int(hi[:, queries.stop - 1].max())
-    # Tiles must start at the beginning of a block.
+    # With a block mask, every tile must start at the beginning of a block.
     if blocks is not None:
         start -= start % size
     for first in range(start, stop, size):
@@ -45,11 +47,12 @@ def _key_tiles(
 
 
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
-    """See `ringattn.kernels.reference.forward`. `state` is updated in place."""
+    """Compute `ringattn.kernels.reference.forward` tile by tile. A given `state` is updated in place."""
     if state is None:
         state = reference.empty_state(q, v.shape[-1])
     for queries in _query_tiles(q.shape[1], blocks):
-        # The state of the tile stays separate until its last tile of keys, because `reference.forward` returns new tensors.
+        # Each call of `reference.forward` returns new tensors. Therefore the state of these queries is written to `state` only
+        # after the last tile of keys.
         tile_state = tuple(x[:, queries] for x in state)
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
             tile_state = reference.forward(q[:, queries], k[:, keys], v[:, keys], tile_intervals, scale, tile_state, **options)
@@ -62,9 +65,9 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
 ):  # fmt: skip
-    """See `ringattn.kernels.reference.backward`."""
+    """Compute `ringattn.kernels.reference.backward` tile by tile."""
     given = dq, dk, dv
-    # Without an accumulator, the gradient is also summed in the dtype of states, and it is rounded once at the end.
+    # If there is no accumulator, the gradient is also summed in the dtype of states. It is rounded once, at the end.
     dq, dk, dv = (
         torch.zeros(like.shape, dtype=state_dtype(q.dtype), device=q.device) if x is None else x
         for x, like in zip(given, (q, k, v), strict=True)
@@ -72,7 +75,7 @@ def backward(
     for queries in _query_tiles(q.shape[1], blocks):
         outputs = [x[:, queries] for x in (dout, lse, delta)]
         for keys, tile_intervals, options in _key_tiles(queries, intervals, dropout, blocks):
-            # These are views, so the reference adds to the accumulators in place.
+            # `sums` contains views of the accumulators, so the reference adds to the accumulators in place.
             sums = dq[:, queries], dk[:, keys], dv[:, keys]
             reference.backward(q[:, queries], k[:, keys], v[:, keys], *outputs, tile_intervals, scale, *sums, **options)
     fresh = grad_dtype or q.dtype

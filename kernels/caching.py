@@ -1,7 +1,7 @@
 """A cache for functions that torch.compile may also trace.
 
-The cache is a file of its own because `ringattn.layout` and `ringattn.kernels.dispatch` both use it, and a layout must not
-import the code that selects kernels.
+This decorator has a module of its own, because both `ringattn.layout` and `ringattn.kernels.dispatch` use it. `ringattn.layout`
+must not import the code that selects kernels.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ F = TypeVar("F", bound=Callable)
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)` that calls the function itself while torch.compile traces it.
+    """Return a decorator like `functools.lru_cache(maxsize)` that bypasses the cache while torch.compile traces the function.
 
-    torch.compile would look through an `lru_cache` and print a warning.
+    If torch.compile traced an `lru_cache`, it would ignore the cache and print a warning.
     """
 
     def decorate(function: F) -> F:

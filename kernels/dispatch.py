@@ -1,4 +1,4 @@
-"""The entry point of the kernels: select a backend by device, dtype and shape, check the arguments, call the kernel.
+"""The entry point of the kernels. It selects a backend by device, dtype and shape, checks the arguments and calls the kernel.
 
     backend      runs on                      computes
     hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 128
@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-"auto" selects the first backend of this table that can run the call, but never the reference. `ringattn.kernels.reference`
-specifies what all backends compute.
+The backend "auto" stands for the first backend of this table that can run the call, but never for the reference.
+`ringattn.kernels.reference` specifies what all backends compute.
 """
 
 import importlib
@@ -45,12 +45,12 @@ class Choice:
 def choose_backend(
     device: torch.device, dtype: torch.dtype, backend: str = "auto", dims: tuple[int, int] = (128, 128), plain: bool = True
 ) -> Choice:
-    """Select the backend for tensors of `dtype` on `device`.
+    """Select the backend for tensors with this `dtype` on this `device`.
 
     Args:
-        backend: "auto", or the backend to use.
+        backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
-        plain: whether the call has at least one key, no dropout and no block mask.
+        plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
 
     Raises:
         ValueError: the backend is unknown or cannot run such a call.
@@ -66,7 +66,7 @@ def choose_backend(
         raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
     if backend != "auto":
         return Choice(backend, "requested")
-    # "auto" never selects the interpreter, even if it is enabled, because it is far slower than PyTorch.
+    # "auto" never selects Triton's interpreter, even if it is enabled, because the interpreter is far slower than PyTorch.
     if device.type != "cuda":
         return Choice("blockwise", f"no GPU kernel runs on {device.type}")
     if obstacle := _triton_obstacle(device, dtype, dims):
@@ -77,7 +77,7 @@ def choose_backend(
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return why the Triton kernels cannot run, or None if they can."""
+    """Return the reason why the Triton kernels cannot run, or None if they can run."""
     if dtype not in TRITON_DTYPES:
         return f"the Triton kernels have no {dtype}, only fp16, bf16 and fp32"
     if not 1 <= min(dims) <= max(dims) <= validation.MAX_HEAD_DIM:
@@ -90,12 +90,12 @@ def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
 
 
 def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
-    """Return why the Hopper kernels cannot run, or None if they can."""
+    """Return the reason why the Hopper kernels cannot run, or None if they can run."""
     if device.type != "cuda":
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # Gluon is an experimental part of Triton, whose functions move between releases.
+    # Gluon is an experimental part of Triton. Its functions move between releases, so the import may fail.
     try:
         hopper = importlib.import_module("ringattn.kernels.hopper.common")
     except ImportError as error:
@@ -119,7 +119,7 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 @cache
 def _module(backend: str, name: str) -> ModuleType:
-    """Import a module of a backend on first use, so that a CPU rank never loads Triton."""
+    """Import a module of a backend when it is first used, so that a rank on a CPU never loads Triton."""
     path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
     return importlib.import_module(f"ringattn.kernels.{path}")
 
@@ -139,27 +139,29 @@ def forward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> State | tuple[Tensor, Tensor]:
-    """Attention of one block of queries to one block of keys, by the selected backend.
+    """Compute attention of one block of queries to one block of keys with the selected backend.
 
     Args:
-        q: (B, Nq, Hq, D). The dtype and the device select the backend; strides may be any.
+        q: (B, Nq, Hq, D). The backend depends on its dtype, its device and its head dim. Any strides are allowed.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
         scale: multiplies the scores before the softmax, usually D ** -0.5.
         state: (m, l, o) of these queries over the keys of earlier calls, contiguous, in the dtype of states: m and l
-            (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may reuse its memory for the result. None: no earlier keys.
+            (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may overwrite these tensors with the result. With None, there are no
+            earlier keys.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         backend: one of BACKENDS.
-        dropout: which softmax probabilities to drop. None: drop nothing.
-        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. None: all.
-        precision: of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        dropout: which softmax probabilities to drop. With None, nothing is dropped.
+        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
+            block mask.
+        precision: the precision of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
-            program per SM, and each program is assigned its share of the work in advance. With `shares_sms`, every work tile
-            has a program of its own, which starts when an SM is free. Other backends ignore this argument.
+            program per SM, and work tiles are assigned to programs before the launch. With `shares_sms`, every work tile has a
+            program of its own, which starts as soon as an SM is free. Other backends ignore this argument.
 
     Returns:
-        The state (m, l, o) over the earlier keys and these, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse
-        (B, Nq, Hq) in the dtype of states. All are contiguous.
+        The state (m, l, o) over the earlier keys and the keys of this call. With `final`, (out, lse) instead: out (B, Nq, Hq,
+        Dv) in q's dtype and lse (B, Nq, Hq) in the dtype of states. All tensors are contiguous.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, or a backend that cannot run the call.
@@ -175,7 +177,7 @@ def forward(
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
-    """Compute delta = rowsum(dout * out) - dlse, in one kernel where the Triton kernels run.
+    """Compute delta = rowsum(dout * out) - dlse. If the Triton kernels can run, a single kernel computes delta.
 
     Args:
         out, dout: (B, N, Hq, Dv) of one dtype.
@@ -185,7 +187,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: st
     Returns:
         delta (B, N, Hq) in the dtype of states.
     """
-    # This kernel has no limit on the head dim, so the dims are left at their default.
+    # The kernel for delta supports every head dim, so `choose_backend` is called with its default for the head dims.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     return (_module("triton", "backward") if chosen in ("hopper", "triton") else reference).row_delta(out, dout, dlse)
 
@@ -210,22 +212,23 @@ def backward(
     precision: str = "ieee",
     shares_sms: bool = False,
 ) -> Gradients:
-    """Gradients of one block of queries and one block of keys, by the selected backend.
+    """Compute the gradients of one block of queries and one block of keys with the selected backend.
 
-    The Hopper kernels sum dq in no fixed order, so its last bits may differ from run to run. All other backends always give the
-    same bits, and "auto" selects one of them under `torch.use_deterministic_algorithms(True)`.
+    The Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. The results of all other
+    backends are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, "auto" never selects the Hopper kernels
+    for the backward.
 
     Args:
         q, k, v, intervals, scale, backend, dropout, blocks, precision, shares_sms: as for `forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including those of other blocks.
-        delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse) from which `row_delta` would compute it.
+        lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including the keys of other blocks.
+        delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse), from which delta is then computed.
         dq, dk, dv: accumulators with the shapes of q, k and v, contiguous, in the dtype of states. The gradients are added to
-            them. None: a new tensor is returned.
+            these tensors. For None, a new tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
 
     Returns:
-        (dq, dk, dv), each either the accumulator or a new contiguous tensor.
+        (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together, a backend that cannot run the call, or backend "hopper"
@@ -234,7 +237,8 @@ def backward(
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     chosen = _choose_backward(q, v, backend, dropout, blocks)
-    # The Hopper kernels compute delta while they prepare the queries, which saves a launch.
+    # The Hopper kernels compute delta while they prepare the queries, which saves a launch. For all other backends, compute
+    # delta here.
     if chosen != "hopper" and isinstance(delta, tuple):
         out, dlse = delta
         delta = row_delta(out, dout, dlse, chosen)
@@ -245,9 +249,9 @@ def backward(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add partial gradients of several ranks, see `ringattn.kernels.reference.sum_partials`.
+    """Add the partial gradients of several ranks, as `ringattn.kernels.reference.sum_partials` specifies.
 
-    On GPUs, one kernel adds fp32 partial gradients of a single batch entry in one pass over memory.
+    On a GPU, if the gradients are in fp32 and have a single batch entry, one kernel adds them in one pass over memory.
     """
     if base.is_cuda and base.dtype == torch.float32 and base.shape[0] == 1:
         return _module("triton", "merge").sum_partials(base, parts, dtype)
@@ -255,15 +259,15 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
 
 
 class IncrementalBackward:
-    """The backward of the same queries over one block of keys after another, as a ring delivers them.
+    """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 
     dq is accumulated in the dtype of states and rounded once. The Hopper kernels prepare the queries once for all blocks.
 
     Args:
         q: (B, Nq, Hq, D).
-        v: values (B, Nk, Hkv, Dv) of any block; only the head dim and whether there are keys matter here.
-        dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`; lse is over the keys of all blocks.
-        plain: whether no block has dropout.
+        v: values (B, Nk, Hkv, Dv) of any block. Only their head dim matters, and whether there are any keys.
+        dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`. lse is over the keys of all blocks.
+        plain: whether all blocks are without dropout. The Hopper kernels support only such blocks.
     """
 
     def __init__(
@@ -302,15 +306,15 @@ class IncrementalBackward:
 
         Args:
             k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-            intervals: of the queries over the keys of this block.
+            intervals: for every query, the range of keys of this block that it may attend to.
             dk, dv: accumulators with the shapes of k and v in the dtype of states, or None.
-            dropout: of the queries and the keys of this block.
+            dropout: which softmax probabilities of these queries and keys to drop. With None, nothing is dropped.
 
         Returns:
             (dk, dv) in the dtype of states: the accumulators, or new tensors.
         """
         q, dout, lse, delta = self._queries
-        # dq and the gradients of a block are not rounded before all ranks have added to them.
+        # dq and the gradients of a block must not be rounded before all ranks have added to them.
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:
             validation.check_inputs(q, k, v, intervals, dropout)

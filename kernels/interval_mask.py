@@ -1,8 +1,8 @@
 """Interval masks: query i may attend to the keys [lo[i], hi[i]) and to no others.
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
-hi, the interval is empty and the query attends to no key. Causal, sliding-window, document and full masks and their
-intersections have this form, on every shard whose positions are sorted.
+hi, the interval is empty, and the query does not attend to any key. On every shard whose positions are sorted, causal,
+sliding-window, document and full masks and their intersections have this form.
 
 A mask is a matrix of queries and keys. Functions that treat a mask and its transpose in the same way speak of rows and columns
 instead of queries and keys.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ringattn.kernels import tile_scheduler
 
-# A long document ends where a bound jumps by at least this many tiles of rows from one row to the next. Tiles end there as
-# well, whereas shorter documents share tiles.
+# A document counts as long if a bound jumps by at least this many tiles of rows at its end. A tile always ends where a long
+# document ends, whereas shorter documents may share a tile.
 DOCUMENT_JUMP = 4
 
 
@@ -26,14 +26,15 @@ class Intervals:
     """One mask, together with the tables that the kernels derive from it.
 
     The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
-    intervals once per mask, with `Intervals.of` or `full`, and pass them to every call. Two objects are never equal.
+    intervals once per mask, with `Intervals.of` or `full`, and pass the same object to every call. Two different objects are
+    never equal.
 
     Attributes:
         lo, hi: int32 (B or 1, rows), on the device of the kernels.
-        num_keys: number of columns.
+        num_keys: the number of columns.
         host: lo and hi on the CPU.
         wait: whether the host waits until a copy to the device has arrived.
-        of_keys: whether the rows are keys and the columns are queries, see `transposed`.
+        of_keys: whether the rows are keys and the columns are queries, as in a `transposed` mask.
     """
 
     lo: Tensor
@@ -53,8 +54,8 @@ class Intervals:
             lo, hi: integers (1 or B, Nq) on the CPU.
             num_keys: Nk.
             device: where the kernels run.
-            wait: whether the host waits until copies to the device, including those of tables, have arrived. Otherwise they are
-                queued on the current stream, and the mask may only be used on this stream.
+            wait: whether the host waits until copies to the device, including those of tables, have arrived. Otherwise the
+                copies are queued on the current stream, and the mask may only be used on this stream.
 
         Raises:
             ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave
@@ -78,7 +79,7 @@ class Intervals:
 
     @property
     def batch(self) -> int:
-        """The number of masks: one for each batch entry, or 1 for all of them."""
+        """The number of masks: the number of batch entries, or 1 if all batch entries have the same mask."""
         return self.lo.shape[0]
 
     @property
@@ -96,8 +97,12 @@ class Intervals:
         return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
-        """Return the mask of these rows and columns alone, numbered from 0. Both slices must have a start and a stop."""
-        # Clamping keeps the bounds ordered. Intervals that end before the first key or start after the last become empty.
+        """Return the part of the mask for these rows and columns, which are numbered from 0.
+
+        Both slices must have a start and a stop.
+        """
+        # Clamping does not change the order of the bounds. An interval that ends before the first key or starts after the last
+        # key becomes empty.
         num_keys = keys.stop - keys.start
         bounds = tuple((x[:, rows] - keys.start).clamp(0, num_keys) for x in self.host)
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
@@ -105,28 +110,30 @@ class Intervals:
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
         """Split the rows into tiles, in the order in which programs should process them.
 
-        The bounds never decrease. Therefore the rows [first, end) of a tile together attend to the columns
-        [lo of the first row, hi of the last row), and all of them attend to [lo of the last row, hi of the first row). The loop
-        of a tile takes `step` columns per step, and step i starts at column begin + i * step. In the first num_masked_prefix
-        steps scores must be masked. In the next num_unmasked steps all rows attend to all columns. In the remaining steps,
-        scores must be masked, too.
+        The bounds never decrease. Therefore every column that any row of the tile [first, end) attends to lies in [lo of the
+        first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
+        The loop of a tile processes `step` columns per step, and step i starts at column begin + i * step. In the first
+        num_masked_prefix steps, scores must be masked. In the next num_unmasked steps, all rows attend to all columns. In the
+        remaining steps, scores must be masked again.
 
-        Tiles end where a document ends. A tile that continued into the next document would go through the whole history of
-        a long document for the sake of a few rows. Between the ends of documents, the tile that has fewer rows is the one whose
-        loop is short under a causal mask: the first tile of queries, or the last tile of keys.
+        Tiles end where a long document ends. If a tile extended across such an end, its loop would cover the whole history of a
+        long document for only a few of its rows. Between two ends of documents, one tile may have fewer rows than the others.
+        This is the tile with the shortest loop under a causal mask, which is the first tile of queries or the last tile of
+        keys.
 
         Args:
-            rows: maximal number of rows of a tile.
-            step: number of columns of a step.
+            rows: the maximal number of rows of a tile.
+            step: the number of columns per step.
             split_documents: whether tiles end where documents end. Otherwise tile i starts at row i * rows.
-            aligned: whether begin is a multiple of `step`, at or before the first column that a row attends to.
+            aligned: whether begin is a multiple of `step`. It is then at or before the first column that any row of the tile
+                attends to.
 
         Returns:
-            int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, which is the
-            number of all masked steps, including the prefix. The longest loops come first. Batch entries with fewer tiles are
-            padded with zeros.
+            int32 (batch, T, 6), on the device. The six numbers are first, end, begin, num_masked_prefix, num_unmasked and
+            num_masked. num_masked is the number of all masked steps, including the prefix. The tiles with the longest loops
+            come first. If a batch entry has fewer than T tiles, its part of the table is padded with zeros.
         """
-        # All arguments must be part of the key, because `prepare_like` calls the method with them.
+        # The key must contain all arguments, because `prepare_like` calls this method with the arguments from the key.
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
@@ -135,7 +142,7 @@ class Intervals:
 
     def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
         """Compute `tiles` on the CPU."""
-        # The start of a document shows in lo of the queries, and in hi of the keys.
+        # At the start of a document, lo of the queries jumps. In a transposed mask, hi of the keys jumps there.
         bound = self.host[1] if self.of_keys else self.host[0]
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
@@ -157,7 +164,7 @@ class Intervals:
         """Compute the tables that kernels have already requested from `other` and from its transpose."""
         for method, *arguments in other._tables:
             getattr(self, method)(*arguments)
-        # `transposed` is in the dictionary of the object once it has been computed.
+        # A `cached_property` such as `transposed` is in the dictionary of the object only after it has been computed.
         if "transposed" in vars(other):
             self.transposed.prepare_like(other.transposed)
 
@@ -172,21 +179,22 @@ class Intervals:
         skip_empty: bool = False,
         group: int | None = None,
     ) -> Tensor:
-        """Assign the tiles of all heads to programs, see `ringattn.kernels.tile_scheduler.assign_work_tiles`.
+        """Assign the tiles of all heads to programs with `ringattn.kernels.tile_scheduler.assign_work_tiles`.
 
         Args:
             rows, step: as for `tiles`.
-            batch: number of batch entries. They all have the same mask, or each has its own.
-            heads: number of heads of a batch entry.
-            num_head_groups: number of groups of heads that are processed one after another, so that the operands of a group
-                stay in L2.
-            programs: maximal number of programs.
+            batch: the number of batch entries. They all have the same mask, or each entry has its own mask.
+            heads: the number of heads of a batch entry.
+            num_head_groups: the number of head groups. The groups are processed one after another, so that the operands of a
+                group stay in the L2 cache.
+            programs: the maximal number of programs.
             skip_empty: whether to leave out tiles in which all intervals are empty.
-            group: None in the forward. In the backward, whose loops are aligned, the number of query heads of a group, each of
-                which goes through all steps of a work tile.
+            group: None in the forward. In the backward, the number of query heads per key head. Each of these heads needs all
+                steps of a work tile. The loops of the backward are aligned.
 
         Returns:
-            int32 (n, programs, 8), on the device.
+            int32 (n, programs, 8), on the device. Each entry is (first, end, begin, num_masked_prefix, num_unmasked,
+            num_masked, head, batch entry).
         """
         key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group
         if key not in self._tables:
@@ -214,29 +222,34 @@ def full(num_queries: int, num_keys: int, device: torch.device | str = "cpu") ->
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
     """Transpose a mask: key j may be attended to by the queries [query_lo[j], query_hi[j]).
 
-    Because lo and hi never decrease, the queries with hi > j are a suffix of all queries, and those with lo <= j are a prefix.
+    lo and hi never decrease. Therefore the queries with hi > j are the last queries, and the queries with lo <= j are the first
+    queries.
 
     Args:
         lo, hi: int32 (B or 1, Nq), non-decreasing.
         num_keys: Nk.
 
     Returns:
-        query_lo, query_hi: int32 (B or 1, Nk), non-decreasing. query_lo >= query_hi if no query attends to the key.
+        query_lo, query_hi: int32 (B or 1, Nk), non-decreasing. A key to which no query attends has query_lo >= query_hi.
     """
     return _count_up_to(hi, num_keys), _count_up_to(lo, num_keys)
 
 
 def _count_up_to(bound: Tensor, num_keys: int) -> Tensor:
-    """Count, for every batch entry and every key j, how many bounds are at most j: int32 (B, Nk) from (B, N)."""
+    """Return, for every batch entry and every key j, the number of bounds that are at most j.
+
+    `bound` is (B, N), and the result is int32 (B, Nk).
+    """
     batch, size = bound.shape[0], num_keys + 1
     entry = torch.arange(batch, device=bound.device)[:, None]
-    # One bincount serves all entries, because the bounds of entry b are moved to [b * size, (b + 1) * size).
+    # The bounds of entry b are moved to the range [b * size, (b + 1) * size), so that a single call of bincount counts all
+    # entries.
     counts = torch.bincount((bound + entry * size).flatten(), minlength=batch * size)
     return counts.view(batch, size)[:, :num_keys].cumsum(1, dtype=torch.int32)
 
 
 def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
-    """Write out a mask as bool (B or 1, Nq, Nk), for the reference and for tests, never for training."""
+    """Return the mask as a dense bool tensor (B or 1, Nq, Nk). Only the reference and tests use this function."""
     keys = torch.arange(num_keys, device=lo.device)
     return (lo[..., None] <= keys) & (keys < hi[..., None])
 
@@ -245,13 +258,13 @@ def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
     """Copy a CPU tensor to `device`.
 
     Raises:
-        RuntimeError: a CUDA graph is being captured. Every replay of the graph would repeat the copy, from memory that has been
-            freed by then.
+        RuntimeError: a CUDA graph is being captured. Every replay of the graph would repeat the copy, but the source memory
+            would have been freed by then.
     """
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("this mask was not used with these shapes yet: call it once before capturing it in a CUDA graph")
     if on_gpu and not wait:
-        # A copy from pageable memory would make the host wait for all earlier work of the stream.
+        # Pin the memory, because a copy from pageable memory would make the host wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

@@ -1,11 +1,13 @@
-"""Tables of tiles, computed on the host once per mask: the rows of a tile, its loop over columns, and the program that computes
-it.
+"""Compute the tables of tiles on the host, once per mask.
 
-As in `ringattn.kernels.interval_mask`, rows are queries and columns are keys, or the reverse for a transposed mask. The rows of
-all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All tensors are on the CPU.
+The tables describe the rows of every tile, the tile's loop over columns, and the program that computes the tile.
+
+As in `ringattn.kernels.interval_mask`, rows are queries and columns are keys. For a transposed mask, rows are keys and columns
+are queries. The rows of all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All tensors
+are on the CPU.
 
 An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_masked), as `Intervals.tiles` explains. A work
-tile is a tile of one head: the same six numbers, the head and the batch entry.
+tile is a tile of one head. It is described by the same six numbers, followed by the head and the batch entry.
 """
 
 from heapq import heapreplace
@@ -13,26 +15,30 @@ from heapq import heapreplace
 import torch
 from torch import Tensor
 
-# The time that a work tile takes in addition to its steps, in units of one step.
+# The time that a work tile takes in addition to the time of its steps, in units of the time of one step.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
-# Work tiles are reordered if the last program would end later than the mean by more than this fraction.
+# Work tiles are reordered if the last program would end more than this fraction later than the mean of all programs.
 MARGIN = 0.04
 
-# A warp group of the Hopper forward computes this many rows of a work tile, or skips them if there are none.
+# The number of rows of a work tile that one warpgroup of the Hopper forward computes. If a work tile has no rows for a
+# warpgroup, the warpgroup skips the work tile.
 CONSUMER_ROWS = 64
 
 
 def split_at_jumps(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
-    """Split the rows where a bound jumps by at least `jump` from one row to the next, and between batch entries.
+    """Split the rows into pieces.
+
+    A new piece starts at every row whose bound exceeds the bound of the previous row by at least `jump`. A new piece also
+    starts with every batch entry.
 
     Args:
         bound: int32 (B, N).
-        jump: in columns.
+        jump: the smallest jump at which the rows are split, in columns.
 
     Returns:
-        (first rows, ends) of the pieces, int64.
+        The first rows and the ends of the pieces, both int64.
     """
     starts = torch.ones(bound.shape, dtype=torch.bool, device="cpu")
     starts[:, 1:] = bound.diff() >= jump
@@ -43,9 +49,10 @@ def split_at_jumps(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
 def split_into_tiles(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor, Tensor]:
     """Split pieces of rows [start, stop) into tiles of `rows` rows and return their (first, end).
 
-    One tile of a piece may have fewer rows: the first one with `from_end`, else the last one.
+    One tile of a piece may have fewer rows. With `from_end`, this is the first tile, otherwise it is the last tile.
     """
-    # From here on, every tensor has one element per tile: the piece it belongs to and its index in this piece.
+    # From here on, every tensor has one element per tile. `piece` is the piece to which a tile belongs, and `index` is the
+    # index of the tile in this piece.
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
     start, stop = start[piece], stop[piece]
@@ -57,14 +64,16 @@ def split_into_tiles(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> 
 
 
 def tile_loops(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignment: int) -> tuple[Tensor, ...]:
-    """Return begin, num_masked_prefix, num_unmasked and num_masked of the tiles [first, end), see `Intervals.tiles`.
+    """Return begin, num_masked_prefix, num_unmasked and num_masked of every tile.
 
-    `alignment` divides begin.
+    The rows of a tile are [first, end). `Intervals.tiles` explains the results.
+
+    Every `begin` is a multiple of `alignment`.
     """
     lo, hi = lo.flatten(), hi.flatten()
     begin = lo[first] // alignment * alignment
-    # The bounds never decrease. The rows of a tile together attend to [lo of the first, hi of the last), and all of them attend
-    # to [lo of the last, hi of the first).
+    # The bounds never decrease from row to row. Therefore every column that any row of a tile attends to lies in [lo of the
+    # first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
     num_steps = _ceil_div((hi[end - 1] - begin).clamp(min=0), step) * (lo[first] < hi[end - 1])
     num_masked_prefix = torch.minimum(_ceil_div(lo[end - 1] - begin, step), num_steps)
     num_unmasked = ((hi[first] - begin).clamp(min=0) // step - num_masked_prefix).clamp(min=0)
@@ -72,20 +81,20 @@ def tile_loops(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, al
 
 
 def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int, num_rows: int) -> Tensor:
-    """Sort the tiles of each batch entry, the longest loop first, into one table.
+    """Sort the tiles of each batch entry by the length of their loops, longest first, and return one table of all tiles.
 
     Args:
-        first, end: of the tiles, as consecutive numbers over the batch.
+        first, end: the rows [first, end) of every tile, numbered consecutively over the batch.
         loops: from `tile_loops`.
-        batch, num_rows: number of batch entries, and of rows of each.
+        batch, num_rows: the number of batch entries, and the number of rows of each entry.
 
     Returns:
-        int32 (batch, T, 6), where first and end count from the first row of the entry. Entries with fewer than T tiles are
-        padded with zeros.
+        int32 (batch, T, 6), in which first and end are relative to the first row of the batch entry. If a batch entry has fewer
+        than T tiles, its part of the table is padded with zeros.
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # Two stable sorts order the tiles by batch entry, and within an entry by the length of the loop.
+    # Two stable sorts order the tiles by batch entry, and the tiles of the same entry by the length of their loops.
     order = (num_unmasked + num_masked).argsort(descending=True, stable=True)
     order = order[entry[order].argsort(stable=True)]
     tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *loops)], 1)[order]
@@ -96,10 +105,11 @@ def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int
 
 
 def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
-    """Return the work tiles of all heads in the order in which they should start.
+    """Return the work tiles of all heads, sorted by the order in which they should start.
 
-    The heads of the whole batch are split into groups of nearly equal size, and the work tiles of one group start before those
-    of the next, so that the operands of a group stay in L2. Within a group, the longest loops start first.
+    The heads of the whole batch are split into groups of nearly equal size. The work tiles of a group start before the work
+    tiles of the next group, so that the operands of a group stay in the L2 cache. Within a group, work tiles with the longest
+    loops start first.
 
     Args:
         tiles: int32 (B, T, 6) from `tile_table`.
@@ -107,14 +117,15 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
         num_groups: number of head groups.
 
     Returns:
-        int32 (N, 8): the tile, the head and the batch entry, without the padding of the table.
+        int32 (N, 8). Each row contains the six numbers of a tile, the head and the batch entry. The padding of the table is
+        removed.
     """
     batch, num_tiles = tiles.shape[:2]
     all_heads = torch.arange(batch * heads, device="cpu")
     entry = all_heads // heads
     head_and_entry = torch.stack((all_heads % heads, entry), 1).int()
     work_tiles = torch.cat((tiles[entry], head_and_entry[:, None].expand(-1, num_tiles, -1)), 2).flatten(0, 1)
-    # Sort by group first and by the index in the table second. Heads of the same group keep their order.
+    # Sort first by head group and then by the index in the table. Heads of the same group keep their order.
     rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles, device="cpu")
     work_tiles = work_tiles[rank.flatten().argsort(stable=True)]
     # The padding of the table has first = end = 0.
@@ -122,18 +133,18 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
 
 
 def split_last_wave(work_tiles: Tensor, programs: int, rows: int) -> Tensor:
-    """Split each work tile of the last wave in two, if that wave would leave at least half of the programs without work.
+    """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave.
 
     Args:
-        work_tiles: int32 (N, 8), each of at most `rows` rows.
-        programs: number of programs, and so of work tiles in a wave.
+        work_tiles: int32 (N, 8). Each work tile has at most `rows` rows.
+        programs: the number of programs, which is also the number of work tiles in a wave.
         rows: a multiple of CONSUMER_ROWS. The second part of a split tile has at most CONSUMER_ROWS rows.
     """
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
     whole, last = work_tiles.split((len(work_tiles) - remainder, remainder))
-    # The longer parts start first, and the short ones fill the idle programs.
+    # The larger parts start first, and the smaller parts fill the idle programs.
     larger, smaller = last.clone(), last.clone()
     larger[:, 1] = torch.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
@@ -141,34 +152,37 @@ def split_last_wave(work_tiles: Tensor, programs: int, rows: int) -> Tensor:
 
 
 def forward_times(work_tiles: Tensor) -> Tensor:
-    """Estimate how long work tiles (N, 8) take in the forward. Steps with half of the rows take more than half of the time."""
+    """Estimate how long work tiles (N, 8) take in the forward.
+
+    A step with half of the rows takes more than half of the time, so the estimate is not proportional to the number of rows.
+    """
     num_consumers = _ceil_div(work_tiles[:, 1] - work_tiles[:, 0], CONSUMER_ROWS)
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 
 
 def backward_times(work_tiles: Tensor, group: int) -> Tensor:
-    """Estimate how long work tiles (N, 8) take in the backward, where each of `group` query heads goes through all steps.
+    """Estimate how long work tiles (N, 8) take in the backward, in which each of `group` query heads needs all steps.
 
-    A step takes the same time with few rows as with all.
+    A step with few rows takes the same time as a step with all rows.
     """
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
 def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tensor:
-    """Assign work tiles in their order, each to the program that has the least work so far.
+    """Assign each work tile, in the given order, to the program that has the least work so far.
 
-    Every head group starts with its longest loops. If the programs simply took turns, some would get a seventh more than their
-    share. Under packed documents, the longest work tiles of the last head groups would still start too late. In that case they
-    start earlier than their order says.
+    Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
+    would get a seventh more than their share. With packed documents, the longest work tiles of the last head groups would still
+    start too late. In this case, these work tiles are moved forward in the order.
 
     Args:
         work_tiles: int32 (N, 8).
-        times: integers (N,) in any unit.
-        programs: maximal number of programs. Fewer are used if there are fewer work tiles, but always at least one.
+        times: integers (N,), the estimated time of each work tile in any unit.
+        programs: the maximal number of programs. If there are fewer work tiles, fewer programs are used, but at least one.
 
     Returns:
-        int32 (n, programs, 8). Column p contains the work tiles of program p in their order, followed by at least one row of
-        zeros.
+        int32 (n, programs, 8). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
+        of zeros.
     """
     if not len(work_tiles):
         return work_tiles.new_zeros(1, 1, work_tiles.shape[1])
@@ -179,7 +193,7 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:
             work_tiles, program = work_tiles[order], other_program
-    # A stable sort by program keeps the order in which each program takes its work tiles.
+    # A stable sort by program does not change the order of the work tiles of each program.
     order = program.argsort(stable=True)
     program, index = _enumerate(torch.bincount(program))
     assigned = torch.zeros(int(index.max()) + 2, programs, work_tiles.shape[1], dtype=work_tiles.dtype, device="cpu")
@@ -188,8 +202,9 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
 
 
 def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
-    """Assign each work tile to the program with the least work so far. Return the programs, and when the last one ends."""
-    # Each program is the number (its work so far) * programs + (its index), because a heap of plain integers is the fastest.
+    """Assign each work tile to the program with the least work so far. Return the programs and the latest end time."""
+    # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
+    # integers is the fastest.
     heap = list(range(programs))
     least = []
     for time in (times.long() * programs).tolist():
@@ -199,10 +214,10 @@ def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
 
 
 def _start_long_tiles_earlier(times: Tensor, programs: int) -> Tensor:
-    """Order work tiles by their start times, moved forward where a work tile would end too late.
+    """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
-    The start time of a work tile is the one it has in the given order, or the latest one with which it ends by (1 - MARGIN)
-    times the mean, whichever is earlier.
+    A work tile has a start time in the given order. It also has a latest start time, with which it ends at (1 - MARGIN) times
+    the mean of all programs. Work tiles are sorted by the earlier one of these two times.
     """
     in_order = (times.cumsum(0) - times) / programs
     latest = (1 - MARGIN) * times.sum() / programs - times
@@ -210,7 +225,10 @@ def _start_long_tiles_earlier(times: Tensor, programs: int) -> Tensor:
 
 
 def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the elements of lists with `counts` elements: return, for every element, its list and its index in the list."""
+    """Return, for every element of several lists, the number of its list and its index in this list.
+
+    List i has counts[i] elements.
+    """
     owner = torch.repeat_interleave(counts)
     return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
 

@@ -1,11 +1,12 @@
-"""Check arguments. Every rule that several callers need exists once, in this module, together with its error message.
+"""Check the arguments of attention calls. A rule that several callers need is defined only once, in this module, together with
+its error message.
 
 The public calls in `ringattn` check everything a user passes with `check_tensors`, `check_scale`, `check_dropout` and
 `check_precision`, before any work starts. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
-`check_state` and `check_gradients`: these catch mistakes of the code between the public calls and the kernels. The kernel
-modules themselves check nothing.
+`check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the kernels. The
+kernel modules themselves check nothing.
 
-Every function returns None or raises a ValueError, which states the value given, what is required and what to do.
+Every function returns None or raises a ValueError. The message states the given value, the requirement and what to do.
 """
 
 import math
@@ -21,20 +22,21 @@ from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 # The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
 
-# How the Triton kernels compute products of fp32 inputs: exactly, or with the operands rounded to 11 bits of mantissa.
+# The precisions of products of fp32 inputs in the Triton kernels. "ieee" products are exact, and "tf32" products may round
+# their operands to 11 bits of mantissa.
 PRECISIONS = ("ieee", "tf32")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) as a user passes them to a public call.
+    """Check the tensors q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call.
 
     Raises:
         ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
             differ, or the dtype is not fp16, bf16, fp32 or fp64.
     """
-    # A DTensor is recognised by its method `to_local`, because the kernels do not import torch's modules for process groups.
+    # Recognise a DTensor by its method `to_local`, because the kernels must not import torch's modules for process groups.
     if any(hasattr(x, "to_local") for x in (q, k, v)):
         raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
     check_shapes(q, k, v)
@@ -69,7 +71,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 def check_scale(scale: float) -> None:
     """Raise ValueError unless the softmax scale is positive and finite."""
-    # The comparison is also false for NaN.
+    # If the scale is NaN, the comparison is false, so NaN also raises the error.
     if not 0 < scale < math.inf:
         raise ValueError(f"scale={scale}: must be positive and finite; for a negative scale, negate q")
 
@@ -81,7 +83,7 @@ def check_dropout(dropout_p: float, seed: int) -> None:
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
-    # torch.compile may pass a symbolic integer, so exclude floats instead of requiring int.
+    # torch.compile may pass a symbolic integer, which is not an `int`. Therefore reject floats instead of requiring `int`.
     if isinstance(seed, float | None) or not 0 <= seed < 2**63:
         raise ValueError(f"seed={seed}: must be an integer of at least 0 and less than 2**63")
 
@@ -95,11 +97,11 @@ def check_precision(precision: str) -> None:
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
-    """Check the arguments that the forward and the backward have in common: shapes, intervals, positions and block masks.
+    """Check the arguments that forward and backward have in common: shapes, intervals, dropout positions and block masks.
 
     Args:
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
-        intervals: must be for Nq queries and Nk keys and for 1 or B batch entries, on q's device.
+        intervals: they must be for Nq queries, Nk keys and 1 or B batch entries, and they must be on q's device.
         dropout: its positions must be (Nq,) and (Nk,), on q's device.
         blocks: the mask must be (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)), on q's device.
 
@@ -151,9 +153,9 @@ def check_gradients(
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
         dout: must be (B, Nq, Hq, Dv) in q's dtype.
         lse: must be (B, Nq, Hq) in the dtype of states.
-        delta: must be like lse, or a tuple of out, which must be like dout, and dlse, which must be None or like lse.
-        given: dq, dk and dv; each must be None or a contiguous tensor with the shape of q, k or v in the dtype of
-            states.
+        delta: must have the shape and dtype of lse, or be a tuple (out, dlse). `out` must have the shape and dtype of dout.
+            `dlse` must be None or have the shape and dtype of lse.
+        given: (dq, dk, dv). Each must be None or a contiguous tensor in the dtype of states, with the shape of q, k or v.
         grad_dtype: must be None, q's dtype or the dtype of states.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Portable Triton backward: `ringattn.kernels.reference.backward`, deterministic and without atomics.
+"""Portable Triton backward, which implements `ringattn.kernels.reference.backward` deterministically and without atomics.
 
 Three kernels run one after another:
 
@@ -6,10 +6,10 @@ Three kernels run one after another:
     _key_gradient_kernel     one tile of keys, in a loop over the tiles of queries that attend to it -> dk, dv
     _query_gradient_kernel   one tile of queries, in a loop over the tiles of keys that it attends to -> dq
 
-The two gradient kernels both recompute p = exp(s - lse), in log2 units. This costs 7 matrix products instead of the 5 of a
-fused kernel, but every sum is then computed by one program in a fixed order. The loop over tiles of queries follows the
-transposed intervals, and it covers all query heads of the group of a key head. Both kernels add to fp32 accumulators, or write
-new gradients.
+The two gradient kernels both recompute p = exp(s - lse), in log2 units. Together, the two kernels need 7 matrix products,
+whereas a fused kernel needs 5. In return, a single program computes every sum in a fixed order. The loop over tiles of queries
+follows the transposed intervals, and it covers all query heads that share a key head. Each of the two kernels either adds its
+gradients to fp32 accumulators or writes new gradients.
 """
 
 import torch
@@ -24,13 +24,14 @@ from ringattn.kernels.triton.launcher import launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load lse, in log2 units, and delta of rows [first, first + ROWS) of one head from stats, a (num_rows, 2) matrix.
+    """Load lse (in log2 units) and delta of the rows [first, first + ROWS) of one head from stats, a (num_rows, 2) matrix.
 
     MASKED has the same meaning as in `load_rows`.
     """
-    # Load every number twice. A tile of 2 * ROWS numbers would have fewer numbers than the program has threads, and Triton
-    # would then let every thread load all the numbers it needs, 32 per step. That is too many instructions for the inner loop,
-    # and at head dim 128 too many registers.
+    # Every number is loaded twice. Otherwise, the tile would have only 2 * ROWS numbers, which is less than the number of
+    # threads of the program. For such a small tile, Triton would let each thread load all numbers that this thread needs, which
+    # are 32 per step. These loads would be too many instructions for the inner loop. At head dim 128, they would also need too
+    # many registers.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)
@@ -44,7 +45,7 @@ def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr
 def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the tile of queries at `start` to `sums`, which are dk / scale and dv / factor of the tile of keys.
 
-    Scores are transposed: (keys, queries). `ringattn.kernels.triton.common.run_loop` explains the arguments.
+    Scores are transposed and have the shape (keys, queries). `ringattn.kernels.triton.common.run_loop` explains the arguments.
     """
     q, dout, stats, q_strides, dout_strides, num_queries, key_head, key, value, lo, hi, log2_scale = operands
     dk, dv = sums
@@ -55,11 +56,12 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     query = load_rows(q, start, q_strides[1], num_queries, CONFIG.queries, CONFIG.dim, MASKED)
     log2_lse, delta = _load_stats(stats, start, num_queries, CONFIG.queries, MASKED)
     p = tl.exp2(tl.dot(key, tl.trans(query), input_precision=CONFIG.precision) * log2_scale - log2_lse[None, :])
-    # Mask p instead of the scores: a query without keys has lse = -inf, and its p is inf for all scores.
+    # Mask p instead of the scores. If a query has no keys, its lse is -inf, and its p is inf for all scores.
     if MASKED:
         p = tl.where(visible(lo, hi, start, CONFIG.queries), p, 0.0)
     grad = load_rows(dout, start, dout_strides[1], num_queries, CONFIG.queries, CONFIG.value_dim, MASKED)
-    # dv sums the dropped probabilities, whereas ds contains the full ones times the dropped dp.
+    # dv is computed from the probabilities after dropout. ds is the product of the probabilities before dropout and dp after
+    # dropout.
     dropped = p
     if dropout is not None:
         keep = common.draw_keep_mask(dropout, head, start, num_queries, CONFIG.queries, True, MASKED)
@@ -85,13 +87,14 @@ def _key_gradient_kernel(
 
     Args:
         q, k, v, dout: (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv), with the strides of their first
-            three dimensions in q_strides and so on. The stride of the last dimension is 1.
-        stats: fp32 (B, Hq, Nq, 2), lse in log2 units and delta, see `_interleave`.
+            three dimensions in q_strides, k_strides, v_strides and dout_strides. The stride of the last dimension is 1.
+        stats: fp32 (B, Hq, Nq, 2), which contains lse in log2 units and delta, see `_interleave`.
         query_lo, query_hi: int32 (num_masks, Nk), the transposed intervals; num_masks is 1 or B.
         table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles` of the transposed intervals.
-        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), contiguous. They are added to with ADD_DK and ADD_DV, else overwritten.
-        scale: factor on the scores.
-        query_positions and the rest up to factor: see `ringattn.kernels.triton.forward`.
+        dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), contiguous. With ADD_DK and ADD_DV, the gradients are added to these
+            tensors. Otherwise the gradients overwrite them.
+        scale: the factor by which the scores are multiplied.
+        query_positions and the arguments from there up to factor: see `_forward_kernel` in `ringattn.kernels.triton.forward`.
         block_lists: int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), or None without a block mask, with the
             strides of the first two dimensions in block_strides.
         CONFIG: see `ringattn.kernels.triton.common.Config`.
@@ -104,7 +107,7 @@ def _key_gradient_kernel(
     key_head, batch = index % NUM_KEY_HEADS, (index // NUM_KEY_HEADS).to(tl.int64)
     k += batch * k_strides[0] + key_head.to(tl.int64) * k_strides[2]
     v += batch * v_strides[0] + key_head.to(tl.int64) * v_strides[2]
-    # The loop goes through all query heads of the group, so these pointers are not advanced to a head yet.
+    # The loop covers all query heads of the group, so these pointers only point to the batch entry and not to a head yet.
     q += batch * q_strides[0]
     dout += batch * dout_strides[0]
     stats += batch * num_queries * CONFIG.num_heads * 2
@@ -113,7 +116,7 @@ def _key_gradient_kernel(
     query_hi += entry * num_keys
 
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
-    # The tiles of keys and values stay in registers or shared memory during the whole loop.
+    # The tile of keys and the tile of values stay in registers or in shared memory during the whole loop.
     key = load_rows(k, first, k_strides[1], end, KEYS, CONFIG.dim, True)
     value = load_rows(v, first, v_strides[1], end, KEYS, CONFIG.value_dim, True)
     lo, hi = load_scalars(query_lo, first, end, KEYS, True), load_scalars(query_hi, first, end, KEYS, True)
@@ -142,14 +145,14 @@ def _key_gradient_kernel(
 
 @triton.jit
 def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, ADD: tl.constexpr):
-    """Write `tile` to rows [first, end), at most ROWS, of one head of a contiguous (rows, NUM_HEADS, DIM) tensor.
+    """Write `tile` to the rows [first, end) of one head of a contiguous (rows, NUM_HEADS, DIM) tensor.
 
-    With ADD, add the tile to these rows.
+    With ADD, add the tile to these rows instead. There are at most ROWS rows.
     """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
     pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
     mask = (rows < end - first) & (columns < DIM)
-    # No other program writes these elements, so a plain load and store is enough and the sum is deterministic.
+    # No other program writes these elements. Therefore a load and a store suffice, and the sum is deterministic.
     if ADD:
         tile += tl.load(pointers, mask=mask, other=0.0)
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=mask)
@@ -157,7 +160,10 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
 
 @triton.jit
 def _add_keys(operands, dropout, dq, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the tile of keys at `start` to dq / scale of the tile of queries. The arguments are as for `_add_queries`."""
+    """Add the tile of keys at `start` to dq / scale of the tile of queries.
+
+    The arguments have the same meaning as those of `_add_queries`.
+    """
     query, grad, k, v, k_stride, v_stride, num_keys, lo, hi, log2_lse, delta, head, log2_scale = operands
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
@@ -184,7 +190,7 @@ def _query_gradient_kernel(
     Args:
         lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
         table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles`.
-        dq: (B, Nq, Hq, D), contiguous. It is added to with ADD_DQ, else overwritten.
+        dq: (B, Nq, Hq, D), contiguous. With ADD_DQ, the gradient is added to this tensor. Otherwise the gradient overwrites it.
         block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask.
         All other arguments are those of `_key_gradient_kernel`.
     """
@@ -223,10 +229,10 @@ def _query_gradient_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Compute delta of ROWS rows.
+    """Compute delta for ROWS rows, where a row is one query of one head.
 
     Args:
-        out, dout: (num_rows, DIM), contiguous, where a row is one query of one head.
+        out, dout: (num_rows, DIM), contiguous.
         dlse: fp32 (num_rows,), or None.
         delta: fp32 (num_rows,), written.
     """
@@ -252,7 +258,8 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
     mask = (rows < num_rows)[:, None] & (heads < NUM_HEADS)[None, :]
     log2_lse = tl.load(lse + index, mask=mask, other=0.0) * LOG2_E
     deltas = tl.load(delta + index, mask=mask, other=0.0)
-    # Load with the heads innermost and store with the queries innermost, so that both accesses are contiguous.
+    # The loads have the heads in the innermost dimension, and the stores have the queries in the innermost dimension. In this
+    # way, both accesses are contiguous.
     pairs = tl.join(tl.trans(log2_lse), tl.trans(deltas))
     index = before + heads.to(tl.int64)[:, None] * num_rows + rows[None, :]
     mask = (heads < NUM_HEADS)[:, None] & (rows < num_rows)[None, :]
@@ -260,10 +267,12 @@ def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PAD
 
 
 def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
-    """Return stats, fp32 (B, Hq, Nq, 2): lse in log2 units and delta, side by side, from lse and delta, both fp32 (B, Nq, Hq).
+    """Return stats, fp32 (B, Hq, Nq, 2), which stores lse in log2 units and delta of each query side by side.
 
-    The gradient kernels load these numbers in their inner loops. With the strides of (B, Nq, Hq), every number would be in
-    another sector of 32 bytes, of which the rest is loaded for nothing.
+    The arguments lse and delta are both fp32 (B, Nq, Hq).
+
+    The gradient kernels load these numbers in their inner loops. In the layout (B, Nq, Hq), every number of a head would lie in
+    a different 32-byte sector of memory, and loading the other numbers of the sector would waste bandwidth.
     """
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
@@ -286,7 +295,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     Returns:
         delta, fp32 (B, N, Hq).
     """
-    # The shape (B, N, Hq) has one row of Dv numbers per element; the kernel numbers these rows consecutively.
+    # Each element of delta (B, N, Hq) belongs to one row of Dv numbers. The kernel numbers these rows consecutively.
     rows, value_dim = out.shape[:3], out.shape[-1]
     delta = out.new_empty(rows, dtype=torch.float32)
     tile = 64
@@ -309,10 +318,10 @@ def backward(
     Args:
         q, k, v, intervals, scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: fp32 (B, Nq, Hq), over all keys of every query, including those of other blocks.
+        lse: fp32 (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
         delta: fp32 (B, Nq, Hq), from `row_delta`.
-        dq, dk, dv: fp32 accumulators with the shapes of q, k and v, contiguous. The gradients are added to them. None: a new
-            tensor is returned.
+        dq, dk, dv: fp32 accumulators with the shapes of q, k and v, contiguous. The gradients are added to these tensors. For
+            None, a new tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
 
     Returns:
@@ -320,7 +329,8 @@ def backward(
     """
     given = dq, dk, dv
     dq, dk, dv = common.allocate_gradients(q, k, v, given, grad_dtype)
-    # Without queries or keys, the new gradients are zero already, and a grid without programs would be an error.
+    # If there are no queries or no keys, the new gradients are already zero. Return here, because launching a grid without
+    # programs is an error.
     if q.numel() == 0 or k.numel() == 0:
         return dq, dk, dv
     add_dq, add_dk, add_dv = (x is not None for x in given)

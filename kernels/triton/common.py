@@ -1,4 +1,4 @@
-"""What the Triton forward and backward have in common: tile sizes, the loop over the tiles of an interval, loads and arguments.
+"""Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
 A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. In the forward and for
 dQ, the rows are queries and the columns are keys. For dK and dV, the rows are keys and the columns are queries. The loop is
@@ -9,8 +9,8 @@ described by four numbers, which are passed around as the tuple `loop`:
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-Each kernel runs two loops, first over the unmasked tiles and then over the masked ones, so that the code of the first contains
-no mask. Helpers that take MASKED refer to the i-th tile of one of these two loops.
+Each kernel runs two loops. The first loop covers the unmasked tiles, so that its code contains no mask. The second loop covers
+the masked tiles. If a helper takes MASKED, its argument i is the number of a tile within one of these two loops.
 """
 
 import math
@@ -33,10 +33,10 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 
-# Number of heads at the end of the grid whose tiles are interleaved, see `program_tile`.
+# The number of heads at the end of the grid whose tiles are interleaved. `program_tile` explains the interleaving.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
-# Offsets inside a tile of up to 256 rows are computed in int32, so the stride of a row must be smaller than this.
+# The stride of a row must be smaller than this number, because offsets inside a tile of up to 256 rows are computed in int32.
 MAX_ROW_STRIDE = 2**22
 
 
@@ -49,21 +49,21 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# The fastest tiles measured on sm_90 for fp16 and bf16, by padded head dim. Up to head dim 128 no kernel spills registers,
-# except that the key gradient at 128 reloads some loop constants. With 4 warps and a head dim below 64, accesses out of bounds
-# have been reported.
+# These tiles were the fastest for fp16 and bf16 on sm_90. The keys of the inner dictionaries are padded head dims. Up to head
+# dim 128, no kernel spills registers, except that the kernel of the key gradient reloads some loop constants at head dim 128.
+# Accesses out of bounds have been reported for 4 warps and head dims below 64.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
     "query_gradient": {32: Tile(128, 64, 8, 3), 64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
 }
-# Exact fp32 products run on the CUDA cores instead of the tensor cores. A thread then holds whole rows of the operands in
-# registers, so tiles must be small.
+# Exact fp32 products run on the CUDA cores instead of the tensor cores. In this case, a thread keeps whole rows of the operands
+# in registers, so the tiles must be small.
 _TILE_FP32 = Tile(32, 32, 8, 1)
 
 
 def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
-    """Return the tile of a kernel.
+    """Return the tile size of a kernel and the launch options for it.
 
     Args:
         kernel: "forward", "key_gradient" or "query_gradient".
@@ -76,7 +76,10 @@ def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def fit_tile(tile: Tile, blocks: BlockMask | None) -> Tile:
-    """Return `tile` itself, or with a block mask the largest part of it whose sides divide the block size."""
+    """Return `tile` itself, or a smaller tile that fits into the blocks of a block mask.
+
+    With a block mask, each side is the greatest common divisor of the tile's side and the block size.
+    """
     if blocks is None:
         return tile
     return tile._replace(queries=math.gcd(tile.queries, blocks.size), keys=math.gcd(tile.keys, blocks.size))
@@ -93,13 +96,13 @@ class Config:
     """The constants for which the kernels of the forward and of the backward are compiled.
 
     Args:
-        num_heads: Hq.
+        num_heads: Hq, the number of query heads.
         group: number of query heads per key head, Hq / Hkv.
-        dim: D, without padding.
-        value_dim: Dv, without padding.
-        queries, keys: sides of a tile.
-        block: the block size, 0 without a block mask.
-        precision: of products of fp32 inputs, "ieee" or "tf32".
+        dim: D, the head dim of q and k, without padding.
+        value_dim: Dv, the head dim of v, without padding.
+        queries, keys: the numbers of queries and of keys of a tile.
+        block: the block size of the block mask, or 0 if there is no block mask.
+        precision: the precision of products of fp32 inputs, "ieee" or "tf32".
     """
 
     num_heads: int
@@ -130,15 +133,15 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) itself if the kernels can use its strides, else a contiguous copy."""
+    """Return x (B, N, H, D) itself if the kernels can use its strides, or else a contiguous copy."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
 
 
 def allocate_results(q: Tensor, v: Tensor, state: State | None, final: bool) -> tuple[Tensor | None, ...]:
-    """Return (m, l, o, out, lse) for a forward call; None for those that the call neither reads nor writes.
+    """Return (m, l, o, out, lse) for a forward call, with None for tensors that the call neither reads nor writes.
 
-    m, l and o are those of `state`, or new ones if the call starts from the empty state and returns a state. out and lse are
-    allocated if `final`.
+    If there is a `state`, m, l and o are its tensors. If the call starts from the empty state and returns a state, m, l and o
+    are new tensors. If `final` is true, out and lse are new tensors.
     """
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
@@ -151,9 +154,9 @@ def allocate_results(q: Tensor, v: Tensor, state: State | None, final: bool) -> 
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return (dq, dk, dv) for a backward call: the accumulators in `given`, and new tensors where those are None.
+    """Return (dq, dk, dv) for a backward call: the accumulators in `given`, with a new tensor in place of each None.
 
-    New tensors are zero if there are no queries or no keys, because no kernel runs then.
+    If there are no queries or no keys, no kernel runs. New tensors are filled with zeros in this case.
     """
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
@@ -161,8 +164,8 @@ def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, gra
 
 
 def dropout_arguments(dropout: Dropout | None) -> tuple:
-    """Return query_positions, key_positions, first_head, seed, threshold and factor of a kernel; no positions, no dropout."""
-    # Without positions, the kernels are compiled without dropout.
+    """Return query_positions, key_positions, first_head, seed, threshold and factor for the launch of a kernel."""
+    # If the positions are None, the kernels are compiled without dropout.
     if dropout is None or dropout.p == 0:
         return None, None, 0, 0, 0, 1.0
     positions = dropout.query_positions.contiguous(), dropout.key_positions.contiguous()
@@ -184,14 +187,14 @@ def launch_tiles(
     """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
 
     Args:
-        kernel: its parameters are the inputs, the intervals, the table of tiles, the results, and the rest in the order
-            of the call below.
-        name: "forward", "key_gradient" or "query_gradient". The rows of "key_gradient" are keys, those of the others are
-            queries.
-        inputs: q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv) and in the backward dout (B, Nq, Hq, Dv), all from
-            `as_addressable`, then stats, whose strides the kernel knows.
-        intervals: of the queries, for all three kernels.
-        results: contiguous tensors, or None.
+        kernel: the kernel. Its parameters are the inputs, the intervals, the table of tiles and the results, followed by the
+            other arguments in the order of the call below.
+        name: "forward", "key_gradient" or "query_gradient". The rows of "key_gradient" are keys. The rows of the other two
+            kernels are queries.
+        inputs: q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv). In the backward, dout (B, Nq, Hq, Dv) and stats
+            follow. All inputs except stats must come from `as_addressable`. The kernel knows the strides of stats.
+        intervals: the intervals of the queries. For "key_gradient", this function transposes them.
+        results: the tensors that the kernel reads or writes as results, each contiguous or None.
         scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
         constants: the constexpr arguments other than CONFIG.
     """
@@ -204,10 +207,10 @@ def launch_tiles(
     else:
         heads, mask, rows, columns = num_heads, intervals, config.queries, config.keys
         lists = None if blocks is None else blocks.query_lists
-    # With a block mask, tiles end where blocks end, and therefore cannot end where documents end.
+    # With a block mask, tiles must end where blocks end. Therefore they cannot end where documents end.
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
-    # The strides of the lists over batch entries and heads are 0 where all use the same list.
+    # If all batch entries or all heads use the same list, the stride of that dimension is 0.
     list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
     kernel[(num_tiles * batch * heads,)](
         *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
@@ -220,10 +223,10 @@ def launch_tiles(
 def program_tile(num_tiles):
     """Return the tile and the head (counted over the whole batch) that this program computes.
 
-    Programs start in the order of their ids. The programs process head after head, so that programs that run at the same time
-    use the operands of one head from L2. Under a mask, some tiles take far longer than others, and the tiles of a head are
-    sorted with the longest first. The last heads are interleaved: the longest tiles of all of them start first, and the short
-    ones fill the SMs at the end.
+    Programs start in the order of their ids. The programs process one head after another, so that programs that run at the same
+    time find the operands of one head in the L2 cache. Under a mask, some tiles take far longer than others. The tiles of a
+    head are therefore sorted with the longest tiles first. The last heads are interleaved: the longest tiles of these heads
+    start first, and their short tiles fill the SMs at the end.
     """
     # `width` is the number of heads whose tiles alternate: 1, or the number of interleaved heads.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
@@ -241,7 +244,8 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
     """
     PADDED: tl.constexpr = pad_dim(DIM)
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, PADDED)[None, :]
-    # Only the offset of the first row needs 64 bits. Offsets within the tile in 32 bits need fewer registers.
+    # Only the offset of the first row needs 64 bits. Offsets within the tile are computed in 32 bits, which needs fewer
+    # registers.
     pointers = base + first.to(tl.int64) * stride + (rows * stride + columns)
     if MASKED or DIM != PADDED:
         return tl.load(pointers, mask=(rows < num_rows - first) & (columns < DIM), other=0.0)
@@ -251,8 +255,10 @@ def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constex
 
 @triton.jit
 def load_tile(entry):
-    """Load one entry of the table `Intervals.tiles`: the rows [first, end) of a tile and its loop, see the module's
-    docstring."""
+    """Load one entry of the table `Intervals.tiles`. Return (first, end, loop).
+
+    The rows of the tile are [first, end). The docstring of this module explains `loop`.
+    """
     first, end = tl.load(entry), tl.load(entry + 1)
     begin, num_masked_prefix = tl.load(entry + 2), tl.load(entry + 3)
     num_unmasked, num_masked = tl.load(entry + 4), tl.load(entry + 5)
@@ -263,8 +269,8 @@ def load_tile(entry):
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Return the pointer to the list of kept blocks of a block of rows.
 
-    An entry of the list is a pair (number of kept columns before this one, kept column), see `ringattn.kernels.blocks`. Here a
-    column is a pair of a block and one of GROUP heads.
+    An entry of the list is a pair (number of kept columns before this column, kept column), see `ringattn.kernels.blocks`. A
+    column of the list is a pair of a block and one of GROUP heads.
     """
     num_entries = tl.cdiv(num_columns, BLOCK) * GROUP + 1
     row = batch * block_strides[0] + head.to(tl.int64) * block_strides[1] + block.to(tl.int64) * (2 * num_entries)
@@ -275,17 +281,19 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
     """Return the loop of the rows [first, end) over a list of kept blocks.
 
-    The loop is like that of `load_tile`, except that begin is the index of an entry in the list. An entry stands for
-    BLOCK // STEP tiles.
+    The loop has the same form as the loop of `load_tile`, except that `begin` is the index of an entry in the list. Each entry
+    of the list stands for BLOCK // STEP tiles.
     """
     TILES: tl.constexpr = BLOCK // STEP
     last = end - 1
-    # Blocks [start, stop) contain all columns that some row attends to. In blocks [full, tail), all rows attend to all columns.
+    # The blocks [start, stop) contain every column that any row attends to. In the blocks [full, tail), all rows attend to all
+    # columns.
     start = tl.load(lo + first) // BLOCK
     stop = tl.maximum(tl.cdiv(tl.load(hi + last), BLOCK), start)
     full = tl.minimum(tl.cdiv(tl.load(lo + last), BLOCK), stop)
     tail = tl.minimum(tl.maximum(tl.load(hi + first) // BLOCK, full), stop)
-    # The count at an entry is the number of kept columns before it, so differences of counts are numbers of kept columns.
+    # The count of an entry is the number of kept columns before this entry. The difference of two counts is therefore the
+    # number of kept columns between the two entries.
     begin = tl.load(blocks + start * (2 * GROUP))
     num_masked_prefix = tl.load(blocks + full * (2 * GROUP)) - begin
     num_unmasked = tl.load(blocks + tail * (2 * GROUP)) - begin - num_masked_prefix
@@ -295,24 +303,24 @@ def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def loop_length(loop, MASKED: tl.constexpr):
-    """Return the number of masked or unmasked tiles of the loop."""
+    """Return the number of masked tiles of the loop. Without MASKED, return the number of unmasked tiles."""
     _, _, num_unmasked, num_masked = loop
     return num_masked if MASKED else num_unmasked
 
 
 @triton.jit
 def loop_tile(loop, i, MASKED: tl.constexpr):
-    """Return the index, among all tiles of the loop, of the i-th masked or the i-th unmasked tile."""
+    """Return the index, among all tiles of the loop, of the i-th masked tile. Without MASKED, take the i-th unmasked tile."""
     _, num_masked_prefix, num_unmasked, _ = loop
     return i + tl.where(i < num_masked_prefix, 0, num_unmasked) if MASKED else num_masked_prefix + i
 
 
 @triton.jit
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load the kept column of the i-th tile from the list of kept blocks; 0 without a block mask.
+    """Load the kept column of the i-th tile from the list of kept blocks. Return 0 if there is no block mask.
 
-    Loops load the column of the next tile one step ahead. If they loaded it in the step that uses it, Triton's software
-    pipeline would spend one of its stages on this load.
+    Loops load the column of the next tile one step ahead. If a loop loaded the column in the step that uses the column,
+    Triton's software pipeline would spend one of its stages on this load.
     """
     if blocks is None:
         return 0
@@ -322,14 +330,16 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Return the first column of step i, and its head within a group of GROUP heads.
+    """Return the first column of step i, and the index of its head within a group of GROUP heads.
 
-    The loop covers the tiles of the first head, then those of the next head. With a block mask (BLOCK > 0) it follows the list
-    of blocks, whose columns are pairs of a block and a head, and `column` is from `load_block_column`.
+    Without a block mask, the loop covers the tiles of the first head, then the tiles of the next head, and so on. With a block
+    mask (BLOCK > 0), the loop follows the list of blocks, whose columns are pairs of a block and a head. In this case, `column`
+    comes from `load_block_column`.
     """
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # Triton's software pipeline computes the first address even of a loop without steps, so the divisor must not be 0.
+        # Triton's software pipeline computes the first address of a loop even if the loop has no steps, so the divisor must not
+        # be 0.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:
@@ -342,15 +352,16 @@ def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROU
 def run_loop(
     add_tile: tl.constexpr, operands, dropout, sums, loop, blocks, STEP: tl.constexpr, GROUP: tl.constexpr, CONFIG: tl.constexpr
 ):  # fmt: skip
-    """Add all tiles of the loop of a program to `sums`, first the unmasked tiles and then the masked ones, and return the sums.
+    """Add all tiles of a program's loop to `sums` and return the sums. The unmasked tiles come before the masked tiles.
 
     Args:
         add_tile: the device function that adds the tile at column `start` of head `head` of the group to the sums. Its call is
             add_tile(operands, dropout, sums, start, head, MASKED, CONFIG).
-        operands: a tuple of everything else that `add_tile` needs.
-        dropout: None, or the tuple of `draw_keep_mask`.
+        operands: a tuple of all other values that `add_tile` needs.
+        dropout: None, or the tuple that `draw_keep_mask` takes.
         sums: the tuple of sums before the first tile.
-        loop, blocks: from `load_tile`, or with a block mask from `block_loop` and `kept_blocks`. Otherwise blocks is None.
+        loop, blocks: without a block mask, the loop from `load_tile`, and None. With a block mask, the loop from `block_loop`
+            and the pointer from `kept_blocks`.
         STEP: number of columns of a tile. GROUP: number of heads that the loop covers.
     """
     BLOCK: tl.constexpr = CONFIG.block
@@ -369,21 +380,27 @@ def run_loop(
 
 @triton.jit
 def visible(lo, hi, start, COLUMNS: tl.constexpr):
-    """Return the mask (rows, COLUMNS) of rows with bounds lo and hi over the columns [start, start + COLUMNS)."""
+    """Return a mask (rows, COLUMNS), which tells whether each row, with the bounds lo and hi, attends to each column.
+
+    The columns are [start, start + COLUMNS).
+    """
     columns = start + tl.arange(0, COLUMNS)[None, :]
     return (lo[:, None] <= columns) & (columns < hi[:, None])
 
 
 @triton.jit
 def load_scalars(base, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    """Load one number per row for rows [first, first + ROWS), 0 past the end. Without MASKED, all of these rows must exist."""
+    """Load one number per row for rows [first, first + ROWS). Rows from num_rows on get 0.
+
+    Without MASKED, all of these rows must exist.
+    """
     rows = first + tl.arange(0, ROWS)
     return tl.load(base + rows, mask=rows < num_rows, other=0) if MASKED else tl.load(base + rows)
 
 
 @triton.jit
 def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """Load the given rows of the contiguous matrices out and dout, both (number of rows, DIM), where `inside`."""
+    """Load `rows` of the contiguous matrices out and dout, both (number of rows, DIM). Rows that are not `inside` get 0."""
     columns = tl.arange(0, PADDED)
     index = rows[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
@@ -392,9 +409,9 @@ def load_outputs(out, dout, rows, inside, DIM: tl.constexpr, PADDED: tl.constexp
 
 @triton.jit
 def row_delta(outputs, dlse, rows, inside):
-    """Compute `ringattn.kernels.reference.row_delta` for the given rows, where `inside`.
+    """Compute `ringattn.kernels.reference.row_delta` for the given rows. `inside` is a mask of the rows that exist.
 
-    `outputs` is from `load_outputs`; `dlse` is contiguous, one number per row, or None.
+    `outputs` comes from `load_outputs`. `dlse` is contiguous with one number per row, or None.
     """
     x, y = outputs
     delta = tl.sum(x.to(tl.float32) * y.to(tl.float32), 1)
@@ -410,20 +427,20 @@ def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSP
     Args:
         dropout: the tuple (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed,
             threshold, factor).
-        head: the query head, without `first head`.
-        start, num_columns: first column of the tile, and the number of all columns.
+        head: the index of the query head in this call. The function adds `first head` to it.
+        start, num_columns: the first column of the tile, and the total number of columns.
         TRANSPOSED: whether the rows are keys and the columns are queries.
-        MASKED: whether columns of the tile may lie past the end.
+        MASKED: whether the tile may extend beyond the last column.
 
     Returns:
-        (rows, STEP), true where the probability is kept.
+        (rows, STEP): a mask that is true for the probabilities that are kept.
     """
     row_positions, column_positions, batch, first_head, seed, threshold, _ = dropout
     queries, keys = row_positions[:, None], load_scalars(column_positions, start, num_columns, STEP, MASKED)[None, :]
     if TRANSPOSED:
         queries, keys = keys, queries
-    # Do not broadcast the positions before this call. Without broadcasting, each product of the first round depends on the row
-    # or on the column alone. It is computed once per row or per column, and the full tile is needed only from the second round
-    # on. The compiler also removes the computations that only the other three words need.
+    # Do not broadcast the positions before this call. Without broadcasting, each product of the first round depends only on the
+    # row or only on the column, so it is computed once per row or once per column. Only from the second round on, the full tile
+    # is needed. The compiler also removes all computations that are needed only for the other three words.
     _, word, _, _ = tl.philox(seed, queries, keys, head.to(tl.int32) + first_head, batch.to(tl.int32), PHILOX_ROUNDS)
     return word >= threshold.to(tl.uint32)

@@ -1,8 +1,9 @@
-"""Portable Triton forward: `ringattn.kernels.reference.forward` tile by tile (Dao 2023, algorithm 1).
+"""Portable Triton forward, which implements `ringattn.kernels.reference.forward` tile by tile (Dao 2023, algorithm 1).
 
 A program owns one tile of queries of one head and loops over the tiles of keys that the intervals of its queries reach. Tiles
-that no query attends to are never loaded, and scores are masked only in the tiles at the two ends of the loop. The running
-state (m, l, o) stays in registers. Scores and m are in log2 units, because exp2 is an instruction and exp is not.
+to which no query attends are never loaded. Scores are masked only in the tiles at the two ends of an interval. The running
+state (m, l, o) stays in registers. Scores and m are in log2 units, because the GPU has an instruction for exp2 but none for
+exp.
 """
 
 import torch
@@ -17,28 +18,29 @@ from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars
 def _add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
 
-    `ringattn.kernels.triton.common.run_loop` explains the arguments. The caller multiplies o by the factor of the dropout after
-    the last tile.
+    `ringattn.kernels.triton.common.run_loop` explains the arguments. After the last tile, the caller multiplies o by the factor
+    of the dropout.
     """
     q, k, v, k_stride, v_stride, num_keys, lo, hi, head, log2_scale = operands
     m, l, o = state
     key = load_rows(k, start, k_stride, num_keys, CONFIG.keys, CONFIG.dim, MASKED)
-    # The scores stay unscaled here: scaling them and subtracting the maximum below is then one fused multiply-add.
+    # Do not scale the scores here. The computation of p below scales them and subtracts the maximum in one fused multiply-add.
     scores = tl.dot(q, tl.trans(key), input_precision=CONFIG.precision)
     if MASKED:
         scores = tl.where(visible(lo, hi, start, CONFIG.keys), scores, float("-inf"))
     new_m = tl.maximum(m, tl.max(scores, 1) * log2_scale)
-    # A query that has not attended to any key yet keeps m = -inf. Subtract 0 there: exp2(-inf - 0) is 0, exp2(-inf + inf) is
-    # NaN. In a tile without a mask, every query attends to a key.
+    # If a query has not attended to any key yet, its m is -inf. Subtract 0 instead of such an m, because exp2(-inf - 0) is 0,
+    # whereas exp2(-inf + inf) is NaN. In a tile without a mask, this case cannot occur, because every query attends to a key.
     reference_max = tl.where(new_m == float("-inf"), 0.0, new_m) if MASKED else new_m
     p = tl.exp2(scores * log2_scale - reference_max[:, None])
     alpha = tl.exp2(m - reference_max)
-    # l sums all probabilities, o only those that dropout keeps.
+    # l is the sum of all probabilities, whereas o contains only the probabilities that dropout keeps.
     dropped = p
     if dropout is not None:
         dropped = tl.where(common.draw_keep_mask(dropout, head, start, num_keys, CONFIG.keys, False, MASKED), p, 0.0)
     value = load_rows(v, start, v_stride, num_keys, CONFIG.keys, CONFIG.value_dim, MASKED)
-    # alpha rescales what was summed relative to the old maximum. Passing o to tl.dot as the accumulator saves an addition.
+    # alpha rescales the sums of earlier tiles, which are relative to the old maximum. Passing o to tl.dot as the accumulator
+    # saves an addition.
     o = tl.dot(dropped.to(value.dtype), value, o * alpha[:, None], input_precision=CONFIG.precision)
     return new_m, l * alpha + tl.sum(p, 1), o
 
@@ -57,10 +59,10 @@ def _forward_kernel(
             q_strides, k_strides and v_strides. The stride of the last dimension is 1.
         lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
         table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles`.
-        state_m, state_l, state_o: fp32 (B, Nq, Hq), (B, Nq, Hq) and (B, Nq, Hq, Dv), contiguous. They are read with HAS_STATE
-            and written without FINAL.
-        out, lse: (B, Nq, Hq, Dv) and fp32 (B, Nq, Hq), contiguous, written with FINAL.
-        scale: factor on the scores.
+        state_m, state_l, state_o: fp32 (B, Nq, Hq), (B, Nq, Hq) and (B, Nq, Hq, Dv), contiguous. With HAS_STATE, the kernel
+            reads these tensors. Without FINAL, the kernel writes them.
+        out, lse: (B, Nq, Hq, Dv) and fp32 (B, Nq, Hq), contiguous. With FINAL, the kernel writes them.
+        scale: the factor by which the scores are multiplied.
         query_positions, key_positions: int32 (Nq,) and (Nk,), or None without dropout; first_head, seed, threshold and factor
             are those of `ringattn.kernels.dropout.Dropout`.
         block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask, with the strides of
@@ -84,7 +86,8 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # Without a block mask or without dropout, the variable is None at compile time, and Triton generates no code for it.
+    # If there is no block mask, `blocks` is None at compile time, and Triton generates no code for block masks. The same is
+    # true of `dropout`.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
@@ -108,8 +111,8 @@ def _forward_kernel(
     mask = row_mask[:, None] & (columns[None, :] < CONFIG.value_dim)
     row_index = (batch * num_queries + rows) * CONFIG.num_heads + head
     index = row_index[:, None] * CONFIG.value_dim + columns[None, :]
-    # The loop started from the empty state, so that the factor of the dropout applies to its own sum alone. The given state is
-    # merged now.
+    # The loop started from the empty state, so that the factor of the dropout applies only to the sum of this loop. The given
+    # state is merged after the loop.
     if HAS_STATE:
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
@@ -119,7 +122,7 @@ def _forward_kernel(
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
         m, l, o = new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
-    # A query with l = 0 has attended to no key: its output is 0 / 1 = 0 and its lse is log2(0) = -inf.
+    # If the l of a query is 0, the query has attended to no key. Its output is 0 / 1 = 0, and its lse is log2(0) = -inf.
     if FINAL:
         o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)
@@ -134,19 +137,22 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
 
     Args:
-        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. A last dimension that is not contiguous costs a copy.
+        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. If the last dimension is not contiguous, q is copied.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
         intervals: of Nq queries and Nk keys on q's device, one for all batch entries or one for each.
         scale: multiplies the scores before the softmax, usually D ** -0.5; positive.
         state: fp32 (m, l, o) of the queries over earlier keys, contiguous: m and l (B, Nq, Hq), o (B, Nq, Hq, Dv). Without
-            `final`, it is updated in place. None: the empty state.
-        final: whether these are the last keys.
-        dropout: which probabilities to drop. o sums the kept ones, scaled, while m, l and lse do not change. None: none.
-        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. None: all.
-        precision: of products of fp32 inputs, "ieee", or "tf32" for the tensor cores.
+            `final`, these tensors are updated in place. None stands for the empty state.
+        final: whether these are the last keys, so that (out, lse) is returned instead of the state.
+        dropout: which probabilities to drop. o is a sum over the kept probabilities, which are scaled, whereas m, l and lse do
+            not change. With None, nothing is dropped.
+        blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
+            block mask.
+        precision: the precision of products of fp32 inputs: "ieee", or "tf32" to use the tensor cores.
 
     Returns:
-        The state (m, l, o) in fp32, or with `final` out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq) in fp32.
+        The state (m, l, o) in fp32. With `final`, (out, lse) instead: out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq) in
+        fp32.
     """
     m, l, o, out, lse = common.allocate_results(q, v, state, final)
     if q.numel() > 0:

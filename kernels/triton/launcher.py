@@ -1,4 +1,4 @@
-"""Launch Triton kernels without the host work that Triton repeats for every launch."""
+"""Launch Triton kernels faster, without the work that Triton repeats on the host for every launch."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -15,29 +15,31 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch to find the compiled kernel, which takes as long as a short kernel runs. This
-    function caches the compiled kernel under a short key instead. It does not call the launch hooks of Triton's profiler, and
-    it does not notice a tensor that is on another device than the rest.
+    Triton inspects all arguments of a launch to find the compiled kernel. This inspection takes as long as the run of a short
+    kernel. This function caches the compiled kernel under a short key instead. This function does not call the launch hooks of
+    Triton's profiler. It also does not detect a tensor that is on a different device than the other operands.
 
     Args:
-        kernel: the kernel; its parameters are the operands, then the numbers, then the constants.
+        kernel: the kernel. Its parameters are the operands, followed by the numbers and the constants.
         programs: number of programs in the grid.
-        operands: tensors, TMA descriptors and None, with at least one tensor. The blocks of descriptors must follow from the
-            constants.
-        numbers: integers below 2**31 and floats. Each must have the same type in every launch, and the kernel must not
-            specialize any of them.
+        operands: tensors, TMA descriptors and None, with at least one tensor. The constants must determine the block shapes of
+            the descriptors.
+        numbers: integers below 2**31 and floats. Each number must have the same type in every launch, and the kernel must not
+            specialize any number.
         constants: the constexpr arguments, in the kernel's order.
     """
     key, arguments = [id(kernel), *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
-            # Triton compiles a special kernel for pointers that are multiples of 16, so the key contains the remainder.
+            # Triton compiles a special kernel for pointers that are multiples of 16, so the key contains the address modulo 16.
             key += x.dtype, address % 16
-            # Pass the address. For a tensor, Triton would ask the CUDA driver whether the pointer is on the device.
+            # Pass the address instead of the tensor. For a tensor, Triton would query the CUDA driver whether the pointer is on
+            # the device.
             arguments.append(address)
         else:
-            # A TMA descriptor of another dtype needs another kernel, and so does an operand that is None.
+            # The compiled kernel depends on the dtype of a TMA descriptor, and on whether an operand is None. The key therefore
+            # contains the dtype, or None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
@@ -48,6 +50,6 @@ def launch(
         _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
         return
     # The arguments of `run` are the grid, the stream, the kernel, three values for launch hooks, and the arguments of the
-    # kernel. The three values are None, so no hook is called.
+    # kernel. Passing None for these three values disables the hooks.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
     compiled.run(programs, 1, 1, *handles, None, None, None, *arguments, *numbers, *constants.values())
