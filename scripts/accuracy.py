@@ -1,7 +1,8 @@
-"""A float64 reference for attention, and the largest accepted errors of kernels and rings compared with this reference.
+"""Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
 
-Two measures of error are used. `row_error` looks at every row, and suits short sequences of random inputs. `group_error` takes
-64 rows together, and suits long sequences with causal masks, where single rows may be very small.
+There are two measures of error. `row_error` measures every row separately. It is suitable for short sequences of random inputs.
+`group_error` measures 64 rows together. It is suitable for long sequences with causal masks, in which single rows may be very
+small.
 """
 
 import torch
@@ -13,18 +14,18 @@ from ringattn.kernels.interval_mask import Intervals
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
-# The largest accepted `row_error` of each result, in units of the dtype's eps. dq and dk inherit the rounding of `out` through
-# delta = rowsum(dout * out), so their limits are larger.
+# The largest accepted `row_error` of each result, in units of the dtype's eps. The rounding of `out` affects dq and dk through
+# delta = rowsum(dout * out), so the limits of dq and dk are larger.
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
-# The largest accepted error of an lse, which is fp32 for all 16-bit inputs.
+# The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# The limit for results other than lse is never smaller than this number, which applies to fp32 inputs. It covers the rounding
-# errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
+# The limit of every result except lse is at least this number, which is also the limit for fp32 inputs. The limit allows for
+# the rounding errors of sums over about 2,000 keys. Leaving out a single key would cause an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
-GROUP = 64  # number of rows whose error `group_error` measures together
-# The largest accepted `group_error`. Rounding to bf16 causes 0.003 to 0.005, whereas a kernel that skips one tile of 64 keys
-# out of 16,384 is off by 0.06.
+GROUP = 64  # the number of rows that `group_error` measures together
+# The largest accepted `group_error`. Rounding to bf16 causes an error of 0.003 to 0.005. If a kernel skips one tile of 64 keys
+# out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
 # The number of scores that the reference computes at once: 0.5 GiB in float64.
@@ -74,9 +75,10 @@ def float64_results(
 
 
 def row_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest error of an element of (B, N, H, D), relative to the scale of its row. A NaN counts as infinity.
+    """Return the largest error of any element of (B, N, H, D). The error of an element is divided by the scale of its row.
 
-    The scale of a row is its largest element, but at least a tenth of the largest element of all rows.
+    The scale of a row is its largest element, but at least a tenth of the largest element of all rows. A NaN counts as
+    infinity.
     """
     scale = expected.abs().amax(-1)
     # dq and dk of a sequence of one token are zero, so their errors are compared with the inputs, whose scale is 1.
@@ -85,7 +87,7 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def row_errors(results: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the `row_error` of each result. The error of an lse is divided by its magnitude, or by 1 if that is larger."""
+    """Return the `row_error` of each result. The error of an lse is divided by the magnitude of the lse, but at least by 1."""
     errors = {}
     for name, x in results.items():
         if name == "lse":
@@ -104,10 +106,11 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 
 @torch.no_grad()
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the largest error of GROUP rows of a head, relative to the norm of these rows, as a float64 scalar.
+    """Return the largest relative error of any group of GROUP rows of a head, as a float64 scalar.
 
-    The gradient of a row that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows
-    under a causal mask are small, so the largest row must not determine the scale of all rows.
+    The relative error of a group is the norm of the errors of its rows, divided by the norm of its rows. The gradient of a row
+    that attends to a single key is zero, so the errors of single rows have no useful scale. The last rows under a causal mask
+    are small, so the largest row must not determine the scale of all rows.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

@@ -1,4 +1,7 @@
-"""Functions for the command lines of all scripts, and for the header that describes how a result was measured."""
+"""Provide functions for the command lines of all scripts and for the headers of results.
+
+The header of a result describes how the result was measured.
+"""
 
 import argparse
 import datetime
@@ -12,8 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-# Benchmarks write to this folder by default. Git ignores the folder, and results that should be kept are copied to benchmarks/
-# by hand.
+# Benchmarks write to this folder by default, and git ignores this folder. To keep a result, copy it to benchmarks/ by hand.
 RESULTS = ROOT / "outputs" / "benchmarks"
 
 
@@ -44,7 +46,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 
 
 def describe_run(module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None) -> dict:
-    """Describe a measurement on CUDA devices by its date, its machine with all versions, and its command.
+    """Return a dict that describes a measurement on CUDA devices: the date, the machine, the versions, and the command.
 
     Args:
         module: the name of the benchmark module, such as "scripts.bench.ring".

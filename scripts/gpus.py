@@ -1,4 +1,4 @@
-"""Set up scripts that run under torchrun: each rank selects its own GPU, and NCCL connects the ranks."""
+"""Set up scripts that torchrun starts. Each rank selects its own GPU, and NCCL connects the ranks."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ def join_group() -> torch.device:
     """Join the process group of all ranks, and return the GPU of this rank.
 
     Raises:
-        SystemExit: the script was not started by torchrun, or this machine has fewer GPUs than ranks. One rank per machine
-            prints the reason.
+        SystemExit: torchrun did not start the script, or this machine has fewer GPUs than ranks. One rank per machine prints
+            the reason.
     """
     if "LOCAL_RANK" not in os.environ:
         sys.exit("error: start this script with torchrun and one rank per GPU: torchrun --nproc_per_node=2 -m ...")

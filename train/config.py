@@ -1,7 +1,7 @@
-"""The settings of a run as typed dataclasses, and the checks that run before anything is built.
+"""Define the settings of a run as typed dataclasses, and check the settings before anything is built.
 
 This module defines the defaults. The YAML files in configs/ override the defaults, and the command line overrides both. The
-comment above each field explains the setting. `None` as a default means that a value is derived, as the comment says.
+comment above each field explains the setting. For settings whose default is None, the comment explains the meaning of None.
 """
 
 import math
@@ -17,7 +17,7 @@ from ringattn.planning import rank_plan
 
 
 class ConfigError(ValueError):
-    """A setting, a file or a combination of settings is invalid. The message says what is wrong and how to correct it."""
+    """A setting, a file or a combination of settings is invalid. The message explains the problem and how to solve it."""
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -38,20 +38,20 @@ class ModelConfig:
     dim: int = 128
     # The number of query heads.
     heads: int = 4
-    # The number of key heads and of value heads. It must divide `heads`. A smaller number than `heads` means grouped-query
-    # attention.
+    # The number of key heads, which is also the number of value heads. The number must divide `heads`. If the number is smaller
+    # than `heads`, the model uses grouped-query attention.
     kv_heads: int = 2
-    # The width of one head. It must be even and at most 256. None: `dim / heads`.
+    # The width of one head. The width must be even and at most 256. None: `dim / heads`.
     head_dim: int | None = None
     # The hidden width of the SwiGLU layer. None: 8/3 of `dim`, rounded up to a multiple of 64.
     ffn_dim: int | None = None
     # The base of the rotary position embedding.
     rope_theta: float = 10_000.0
-    # The factor by which the low rotary frequencies are divided, to extend a model to longer sequences than it was trained on.
-    # It requires `rope_trained_len`. None: all frequencies stay unchanged.
+    # The low rotary frequencies are divided by this factor, which extends a model to longer sequences than those of its
+    # training. This setting requires `rope_trained_len`. None: all frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length, in tokens, that the model was trained with before its extension. It is set if and only if
-    # `rope_factor` is set. None: the model is not extended.
+    # The sequence length, in tokens, with which the model was trained before its extension. This setting is required if
+    # `rope_factor` is set, and it must be None otherwise. None: the model is not extended.
     rope_trained_len: int | None = None
     # The rule that decides which rotary frequencies are divided by `rope_factor`: "llama3" or "yarn". "yarn" also sharpens
     # the softmax of attention.
@@ -81,7 +81,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """The text, the tokenizer, and how documents are packed into sequences."""
+    """The settings of the text, the tokenizer and the packing of documents into sequences."""
 
     # The kind of text: "stdlib" (the source code of Python's standard library), "text" (one document per file), "jsonl" (one
     # document per line), "parquet" (one document per row) or "hub" (a dataset of the Hugging Face hub).
@@ -89,25 +89,26 @@ class DataConfig:
     # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
     # except "stdlib" require a path.
     path: str | None = None
-    # The configuration of a dataset of the hub that has several. None: its default configuration.
+    # The name of the configuration to use, for a dataset of the hub with several configurations. None: the default
+    # configuration.
     subset: str | None = None
     # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
     split: str = "train"
     # The split of the held-out text, or a slice of a split such as "train[95%:]". None: "train" if `eval_path` is set. If
     # neither `eval_split` nor `eval_path` is set, there is no held-out text and no evaluation.
     eval_split: str | None = None
-    # The files or the dataset of the held-out text. None: those of `path`.
+    # The files or the dataset of the held-out text. None: the same files or dataset as in `path`.
     eval_path: str | None = None
-    # The column with the text, for "jsonl", "parquet" and "hub".
+    # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
     column: str = "text"
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     # The number of tokens of a sequence, summed over all ranks that share the sequence.
     seq_len: int = 512
-    # Whether a token attends only to tokens of its own document. If false, a token attends to all earlier tokens of the
-    # sequence.
+    # Whether a token attends only to tokens of its own document. If this setting is false, a token attends to all earlier
+    # tokens of the sequence.
     mask_documents: bool = True
-    # The seed of the order of the documents. Every epoch has another order.
+    # The seed of the random order of the documents. The order differs from epoch to epoch.
     seed: int = 0
 
     @property
@@ -121,22 +122,25 @@ class DataConfig:
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
-        # Every seed is evaluated on the same text.
+        # The seed is fixed, so that runs with different seeds are evaluated on the same text.
         return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)
 
 
 @dataclass
 class ParallelConfig:
-    """How the ranks share the work: a mesh of data-parallel x ring x Ulysses ranks, with parameters sharded over all ranks."""
+    """The settings that divide the work among the ranks.
 
-    # The number of ranks that share one sequence. It must divide the number of ranks. None: all ranks.
+    The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
+    """
+
+    # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
     ring: int | None = None
-    # The number of ranks that exchange heads by all-to-all (Ulysses). The ranks that share a sequence form several such groups,
-    # which are connected by rings. A larger number means rings with fewer hops. None: the number for which the cost model
-    # predicts the shortest time.
+    # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. The ranks of a
+    # group exchange heads by all-to-all, and rings connect the groups. A larger number means rings with fewer hops. None: the
+    # number for which the cost model predicts the shortest time.
     ulysses: int | None = 1
-    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". "auto" picks, for the mask of every
-    # step, the layout with the least work for the busiest rank.
+    # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" picks the layout
+    # that gives the busiest rank the least work under the mask of the step.
     layout: str = "auto"
     # The tensors that circulate on the ring: "state" (queries and partial results), "kv" (keys and values) or "auto" (the
     # faster of the two according to the cost model).
@@ -144,20 +148,20 @@ class ParallelConfig:
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
     # device and the shapes).
     kernel: str = "auto"
-    # Whether to recompute the blocks, except for attention, in the backward pass. This saves memory. None: only if a GPU
-    # would otherwise be short of memory.
+    # Whether the backward pass recomputes the blocks, except for attention. Recomputation saves memory. None: the blocks are
+    # recomputed only if a GPU would otherwise be short of memory.
     activation_checkpointing: bool | None = None
-    # The number of seconds after which a collective that does not complete fails. The limit also applies to each hop of the
-    # ring, unless the environment variable RINGATTN_TIMEOUT is set.
+    # The timeout of a collective in seconds. The timeout also applies to each hop of the ring, unless the environment variable
+    # RINGATTN_TIMEOUT is set.
     timeout_s: int = 600
 
 
 @dataclass
 class OptimConfig:
-    """AdamW, gradient clipping and the learning-rate schedule."""
+    """The settings of AdamW, of gradient clipping and of the learning-rate schedule."""
 
-    # The peak learning rate. None: a value that falls with the number of parameters, see `ringattn.train.optim.default_lr`. A
-    # run that starts from trained weights uses a tenth of this value.
+    # The peak learning rate. None: `ringattn.train.optim.default_lr` computes the rate, which is lower for models with more
+    # parameters. If a run starts from trained weights, it uses a tenth of the computed rate.
     lr: float | None = None
     # The decay rates of AdamW's averages of the gradient and of the squared gradient.
     betas: tuple[float, float] = (0.9, 0.95)
@@ -171,7 +175,7 @@ class OptimConfig:
     schedule: str = "cosine"
     # The number of steps in which the learning rate rises linearly to `lr`. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
-    # The fraction of all steps in which the learning rate falls, at the end of the run. This setting applies only to "wsd".
+    # At the end of the run, the learning rate falls during this fraction of all steps. This setting applies only to "wsd".
     decay_fraction: float = 0.2
     # The learning rate of the last step, as a fraction of `lr`.
     min_lr_ratio: float = 0.1
@@ -179,7 +183,7 @@ class OptimConfig:
 
 @dataclass
 class TrainerConfig:
-    """The length of a run, its device, its checkpoints and its results."""
+    """The settings of the length of a run, its device, its checkpoints and its results."""
 
     # The number of optimizer steps of the whole run.
     steps: int = 1500
@@ -194,49 +198,52 @@ class TrainerConfig:
     # The precision of the forward and the backward pass: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters
     # and optimizer state are always fp32.
     precision: str = "auto"
-    # Whether to use only operations that give the same bits in every run. On Hopper GPUs, the backward pass of attention then
-    # takes 1.4 to 1.5 times as long.
+    # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
+    # of attention take 1.4 to 1.5 times as long.
     deterministic: bool = False
-    # Whether torch.compile fuses the loss and the operations around attention. None: only on CUDA.
+    # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
+    # CUDA.
     compile: bool | None = None
-    # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
+    # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
     checkpoint_every: int = 250
     # The number of checkpoints that are kept. Older checkpoints are removed.
     keep_checkpoints: int = 2
-    # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
+    # The number of steps between two evaluations on the held-out text. 0: the run evaluates only once, at its end.
     eval_every: int = 500
     # The minimum number of tokens per evaluation. Every evaluation uses the same whole sequences. If the held-out text is
     # shorter, all of it is evaluated.
     eval_tokens: int = 65_536
-    # The number of seconds after the launch of torchrun at which a run stops. The run completes its current step, saves a
-    # checkpoint and exits. None: no limit.
+    # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
+    # saves a checkpoint and exits. None: no limit.
     time_limit_s: float | None = None
-    # The checkpoint to resume: "auto" (the latest one of this run, if any), "never", or the path of a checkpoint. A path to
-    # a checkpoint of another run starts a branch of that run. A path to a checkpoint of this run goes back to it.
+    # The checkpoint to resume: "auto" (the latest checkpoint of this run, if there is one), "never", or the path of a
+    # checkpoint. If the path is a checkpoint of another run, this run starts as a branch of that run. If the path is a
+    # checkpoint of this run, every launch goes back to that checkpoint.
     resume: str = "auto"
-    # The path of a checkpoint, or of a folder with a model in Hugging Face's format, whose weights a new run starts from.
-    # Steps, optimizer and data start from the beginning. Use this to train on with longer sequences or on other text. None:
-    # random weights.
+    # A new run starts from these weights: the path of a checkpoint, or of a folder with a model in Hugging Face's format. The
+    # steps, the optimizer and the data start from the beginning. Use this setting to continue training with longer sequences or
+    # on other text. None: random weights.
     init_from: str | None = None
-    # The number of steps between two lines on the console. Every step is written to metrics.jsonl.
+    # The number of steps between two lines on the console. metrics.jsonl contains every step.
     log_every: int = 25
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
     # The text that the generated sample continues.
     sample_prompt: str = "def "
-    # The peak TFLOP/s of one device, from which the model FLOP utilisation (MFU) is computed. None: the known peak of the
-    # device. If the peak is unknown, MFU is left out.
+    # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
+    # GPUs. If the table does not contain the device, MFU is left out.
     peak_tflops: float | None = None
 
 
 @dataclass
 class LoggerConfig:
-    """Where metrics are sent in addition to the console and metrics.jsonl."""
+    """The settings of Weights & Biases. Metrics are always written to the console and to metrics.jsonl as well."""
 
     # Weights & Biases: "online", "offline" (to a folder of the run), "off" or "auto". "auto" follows the environment variable
-    # WANDB_MODE if it is set. Otherwise it means "online" after `wandb login`, and "offline" without a login.
+    # WANDB_MODE if the variable is set. Otherwise, "auto" means "online" after `wandb login`, and "offline" without a login.
     wandb: str = "auto"
-    # The project in Weights & Biases. None: the environment variable WANDB_PROJECT, or "ringattn" if it is not set.
+    # The project in Weights & Biases. None: the value of the environment variable WANDB_PROJECT, or "ringattn" if the variable
+    # is not set.
     project: str | None = None
 
 
@@ -244,8 +251,9 @@ class LoggerConfig:
 class Config:
     """All settings of a run."""
 
-    # The name of the run, which is its directory under `outputs/`. Launching the same name again resumes the run. None is
-    # invalid: without a name on the command line, configs/train.yaml sets the time of the launch.
+    # The name of the run, which is also the name of its directory under `outputs/`. Launching the same name again resumes the
+    # run. The name must not be None. If the command line contains no name, configs/train.yaml sets the time of the launch as
+    # the name.
     name: str | None = None
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -255,7 +263,7 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)
 
 
-# The valid values of each setting that is a choice.
+# The valid values of each setting that accepts only a few values.
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
@@ -268,7 +276,7 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The valid range of each setting that is a number, unless the setting is None.
+# The valid range of each numeric setting. The range does not apply to a setting that is None.
 AT_LEAST_ONE = (
     "model.vocab_size model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.rope_factor "
     "model.rope_trained_len model.window data.seq_len parallel.ring parallel.ulysses parallel.timeout_s trainer.steps "
@@ -287,7 +295,7 @@ BOUNDS = (
 
 
 def check(config: Config, world_size: int) -> None:
-    """Check every setting by itself, and the settings that depend on each other.
+    """Check every setting by itself, and check the combinations of settings that depend on each other.
 
     Args:
         config: the settings.
@@ -301,8 +309,8 @@ def check(config: Config, world_size: int) -> None:
         raise ConfigError(problem)
 
 
-# Each of the following functions yields a message for every invalid setting. `check` raises the first message and stops there,
-# so later checks may rely on earlier ones.
+# Each of the following functions yields a message for every invalid setting. `check` raises an error with the first message, so
+# a later check may assume that the earlier checks have succeeded.
 
 
 def _check_values(config: Config) -> Iterator[str]:
@@ -313,13 +321,14 @@ def _check_values(config: Config) -> Iterator[str]:
     for names, bound, is_valid in BOUNDS:
         for name in names.split():
             value = attrgetter(name)(config)
-            # NaN compares false with every number, so it is invalid everywhere.
+            # Every comparison of NaN with a number is false, so NaN is invalid for every setting.
             if value is not None and not is_valid(value):
                 yield f"{name}={value}: must be {bound}"
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # A setting that has no effect is an error, because its user expects an effect, such as training on other text.
+    # A setting without an effect is an error, because the user expects an effect of the setting, such as training on other
+    # text.
     data, optim = config.data, config.optim
     for names, is_unused, reason in (
         ("data.path data.eval_path", data.source == "stdlib", "if data.source=stdlib: choose data=text, jsonl, parquet or hub"),

@@ -17,8 +17,8 @@ from ringattn.train.model.loss import IGNORE, token_losses
 from ringattn.train.setup import Run
 from ringattn.train.step import forward, layout_of, mask_of
 
-# Tokens with a context of fewer than this many tokens form the first group. Each further group starts at twice the context
-# length of the group before it.
+# The first group contains the tokens whose context is shorter than this number of tokens. The second group starts at this
+# context length, and each further group starts at twice the context length of the previous group.
 SHORTEST_CONTEXT = 128
 
 
@@ -29,12 +29,12 @@ def evaluate(run: Run) -> dict[str, float]:
     Evaluation always uses the same sequences of `run.held_out`, with at least `trainer.eval_tokens` tokens in total.
 
     Returns:
-        `eval_loss`, the mean loss in nats per token, and `eval_loss/c` for c of 0, SHORTEST_CONTEXT, 2 SHORTEST_CONTEXT, and so
-        on. `eval_loss/c` is the mean over the tokens with a context of at least c tokens and of fewer than the next c. Groups
-        without tokens are left out.
+        A dict of losses in nats per token. `eval_loss` is the mean loss of all tokens. `eval_loss/c` is the mean loss of the
+        tokens whose context has at least c tokens but fewer than the next larger c. The values of c are 0, SHORTEST_CONTEXT,
+        2 SHORTEST_CONTEXT, and so on. Groups without tokens are left out.
     """
     starts = context_groups(run.config.data.seq_len)
-    # In each row, the sum of the losses of a group and the number of its tokens.
+    # Each row contains the sum of the losses of a group and the number of tokens in the group.
     sums = torch.zeros(len(starts), 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     for batch in held_out_batches(run):
@@ -53,12 +53,15 @@ def evaluate(run: Run) -> dict[str, float]:
 
 
 def context_groups(seq_len: int) -> list[int]:
-    """Return the shortest context length of each group, for sequences of `seq_len` tokens: 0, and powers of two."""
+    """Return the shortest context length of each group, for sequences of `seq_len` tokens.
+
+    The lengths are 0 and powers of two.
+    """
     return [0, *(2**i for i in range(SHORTEST_CONTEXT.bit_length() - 1, (seq_len - 1).bit_length()))]
 
 
 def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
-    """Return the index of each token's group, given the shortest context length of each group; int64 (B, S)."""
+    """Return the index of each token's group as int64 (B, S). `starts` contains the shortest context length of each group."""
     seq_len = batch.tokens.shape[1]
     context = torch.arange(seq_len) - mask.intervals(seq_len)[0]
     return torch.bucketize(context, torch.tensor(starts[1:]), right=True).expand_as(batch.tokens)
@@ -67,8 +70,9 @@ def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
 def held_out_batches(run: Run) -> Iterator[Batch]:
     """Yield this rank's batches of held-out sequences.
 
-    The evaluated sequences are spread evenly over the held-out text, so that they represent all of it. All ranks have the same
-    number of batches, because they compute together. The labels of sequences beyond the last one to evaluate are IGNORE.
+    The evaluated sequences are spread evenly over the held-out text, so that they represent the whole text. All ranks receive
+    the same number of batches, because every batch requires communication between all ranks. The last batches may therefore
+    contain sequences that must not be evaluated. The labels of these sequences are IGNORE.
     """
     dp, size = run.mesh.dp, run.config.trainer.batch_size
     count = min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)

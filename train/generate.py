@@ -1,7 +1,8 @@
-"""Generate text with the trained model on its own ring of ranks.
+"""Generate text with the model of a run on the ranks of the run.
 
-The prompt runs through the model once, with its tokens sharded over the ranks as in training, and each rank keeps its keys and
-values in a cache. Then one new token at a time runs through the model on all ranks, and attends to the caches of all ranks.
+The tokens of the prompt are sharded over the ranks as in training. The prompt runs through the model once, and each rank stores
+the keys and values of its tokens in a cache. Afterwards, one new token at a time runs through the model on all ranks. The new
+token attends to the caches of all ranks.
 """
 
 from functools import partial
@@ -22,13 +23,13 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
     The rank that holds the last position samples each token and broadcasts it.
 
     Args:
-        run: the run, whose model generates the text on the ranks that share a sequence. Token ids from the size of the
-            tokenizer on, which only pad the embedding, are never sampled. Generation stops when the model generates the
-            end-of-text token `eos` of the tokenizer.
-        prompt: token ids. The model reads one `eos` before them, as before every document in training.
+        run: the run, whose model generates the text on the ranks that share a sequence. The embedding may be padded beyond the
+            vocabulary of the tokenizer, and token ids of this padding are never sampled. Generation stops when the model
+            generates the end-of-text token `eos` of the tokenizer.
+        prompt: the token ids of the prompt. The model reads one `eos` before the prompt, as before every document in training.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
-        seed: the seed of the sampling, which does not depend on the number of ranks.
+        seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
 
     Returns:
         The prompt and the generated tokens, without `eos`.
@@ -56,14 +57,14 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
 
 
 def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, **options: Any) -> Tensor:
-    """Compute the attention of one layer: the prompt on the ring in the first call, and one new token in each later call.
+    """Compute the attention of one layer. The first call processes the prompt, and each later call processes one new token.
 
     Args:
         q, k, v: the queries, keys and values of the tokens of this rank.
         cache: the keys and values of all earlier calls.
         layout: the layout of the prompt.
-        mask: the mask of the model, which is causal, possibly with a sliding window.
-        options: the group and the attention kernels, as for `ring_attention`.
+        mask: the mask of the model: causal, with or without a sliding window.
+        options: the process group and the attention kernels, as in `ring_attention`.
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)
@@ -73,7 +74,10 @@ def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: 
 
 
 def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
-    """Return the logits of this rank's last token, (1, padded vocabulary), or (0, padded vocabulary) if it has no token."""
+    """Return the logits of this rank's last token as (1, padded vocabulary).
+
+    If this rank has no token, the shape is (0, padded vocabulary).
+    """
     return hidden[0, -1:] @ head.T
 
 

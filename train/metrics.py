@@ -1,4 +1,4 @@
-"""The metrics of every step: record them on the console, in metrics.jsonl and in Weights & Biases, read them and plot them."""
+"""Record the metrics of every step on the console, in metrics.jsonl and in Weights & Biases (W&B), and plot the losses."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ from ringattn.train.model.flops import utilisation
 
 log = logging.getLogger(__name__)
 
-# The parts of a step's message on the console, in this order. Metrics that a step does not have are left out.
+# The message of a step on the console consists of these parts, in this order. Metrics that a step lacks are left out.
 CONSOLE_FORMATS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval loss {:.4f}",
@@ -37,19 +37,19 @@ WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "d
 
 
 class Recorder:
-    """Record the steps of a run on the console, in metrics.jsonl and in Weights & Biases. Ranks other than 0 record nothing."""
+    """Records the steps of a run on the console, in metrics.jsonl and in W&B. Only rank 0 records anything."""
 
     def __init__(self, config: Config, directory: Path, done: int = 0, peak_flops: float | None = None) -> None:
         """Open the files and the W&B run.
 
         Args:
             config: the settings of the run.
-            directory: the directory of the run, which receives metrics.jsonl and the files of W&B.
+            directory: the directory of the run. The recorder writes metrics.jsonl and the files of W&B to this directory.
             done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl.
             peak_flops: the peak FLOP/s of one device, for MFU; None to leave MFU out.
 
         Raises:
-            ConfigError: on rank 0, if `logger.wandb` is "online" and there is no login to W&B.
+            ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in to W&B.
         """
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -71,8 +71,9 @@ class Recorder:
             tokens: the number of tokens of the step, on all ranks together.
             seconds: the time that the step took.
             flops: the model FLOPs of the step, on all ranks together.
-            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, and `total_tokens` (the number of
-                tokens that the run has consumed so far, over which the loss is plotted). Metrics that are None are left out.
+            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib` and `total_tokens`. The value of
+                `total_tokens` is the number of tokens that the run has consumed so far. It is the x axis of the plot of the
+                loss. Metrics that are None are left out.
         """
         if not self._is_active:
             return
@@ -94,15 +95,15 @@ class Recorder:
             self._call_wandb("finish")
 
     def _format(self, record: dict[str, float]) -> str:
-        """Return the message on the console."""
-        # The median is not affected by the first step, which is slow.
+        """Return the message of a step on the console."""
+        # The first step is slow. The median, unlike the mean, is not affected by this step.
         remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
         known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
         return "  ".join([step, *known, f"ETA {timedelta(seconds=round(remaining))}"])
 
     def _call_wandb(self, method: str, *arguments: Any) -> None:
-        """Call a method of the W&B run, if there is one. After an error, W&B is not used any more."""
+        """Call a method of the W&B run, if there is such a run. After the first error, W&B is no longer used."""
         try:
             if self._wandb is not None:
                 getattr(self._wandb, method)(*arguments)
@@ -114,7 +115,8 @@ class Recorder:
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl up to and including step `until`.
 
-    Lines that are not records are skipped, such as the last line of a run that was killed while it wrote.
+    Lines that are not records are skipped. For example, the last line is incomplete if the run was killed while it wrote the
+    line.
     """
     records = []
     for text in path.read_text().splitlines() if path.exists() else []:
@@ -126,18 +128,18 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 
 
 def _to_json(record: dict[str, float]) -> str:
-    """Return a record as one line of JSON. JSON has no NaN and no infinity, so null replaces them."""
+    """Return a record as one line of JSON. NaN and infinity are replaced by null, because JSON cannot represent them."""
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
     return json.dumps(finite) + "\n"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace a file by one with this text. Another process sees either the old file or the complete new one."""
+    """Replace the content of a file by `text`. Other processes see either the old content or the complete new content."""
     temporary = path.with_suffix(".tmp")
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
-        # Without this, a crash of the machine after the renaming could leave an empty file.
+        # Without this fsync, the file could be empty if the machine crashes after the renaming.
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
@@ -145,8 +147,8 @@ def write_atomically(path: Path, text: str) -> None:
 def plot_loss(path: Path, output: Path) -> None:
     """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
 
-    The left panel shows the loss over tokens, or over steps if the numbers of tokens are unknown. If the held-out text was
-    evaluated, the right panel shows the latest loss on it by context length.
+    The x axis of the left panel is the number of tokens, or the number of steps if the numbers of tokens are unknown. If the
+    held-out text was evaluated, the right panel shows the latest loss on the held-out text by context length.
     """
     # matplotlib is imported here because the import is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
@@ -173,13 +175,13 @@ def plot_loss(path: Path, output: Path) -> None:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """Return the mean of the losses up to each step, over the last fiftieth of all steps."""
+    """Return a moving average of the losses. Each value is the mean over the most recent steps, a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
     return [statistics.fmean(losses[max(i - width + 1, 0) : i + 1]) for i in range(len(losses))]
 
 
 def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
-    """Plot the loss of each group of `evaluate`, with equal distances between the groups."""
+    """Plot the loss of each context-length group of `evaluate`. The groups have equal distances on the x axis."""
     groups = {int(name.removeprefix("eval_loss/")): loss for name, loss in record.items() if name.startswith("eval_loss/")}
     axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
     axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])
@@ -188,7 +190,10 @@ def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
 
 
 def _start_wandb(config: Config, directory: Path, done: int) -> Any:
-    """Return the W&B run, or None if there is none. A resumed run continues its earlier W&B run."""
+    """Start the W&B run and return it, or return None if W&B is off or cannot start.
+
+    A resumed run continues its earlier W&B run.
+    """
     choice = config.logger.wandb
     if choice == "auto":
         choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
@@ -205,7 +210,7 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     if not (done and id_file.exists()):
         id_file.write_text(secrets.token_hex(4))
     project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    # The jobs of a sweep share the name of the sweep, and their directories are numbers.
+    # All jobs of a sweep have the name of the sweep, and the names of their directories are numbers.
     is_job_of_sweep = bool(config.name) and directory.name.isdecimal() and directory.parent.name == Path(config.name).name
     name, group = (f"{config.name}/{directory.name}", config.name) if is_job_of_sweep else (config.name, None)
     options = dict(project=project, name=name, group=group, id=id_file.read_text(), config=asdict(config))
@@ -213,10 +218,10 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options)
-            # A resumed run records some steps a second time. W&B's own step counter would drop them.
+            # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
             run.define_metric("*", step_metric="step")
             return run
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Otherwise the next attempt would find the id of the run in use.
+            wandb.teardown()  # Otherwise W&B would report in the next attempt that the id of the run is in use.
     return None

@@ -1,7 +1,7 @@
-"""Stop a run cleanly, and keep two processes from training in the same directory.
+"""Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, on Ctrl-C or at its time limit. It then completes its current step, saves a checkpoint and exits, so
-that launching it again resumes it.
+A run stops on SIGTERM, on Ctrl-C or at its time limit. The run then completes its current step, saves a checkpoint and exits.
+If the run is launched again, it resumes from this checkpoint.
 """
 
 import os
@@ -18,21 +18,24 @@ from filelock import FileLock, Timeout
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.ranks import sync_errors
 
-# The signals that this process has received. No signal is ever removed: a signal stops the whole launch, not only the current
-# job of a sweep.
+# The signals that this process has received. No signal is ever removed from the set, because a signal stops the whole launch
+# and not only the current job of a sweep.
 _received_signals: set[int] = set()
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED = "Ctrl-C: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it without saving\n"
 
 
 def _launch_time() -> float:
-    """Return when the launch began, on the clock of `time.monotonic`: the start of torchrun, or else of this process."""
+    """Return the time at which torchrun started, on the clock of `time.monotonic`.
+
+    If torchrun did not start this process, return the time at which this process started.
+    """
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # The 22nd field is the start of the process in clock ticks since the machine was booted. The second field, the name of
-        # the process in brackets, may contain spaces.
+        # The 22nd field is the start time of the process, in clock ticks since the machine was booted. The second field is the
+        # name of the process in brackets. This name may contain spaces, so the text is split only after the closing bracket.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # only Linux has this file
+    except OSError:  # This file exists only on Linux.
         return time.monotonic()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
@@ -44,17 +47,18 @@ LAUNCH_TIME = _launch_time()
 class TrainingStopped(SystemExit):
     """A run stopped on a signal or at its time limit, and its progress is saved.
 
-    This is not an error. As a SystemExit without a code it ends the process with exit status 0.
+    Stopping in this way is not an error. This exception is a SystemExit without a code, so the process ends with exit status 0.
     """
 
 
 @contextmanager
 def handle_stop_signals() -> Iterator[None]:
-    """Record SIGTERM and SIGINT in this context, for `stop_requested`. Outside this context, they end the process at once.
+    """Record SIGTERM and SIGINT in this context, so that `stop_requested` can return them.
 
-    SIGTERM may arrive several times, because torchrun forwards it to ranks that have received it themselves. Ctrl-C sends
-    SIGINT. After the first SIGINT, a second one ends the process at once, even if it is waiting for another rank. SIGTERM does
-    the same then, because a torchrun that is interrupted twice dies, and its death sends SIGTERM to the ranks.
+    Outside this context, the two signals end the process at once. SIGTERM may arrive several times, because torchrun forwards
+    the signal to ranks that have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
+    process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM ends the process at once
+    as well. The reason is that torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
     """
 
     def record(number: int, _: object) -> None:
@@ -75,7 +79,7 @@ def handle_stop_signals() -> Iterator[None]:
 
 
 def stop_requested(time_limit_s: float | None) -> bool:
-    """Return whether this rank has received a signal, or more than `time_limit_s` seconds have passed since the launch."""
+    """Return True if this rank has received a signal, or if more than `time_limit_s` seconds have passed since the launch."""
     return bool(_received_signals) or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
 
 
@@ -88,10 +92,10 @@ def any_rank_stop_requested(time_limit_s: float | None) -> bool:
 
 @contextmanager
 def acquire_run_directory(directory: Path) -> Iterator[None]:
-    """Lock the directory of a run, because two launches would overwrite each other's metrics and checkpoints.
+    """Lock the directory of a run while the context lasts.
 
-    Rank 0 holds the lock on behalf of all ranks. The operating system releases the lock when the process of rank 0 ends,
-    however it ends.
+    Without the lock, two launches would overwrite each other's metrics and checkpoints. Rank 0 holds the lock on behalf of all
+    ranks. The operating system releases the lock when the process of rank 0 ends, even if the process is killed.
 
     Raises:
         ConfigError: on every rank, if another process holds the lock.
@@ -101,10 +105,11 @@ def acquire_run_directory(directory: Path) -> Iterator[None]:
             if dist.get_rank() == 0:
                 directory.mkdir(parents=True, exist_ok=True)
                 try:
-                    # Without flock, filelock would fall back to a marker file, which outlives a process that is killed.
+                    # On a file system without flock, filelock would otherwise use a marker file. A marker file still exists
+                    # after the process is killed.
                     lock.enter_context(FileLock(directory / ".lock", blocking=False, fallback_to_soft=False))
                 except Timeout:
                     raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None
                 except OSError:
-                    pass  # The file system does not support locks, which must not prevent training.
+                    pass  # The file system does not support locks. Training must be possible without a lock.
         yield

@@ -1,14 +1,14 @@
-"""The training command: train a GPT over a ring of ranks.
+"""Train a GPT over a ring of ranks. This module is the training command.
 
     torchrun --nproc_per_node=N train/run.py [overrides]        on N ranks
     python train/run.py [overrides]                             on one rank
     torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-Where ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. `--help` and `--cfg job` show
-the settings.
+If ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. The options `--help` and `--cfg
+job` show the settings.
 
 Only rank 0 reads the command line. For every job, rank 0 broadcasts the settings and the output directory to the other ranks.
-All ranks therefore run the same job in the same directory, and an error in the settings is reported once.
+All ranks therefore run the same job in the same directory, and an error in the settings is reported only once.
 """
 
 import ctypes
@@ -26,14 +26,16 @@ from pathlib import Path
 from typing import NoReturn
 
 if __name__ == "__main__":
-    # Python puts the folder of a script first on its search path, so `import data` in another package would import train/data.
-    # The root of the repository replaces that folder, so that `import ringattn` works without an installation.
+    # Python puts the folder of a script first on its search path. With train/ on the search path, `import data` in another
+    # package would import train/data. Therefore train/ is replaced by the root of the repository, which also makes `import
+    # ringattn` work without an installation.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-    # torchrun has started this process. If torchrun dies, the kernel sends SIGTERM to this process. Otherwise the process would
-    # keep its GPU and the lock on its directory. The request comes before the imports, because importing torch takes seconds.
+    # torchrun has started this process. Request that the kernel sends SIGTERM to this process if torchrun dies. Without this
+    # request, the process would keep its GPU and the lock on its directory. The request comes before the imports, because
+    # importing torch takes seconds.
     PR_SET_PDEATHSIG = 1  # see prctl(2)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -58,18 +60,19 @@ from ringattn.train.trainer import train
 
 log = logging.getLogger(__name__)
 
-# The folder is next to this package both in the repository (configs/) and in an installation (ringattn/configs/).
+# The folder of the YAML files is next to this package, both in the repository (configs/) and in an installation
+# (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# These errors are mistakes of the user. They are reported in one line, and a sweep continues with its next job.
+# Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
 def main() -> NoReturn:
     """Run the command line and exit. This function is the entry point of `ringattn-train`.
 
-    The process exits without Python's usual cleanup, because threads of gloo sometimes abort a process during that cleanup,
-    after the run has completed.
+    The process exits without Python's usual cleanup. Threads of gloo sometimes abort a process during this cleanup, after the
+    run has completed.
     """
     status = run_command_line()
     logging.shutdown()
@@ -80,7 +83,7 @@ def main() -> NoReturn:
 
 def run_command_line() -> int:
     """Join the other ranks, run all jobs of the command line, and return the exit status."""
-    logging.raiseExceptions = False  # If the log cannot be written, logging would print a traceback for every line.
+    logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
     launch = connect_ranks()
     try:
         status = run_as_rank_zero(launch) if dist.get_rank() == 0 else run_as_other_rank()
@@ -93,7 +96,7 @@ def run_command_line() -> int:
 
 
 def run_as_rank_zero(launch: Launch) -> int:
-    """Run every job that Hydra composes from the command line, together with the other ranks. Return the exit status."""
+    """Run every job that Hydra composes from the command line. The other ranks run the same jobs. Return the exit status."""
     outcomes: list[Outcome] = []
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
 
@@ -133,7 +136,8 @@ def run_as_rank_zero(launch: Launch) -> int:
 def run_as_other_rank() -> int:
     """Run the jobs that rank 0 broadcasts, until it broadcasts None. Return the exit status.
 
-    A user error or a request to stop ends the job on all ranks. Only rank 0 reports it and decides whether another job follows.
+    A user error or a request to stop ends the job on all ranks. Only rank 0 reports the error or the request, and only rank 0
+    decides whether another job follows.
     """
     while (job := broadcast_object(None)) is not None:
         with suppress(*USER_ERRORS, TrainingStopped):
@@ -142,7 +146,7 @@ def run_as_other_rank() -> int:
 
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
-    """Let Hydra compose the settings, and call `run_job` once, or once for every job of a sweep. Return the exit status."""
+    """Let Hydra compose the settings, and call `run_job` for the job or for every job of a sweep. Return the exit status."""
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
@@ -151,10 +155,10 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except USER_ERRORS as error:
         report_error(error)
         return 1
-    except OSError as error:  # from Hydra itself, because `run_job` handles the errors of jobs
+    except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1
-    except SystemExit as request:  # from --help, --cfg or an unknown flag, or TrainingStopped, which ends a whole sweep
+    except SystemExit as request:  # Hydra raises it for --help, --cfg or an unknown flag. TrainingStopped ends a sweep.
         return int(request.code or 0)
     return 0
 
@@ -167,17 +171,21 @@ def select_recipe() -> None:
 
 
 def to_config(settings: DictConfig) -> Config:
-    """Convert the settings to dataclasses. An unknown option is an error even if it was added with Hydra's `+`."""
+    """Convert the settings to dataclasses. An unknown option is an error, even if the user has added it with Hydra's `+`."""
     return OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.to_container(settings, resolve=True)))
 
 
 def check_name(name: str | None, context: HydraConf) -> None:
-    """Raise ConfigError for a name that does not give the run, or each job of a sweep, its own directory."""
+    """Check that the run has its own directory under this name. In a sweep, check that each job has its own directory.
+
+    Raises:
+        ConfigError: the name is empty, or the jobs of a sweep have different names.
+    """
     if not name:
         given = "null" if name is None else name
         raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
-    # Hydra writes multirun.yaml to the directory of the sweep. The file is missing in the directory of a job whose name is
-    # itself swept over.
+    # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
+    # name of the job. It is then not the directory of the sweep, so it does not contain multirun.yaml.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(f"name={name} is one of several, but a sweep requires one name, under which each job has a directory")
 
@@ -188,13 +196,16 @@ def report_error(error: Exception) -> None:
 
 
 def describe_error(error: Exception) -> str:
-    """Return the message of a user error as one line. Hydra spreads its messages over several lines and over `__cause__`."""
+    """Return the message of a user error as one line.
+
+    Some messages of Hydra have several lines, and some of Hydra's errors keep the important message in `__cause__`.
+    """
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # The last part that is neither a marker of the position nor a link is the reason.
+        # The message contains markers of a position and links. The last line that is neither of these is the reason.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
@@ -208,7 +219,7 @@ def describe_error(error: Exception) -> str:
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
     """Exit at once after an error that is not a user error.
 
-    Other ranks may be waiting for this one in a collective, and would wait forever. When this process exits, torchrun
+    Other ranks may be waiting in a collective for this rank, and would wait forever. When this process exits, torchrun
     terminates the other ranks.
     """
     reason = describe_external_error(error) or "".join(traceback.format_exception(error))
@@ -216,9 +227,10 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """Return one line for an error of a disk or of another rank, and None for all other errors.
+    """Describe an external error in one line. Return None if the error is not external.
 
-    External errors need no traceback, because they are not faults of the program.
+    An error is external if a disk or another rank has caused it. External errors need no traceback, because they are not faults
+    of this program.
     """
     if isinstance(error, RingFault):
         return str(error)
@@ -230,7 +242,7 @@ def describe_external_error(error: Exception) -> str | None:
 
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
-    """Exit at once. Only the first rank that calls this prints its text, because later errors follow from the first one."""
+    """Exit at once. Only the first rank that calls this function prints `text`, because the first error causes all others."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
     os._exit(status)

@@ -1,4 +1,7 @@
-"""Build a run from its settings: device, data, mesh, model and optimizer. Each part is checked before the next one is built."""
+"""Build the parts of a run from its settings: device, data, mesh, model and optimizer.
+
+Each part is checked before the next part is built.
+"""
 
 import gc
 import logging
@@ -38,18 +41,18 @@ class Run:
     tokenizer: Tokenizer
     data: PackedDataset
     held_out: PackedDataset | None  # the text for evaluation
-    kernel: dispatch.Choice  # the attention kernels, and the reason for this choice
+    kernel: dispatch.Choice  # the attention kernels, and the reason for choosing these kernels
     bf16: bool  # whether the model computes in bf16
-    compiled: bool  # whether torch.compile fuses the loss and the operations around attention
+    compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
     recompute: bool  # whether the backward pass recomputes the blocks, except for attention
     memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     model: GPT
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
     init_from: Path | None  # the initial weights of a new run; None for random weights
-    init_from_changes: str  # the settings that differ from those that the initial weights were trained with
-    parent: str | None = None  # the checkpoint of another run that this run branched from
-    # The latest batches, by the number of sequences that were consumed before them.
+    init_from_changes: str  # the settings in which this run differs from the training of the initial weights
+    parent: str | None = None  # the checkpoint of another run from which this run branched
+    # The batches of one step that have already been loaded. The key is the number of sequences that earlier steps consume.
     prefetched: dict[int, list[Batch]] = field(default_factory=dict)
 
     @property
@@ -70,11 +73,11 @@ def build(config: Config, init_from: Path | None = None) -> Run:
 
     Args:
         config: the settings, which `config.check` has accepted.
-        init_from: the initial weights of a new run. They are only checked here, before the data is loaded, because loading the
-            data may take long.
+        init_from: the path of the initial weights of a new run. This function checks these weights but does not load them. It
+            checks them before it loads the data, because loading the data may take a long time.
 
     Raises:
-        ConfigError: on every rank, if the machine, the files and the settings do not fit together.
+        ConfigError: on every rank, if the machine or a file does not support the settings.
     """
     set_deterministic(config.trainer.deterministic)  # This must come before the first use of the device.
     with sync_errors():
@@ -91,11 +94,13 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     mesh = build_mesh(device.type, sequence, ulysses)
     with sync_errors():
         data = load(config.data, tokenizer)
-    # The held-out text has a block of its own, because in each block the other ranks wait for rank 0 to fill the cache.
+    # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
+    # rank 0 has filled the cache. Rank 0 must report an error of the first call before the other ranks wait in the second call.
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
-    # Until here the timeout was longer, because tokenising may take long.
+    # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
+    # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
     compiled = uses_compile(config, device)
     estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)
@@ -120,7 +125,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
-    """Return the attention kernels for these settings, with the reason for the choice.
+    """Return the attention kernels for these settings, together with the reason for choosing these kernels.
 
     Raises:
         ConfigError: the settings ask for kernels that do not support the device, the precision or the head dim.
@@ -135,17 +140,18 @@ def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch
 
 
 def uses_compile(config: Config, device: torch.device) -> bool:
-    """Return whether torch.compile is used: as `trainer.compile` says, or by default only on CUDA."""
+    """Return the value of `trainer.compile`. If this setting is None, return whether the device is a CUDA device."""
     return device.type == "cuda" if config.trainer.compile is None else config.trainer.compile
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
-    """Return how many of the `sequence` ranks that share a sequence should exchange heads, as rank 0's cost model predicts.
+    """Return the number of ranks per all-to-all that the cost model of rank 0 predicts to be the fastest.
 
-    The prediction does not take documents into account, because every step has other documents.
+    `sequence` is the number of ranks that share a sequence. The prediction ignores documents, because the documents differ from
+    step to step.
     """
     model = config.model
-    # The cost model reads only shapes and dtypes, so the tensors need no memory.
+    # The cost model reads only shapes and dtypes, so tensors on the meta device are sufficient. They need no memory.
     shape = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
     q = torch.empty(shape, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
     k = q[:, :, : model.kv_heads]
@@ -165,7 +171,7 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
 
 
 def _free_memory(device: torch.device) -> None:
-    """Free the memory that an earlier job of a sweep has left, and reset the measurement of peak memory."""
+    """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
     gc.collect()
     if device.type == "cuda":
@@ -174,7 +180,7 @@ def _free_memory(device: torch.device) -> None:
 
 
 def describe(run: Run, directory: Path) -> None:
-    """Log what the settings mean for this run."""
+    """Log the properties of this run that follow from its settings."""
     config, mesh, data, seq_len = run.config, run.mesh, run.data, run.config.data.seq_len
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len

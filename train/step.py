@@ -1,4 +1,4 @@
-"""One optimizer step: the batches of this rank, the layout of their tokens, the loss and the update."""
+"""Take one optimizer step: load the batches of this rank, choose the layout of their tokens, compute the loss, and update."""
 
 import math
 from collections.abc import Callable
@@ -25,15 +25,17 @@ class Diverged(RuntimeError):
 def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], bool]:
     """Take one optimizer step. All ranks call this function together.
 
+    `ringattn.train.trainer.take_steps` calls this function in a loop, and also evaluates and saves checkpoints.
+
     Args:
-        run: the run, whose model and optimizer are updated in place.
+        run: the run. Its model and its optimizer are updated in place.
         step: the number of the step, from 1.
         consumed: the number of sequences that earlier steps consumed.
 
     Returns:
-        The record of the step, and whether any rank should stop after this step. The record contains `loss` (nats per token),
-        `grad_norm` (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). Every rank returns the same
-        values.
+        A pair, which has the same value on every rank. The first element is the record of the step. The record contains `loss`
+        (nats per token), `grad_norm` (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). The second
+        element is True if any rank should stop after this step.
 
     Raises:
         Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
@@ -45,15 +47,15 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     dist.all_reduce(totals, group=run.mesh.dp.get_group())
     num_labels, num_pairs = totals.tolist()
 
-    # Each loss is divided by the number of labels of the whole step, so the sum over all ranks and micro-steps is the mean loss
-    # per token.
+    # Each loss is divided by the number of labels of the whole step. The sum of the losses over all ranks and micro-steps is
+    # then the mean loss per token.
     loss_fn = partial(cross_entropy, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=run.compiled)
     # One all-reduce sums both the loss and the number of ranks that should stop.
     sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
         loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn)
-        # The backward pass runs in this thread. A thread of autograd would have to be woken for every backward pass, and would
-        # compete with this thread for Python's lock.
+        # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
+        # backward pass, and would compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         sums[0] += loss.detach()
@@ -61,7 +63,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     dist.all_reduce(sums)
     clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
-    # The CPU prepares the next step now, because the first read of a result, just below, waits for the GPU.
+    # The CPU prepares the next step while the GPU is still computing. The code below reads a result for the first time, so it
+    # waits for the GPU.
     if step < run.config.trainer.steps:
         prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
     loss, num_stopping = sums.tolist()
@@ -81,7 +84,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
 
 def load_batches(run: Run, consumed: int) -> list[Batch]:
-    """Return this rank's batches of one step, one per micro-step, with whole sequences.
+    """Return this rank's batches of one step. Each micro-step has one batch of whole sequences.
 
     In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a sequence
     load the same batch.
@@ -99,7 +102,7 @@ def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
 
     Args:
         run: the run.
-        consumed: the number of sequences that are consumed before the next step.
+        consumed: the number of sequences that all steps before the next step consume.
         current: the mask of the last micro-step of the current step.
     """
     upcoming = mask_of(run.config, load_batches(run, consumed)[0])
@@ -108,12 +111,12 @@ def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
 
 
 def mask_of(config: Config, batch: Batch) -> Mask:
-    """Return the attention mask of a batch: causal, with the sliding window and the documents that the settings ask for."""
+    """Return the attention mask of a batch. The mask is causal. The settings determine its sliding window and its documents."""
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
 
 
 def layout_of(config: Config, mesh: Mesh, mask: Mask) -> Layout:
-    """Return the layout: which tokens of a sequence each of the ranks that share it holds."""
+    """Return the layout, which assigns the tokens of a sequence to the ranks that share the sequence."""
     kind, seq_len, ring = config.parallel.layout, config.data.seq_len, mesh.ring.size()
     whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
     return whole.split(mesh.ulysses.size())
@@ -122,15 +125,16 @@ def layout_of(config: Config, mesh: Mesh, mask: Mask) -> Layout:
 def count_pairs(mask: Mask, batch: Batch) -> int:
     """Return the number of (query, key) pairs that the mask allows, summed over the sequences of the batch."""
     pairs = mask.pairs(batch.tokens.shape[1])
-    # A mask without documents has one entry, which applies to every sequence.
+    # If a mask has no documents, `pairs` has only one entry, which applies to every sequence.
     return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
 def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """Run the model on this rank's tokens of the batch, which `layout` selects.
+    """Run the model on this rank's tokens of the batch. `layout` selects these tokens.
 
     Returns:
-        `loss_fn(hidden, head, labels=labels)` of the last hidden states, the weight of the output head, and the labels.
+        The result of `loss_fn(hidden, head, labels=labels)`. The arguments are the last hidden states, the weight of the output
+        head, and the labels of this rank's tokens.
     """
     rank = run.mesh.sequence.get_local_rank()
     attend = partial(

@@ -1,4 +1,4 @@
-"""The results of a run: a sample of text, a plot of the losses and a summary. A sweep also has a table of its summaries."""
+"""Write the results of a run: a sample of text, a plot of the losses and a summary. For a sweep, also write a table."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
 
-# The columns of the table of a sweep: the entry of the summary, and its format.
+# The columns of the table of a sweep. Each column shows one entry of the summary in the given format.
 SWEEP_COLUMNS = {
     "final loss": ("final_loss", "{:.4f}"),
     "eval loss": ("eval_loss", "{:.4f}"),
@@ -33,7 +33,7 @@ SWEEP_COLUMNS = {
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: of this job on the GPU, or of this process on the CPU."""
+    """Return the peak memory in GiB. On a GPU, it is the peak of this job. On a CPU, it is the peak of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / memory.GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
@@ -43,8 +43,8 @@ def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
     """Sample text from the model, plot the losses, and write the summary.
 
     Args:
-        run: the run, which has taken all its steps.
-        directory: the directory of the run, with the metrics of all steps.
+        run: the run, which must have taken all its steps.
+        directory: the directory of the run. It contains the metrics of all steps.
         done: the number of steps that earlier launches completed.
 
     Returns:
@@ -63,13 +63,13 @@ def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Return the summary of a run.
 
-    `final_loss` is the mean over the last tenth of all steps, because the loss of a single step depends on its text. Rates are
-    those of the median step after `done`. The first of these steps, which includes the warm-up of the device, is left out if
-    there are others.
+    `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
+    step. Rates are computed from the median step after step `done`. The first step after `done` includes the warm-up of the
+    device, so it is left out of the median if there are further steps.
 
     Args:
         run: the run.
-        records: the records of the run. If the run branched from another run, they start at the branch.
+        records: the records of the steps of the run. If the run is a branch of another run, the records start at the branch.
         done: the number of steps that earlier launches completed.
     """
     steps = run.config.trainer.steps
@@ -94,15 +94,16 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
     """Return the summary of a run that has no steps left, and sample text from its model again.
 
-    If the run was killed between its last step and its summary, the summary is written now.
+    If the run was killed after its last step and before it wrote its summary, this function writes the summary.
 
     Raises:
-        ConfigError: on every rank, if the run has no metrics, because it branched from a checkpoint that has no steps left.
+        ConfigError: on every rank, if the run has no metrics. This happens if it branched from a checkpoint without remaining
+            steps.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")
     summary = broadcast_object(json.loads(path.read_text()) if path.exists() else None)
-    # A summary of another number of steps is left over from before the run was extended.
+    # If the summary has a different number of steps, it was written before the run was extended.
     if summary is not None and summary["steps"] == steps:
         write_sample(run, directory)
         return summary
@@ -112,7 +113,10 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
 
 
 def write_sample(run: Run, directory: Path) -> None:
-    """Write text that continues `trainer.sample_prompt` to sample.txt, unless `trainer.sample_tokens` is 0."""
+    """Generate text that continues `trainer.sample_prompt`, and write it to sample.txt.
+
+    If `trainer.sample_tokens` is 0, this function does nothing.
+    """
     trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
@@ -125,14 +129,14 @@ def write_sample(run: Run, directory: Path) -> None:
 
 @dataclass
 class Outcome:
-    """One job of a sweep, and its result: its summary, or "failed" or "stopped" if it has none."""
+    """One job of a sweep and its result. The result is the summary of the job, "failed" or "stopped"."""
 
     overrides: list[str]
     result: dict[str, Any] | str = "failed"
 
 
 def sweep_table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per job. Overrides that all jobs have in common are listed above the table."""
+    """Return a Markdown table with one row per job. A line above the table lists the overrides that all jobs have in common."""
     common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
     table = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
     table += ["| " + " | ".join(["overrides", *SWEEP_COLUMNS]) + " |", "|---" * (len(SWEEP_COLUMNS) + 1) + "|"]

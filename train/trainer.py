@@ -1,4 +1,4 @@
-"""The sequence of a run: set up, resume, take steps, evaluate, save, and write the results."""
+"""Run a training job from start to end: set up, resume, take steps, evaluate, save, and write the results."""
 
 import gc
 import logging
@@ -30,7 +30,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
     Args:
         config: the settings.
-        directory: the directory of the run, which receives checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json.
+        directory: the directory of the run. The run writes checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json
+            to this directory.
 
     Returns:
         The summary, on every rank.
@@ -63,24 +64,27 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
 
 def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
-    """Take all steps after `done`, with their metrics, evaluations and checkpoints.
+    """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
+
+    `ringattn.train.step.take_step` takes a single step. This function calls it in a loop.
 
     Args:
         run: the run.
         directory: the directory of the run.
         done: the number of steps that earlier launches have completed.
-        consumed: the number of sequences that these steps consumed.
+        consumed: the number of sequences that the first `done` steps consumed.
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
     """
     trainer = run.config.trainer
-    gc.freeze()  # A collection of all objects that exist by now would take 0.2 s, and all ranks would wait for it.
+    gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
-        # An existing summary describes fewer steps, or steps that this run discards when it goes back to a checkpoint.
+        # If there is already a summary, it is outdated. It describes fewer steps than this run will take, or it describes steps
+        # that this run discards because it goes back to a checkpoint.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Checkpoints of later steps are removed before the recorder removes the metrics of these steps. If the run is killed
-        # in between, the next launch resumes from the same checkpoint as this one.
+        # Checkpoints of later steps are removed first. Afterwards, the recorder removes the metrics of these steps. If the run
+        # is killed in between, the next launch resumes from the same checkpoint as this launch.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
@@ -92,7 +96,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
             record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
-            # A run that should stop does not evaluate, because the process may be killed soon.
+            # If the run should stop, it skips the evaluation, because the process may be killed soon.
             if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
                 record |= evaluate(run)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
@@ -106,9 +110,10 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:
-    """Return whether an action that runs every `every` steps, and after the last one, runs after `step`.
+    """Return whether a periodic action runs after `step`.
 
-    If `every` is 0, the action runs only after the last step.
+    The action runs after every `every` steps and after the last step. If `every` is 0, the action runs only after the last
+    step.
     """
     return step == steps or (every > 0 and step % every == 0)
 
@@ -135,19 +140,23 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
 
 
 def corpus_fingerprint(run: Run) -> dict[str, int | str]:
-    """Return numbers that identify the corpus and its order. A position in the data is valid only if all of them are equal."""
+    """Return values that identify the corpus and its order.
+
+    A position in the data of one run is valid in another run only if all values of the two runs are equal.
+    """
     data = run.data
-    # The checksum of the lengths identifies the order of the documents, and `sampled` is a checksum of samples of the text.
+    # A checksum of the lengths identifies the order of the documents. `data.sampled` is a checksum of some of the documents.
     order = zlib.crc32(data.lengths.tobytes())
     known = {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "text": data.sampled}
     return known | {"seq_len": data.seq_len, "seed": data.seed, "sequences": "shuffled" if data.shuffle else "in order"}
 
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
-    """Write a checkpoint of the completed `step`, from which `resume` continues bit for bit."""
+    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # The warmup is saved as a number. Otherwise a larger `trainer.steps` would give the resumed run another warmup.
+    # The number of warmup steps is saved as a number and never as None. If it were None, a larger `trainer.steps` would change
+    # the warmup of the resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus_fingerprint(run)}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

@@ -1,4 +1,7 @@
-"""One attention problem of a benchmark: its mask, its inputs, its FLOPs and bytes, and its float64 reference results."""
+"""Define a case, which is one attention problem of a benchmark.
+
+A case provides its mask, its inputs, its FLOPs and bytes, and its float64 reference results.
+"""
 
 import math
 import random
@@ -12,7 +15,7 @@ from ringattn import BlockMask, Mask
 from ringattn.kernels.interval_mask import Intervals
 from scripts.accuracy import float64_results, group_error
 
-BLOCK = 128  # rows and columns of a block of the block-sparse cases
+BLOCK = 128  # the number of rows, and of columns, in a block of the block-sparse cases
 # The number of matrix products per (query, key) pair, relative to a forward pass. A forward pass has two matrix products, and a
 # backward pass has five.
 RELATIVE_FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -26,7 +29,7 @@ class Case:
     length: int  # tokens, a multiple of BLOCK
     heads: int
     head_dim: int
-    kept: float = 1.0  # the fraction of blocks that are computed, chosen at random; only for the kind "blocks"
+    kept: float = 1.0  # the fraction of blocks, chosen at random, that are computed; only for the kind "blocks"
     key_heads: int | None = None  # None: the same number as query heads
 
     @property
@@ -40,15 +43,15 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """The window of the mask: 4,096 keys, or a quarter of the sequence if that is less."""
+        """The window of the mask. It has 4,096 keys, but at most a quarter of the sequence."""
         return min(4096, self.length // 4) if self.kind == "window" else None
 
     @cached_property
     def documents(self) -> list[int] | None:
-        """The lengths of the packed documents, which are drawn log-uniformly and are the same in every run.
+        """The lengths of the packed documents. The lengths are drawn log-uniformly, and are the same in every run.
 
-        A document has between 1 token and all tokens of the sequence. A short document has between 1/256 and 1/2 of the tokens
-        of the sequence.
+        In the kind "documents", a document has between 1 token and all tokens of the sequence. In the kind "short documents", a
+        document has between 1/256 and 1/2 of the tokens of the sequence.
         """
         if "documents" not in self.kind:
             return None
@@ -61,9 +64,9 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """Which blocks are computed, as a bool tensor (blocks, blocks) on the CPU.
+        """A bool tensor (blocks, blocks) on the CPU. It is True for each block that is computed.
 
-        Exactly the fraction `kept` of all blocks is computed, and these blocks are the same in every run.
+        The fraction of computed blocks is exactly `kept`. The same blocks are computed in every run.
         """
         if self.kind != "blocks":
             return None
@@ -79,7 +82,7 @@ class Case:
         return Mask.causal(window=self.window, documents=self.documents)
 
     def blocks(self, device: torch.device) -> BlockMask | None:
-        """Return the block mask on `device`; None if all blocks are computed."""
+        """Return the block mask on `device`, or None if all blocks are computed."""
         return None if self.keep is None else BlockMask(self.keep[None, None].to(device), BLOCK)
 
     @cached_property
@@ -88,20 +91,20 @@ class Case:
         return int(self.keep.sum()) * BLOCK**2 if self.kind == "blocks" else self.mask.pairs(self.length)[0]
 
     def flops(self, direction: str) -> float:
-        """Return the FLOPs of a direction: "forward", "backward" or "both".
+        """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        A forward pass has 4 FLOPs per head, (query, key) pair and element of a head.
+        A forward pass has 4 FLOPs per head, per (query, key) pair and per element of a head.
         """
         return 4.0 * self.heads * self.pairs * self.head_dim * RELATIVE_FLOPS[direction]
 
     def bytes(self, direction: str) -> int:
-        """Return the bytes of q, k, v and out. For a "backward", include the bytes of dout, dq, dk and dv."""
+        """Return the bytes of q, k, v and out. For the direction "backward", add the bytes of dout, dq, dk and dv."""
         heads = 2 * (self.heads + self.num_key_heads)
         return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
 
     @property
     def score_bytes(self) -> int:
-        """The bytes of the N x N bf16 scores, which no implementation here stores."""
+        """The bytes that the N x N bf16 scores would need. No measured implementation stores all scores."""
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
@@ -130,10 +133,10 @@ def expected_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) 
 
 
 def checked_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the `group_error` of those heads for which `expected_results` has computed reference results."""
+    """Return the `group_error` of the heads for which `expected_results` has computed reference results."""
     return group_error(_first_and_last(actual, expected.shape[2] // 2), expected).item()
 
 
 def _first_and_last(x: Tensor, heads: int) -> Tensor:
-    """Return the first `heads` and the last `heads` heads of x (B, N, H, D)."""
+    """Return the first `heads` heads and the last `heads` heads of x (B, N, H, D)."""
     return torch.cat([x[:, :, :heads], x[:, :, -heads:]], 2).detach()

@@ -7,27 +7,29 @@
 All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
 correct.
 
-- `speed`: head dims 64 and 128 with causal and full masks. With --lengths, the suite also measures a curve over sequence
-  lengths, for a causal mask and D = 128.
-- `masks`: a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
-- `heads`: 32 query heads with 32 and with 8 key heads.
-- `blocks`: block-sparse masks with a random fraction of their blocks.
-- `memory`: the extra memory of a call, compared with the N x N scores.
+- `speed` measures head dims 64 and 128 with causal and full masks. With --lengths, the suite also measures a causal mask with
+  D = 128 at all of these sequence lengths.
+- `masks` measures a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
+- `heads` measures 32 query heads with 32 key heads and with 8 key heads.
+- `blocks` measures block-sparse masks that keep some of the blocks, chosen at random.
+- `memory` measures the extra memory of a call, and compares it with the size of the N x N scores.
 
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
 covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
 
-A GPU that runs at its power limit lowers its clock after a moment. Therefore a kernel that is timed after a pause, for example
-while a different kernel compiles, looks faster than it is. A kernel that is timed after a power-hungry kernel looks slower than
-it is. For this reason all implementations of a case are prepared and checked first. All implementations are then timed one
-after the other in several rounds, and every second round runs in reverse order. Before each measurement the call is repeated
-for 0.2 s, so that the GPU reaches the clock that it can sustain. Every figure is the median over the rounds; the field
-`samples` in rows.json contains the milliseconds of each round. With --graph, calls are replayed from CUDA graphs, which
-excludes the time of the host. For short sequences, the host takes longer than the GPU.
+A GPU that runs at its power limit lowers its clock after a moment. If a kernel is timed after a pause, the GPU still has a high
+clock, and the kernel seems faster than it is. Such a pause occurs, for example, while a different kernel compiles. If a kernel
+is timed after a power-hungry kernel, the kernel seems slower than it is. For this reason all implementations of a case are
+prepared and checked first. All implementations are then timed one after the other in several rounds, and every second round
+runs in reverse order. Before each measurement the call is repeated for 0.2 s, so that the GPU reaches the clock that it can
+sustain. Every figure is the median over the rounds. The field `samples` in rows.json contains the milliseconds of each round.
+With --graph, calls are replayed from CUDA graphs, so the measured times do not include the time of the host. For short
+sequences, the host takes longer than the GPU.
 
-A forward pass counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass counts 2.5 times as many. GB/s
-is the number of bytes of q, k, v and out, read or written once, divided by the time. In the backward pass, the bytes of dout
-and of the gradients are added. Extra memory is the peak memory in excess of the tensors that are passed and returned.
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. To
+compute GB/s, the bytes of q, k, v and out are counted once and divided by the time. In the backward pass, the bytes of dout and
+of the gradients are also counted. The extra memory of a call is its peak memory without the tensors that are passed and
+returned.
 """
 
 import argparse
@@ -55,8 +57,8 @@ MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 SUITES = ("speed", "masks", "heads", "blocks", "memory")
-Call = Callable[[], tuple[Tensor, ...]]  # computes the results of one direction, which are checked and timed
-Key = tuple[str, str]  # implementation and direction
+Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
+Key = tuple[str, str]  # the name of the implementation, and the direction
 
 
 def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
@@ -74,12 +76,12 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
 
 
 def case_name(case: Case) -> str:
-    """Return the text that must contain the argument of --only for the case to be chosen."""
+    """Return the name of a case. The option --only chooses the cases whose names match its argument."""
     return f"{case.label} D{case.head_dim} S{case.length}"
 
 
 def warm_up(call: Call) -> None:
-    """Repeat a call for WARMUP_SECONDS, a few calls at a time so that the queue of the GPU stays short."""
+    """Repeat a call for WARMUP_SECONDS. Only a few calls are queued at a time, so that the queue of the GPU stays short."""
     end = time.perf_counter() + WARMUP_SECONDS
     while time.perf_counter() < end:
         for _ in range(4):
@@ -93,7 +95,7 @@ def median_ms(call: Call) -> float:
 
 
 def extra_bytes(call: Call) -> int:
-    """Return the peak memory of a call, without the memory allocated before the call and the memory of its results."""
+    """Return the peak memory of a call. Memory that was allocated before the call and memory of the results is not counted."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -103,12 +105,12 @@ def extra_bytes(call: Call) -> int:
 
 
 def describe_failure(error: Exception) -> dict:
-    """Return the row that describes a direction in which a call raised an exception."""
+    """Return the row for a direction in which a call raised an exception."""
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
 def check_call(call: Call, expected: dict[str, Tensor]) -> dict:
-    """Return the errors of the results of a call and, if they are correct, its extra memory."""
+    """Return the errors of the results of a call. If the results are correct, also return the extra memory of the call."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
     if not max(errors.values()) <= GROUP_TOLERANCE:
         return {"status": "wrong", "errors": errors}
@@ -121,8 +123,8 @@ def check(
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
     Returns:
-        Two dicts with directions as keys. The first dict contains the values that `check_call` returned, or the reason why a
-        direction was not checked. The second dict contains the calls whose results are correct.
+        Two dicts with directions as keys. If a direction was checked, the first dict contains the value that `check_call`
+        returned. Otherwise it contains the reason. The second dict contains the calls whose results are correct.
     """
     *inputs, dout = tensors
     found, calls = {}, {}
@@ -151,7 +153,8 @@ def summarise(case: Case, direction: str, samples: list[float]) -> dict:
 def capture(call: Call) -> Callable[[], None]:
     """Capture a call in a CUDA graph and return the function that replays it.
 
-    Everything that the call depends on must have been queued in the current stream, which must not be the default stream.
+    All work on which the call depends must be queued in the current stream before the capture. The current stream must not be
+    the default stream.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
@@ -162,7 +165,7 @@ def capture(call: Call) -> Callable[[], None]:
 def time_in_rounds(
     calls: dict[Key, Call], rounds: int, use_graphs: bool = False
 ) -> tuple[dict[Key, list[float]], dict[Key, dict]]:
-    """Time all calls in turn, in several rounds, every second round in reverse order.
+    """Time all calls one after the other in several rounds. Every second round runs in reverse order.
 
     Returns:
         Two dicts. The first dict contains the milliseconds of each round for the calls that succeeded. The second dict contains
@@ -183,9 +186,9 @@ def time_in_rounds(
 
 
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict]:
-    """Check and time all implementations of a case, print their results and return one row for each.
+    """Check and time all implementations of a case, print their results, and return one row per implementation.
 
-    The printed seconds are the time before the measurement starts, most of which is spent on compilation.
+    The printed seconds are the time before the measurement starts. Compilation takes most of this time.
     """
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
@@ -228,7 +231,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
-    """Return the requested cases by suite. Suites without requested cases are left out.
+    """Return the requested cases of each suite. Suites without requested cases are left out.
 
     Raises:
         SystemExit: no case matches --only.
@@ -247,7 +250,7 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
 
 @contextmanager
 def stream_for(use_graphs: bool) -> Iterator[None]:
-    """Run the body on a stream that CUDA graphs can capture, which excludes the default stream."""
+    """Run the body on a stream that can be captured in CUDA graphs. The default stream cannot be captured."""
     if not use_graphs:
         yield
         return
@@ -265,7 +268,7 @@ def run(args: argparse.Namespace, header: dict, implementations: dict[str, peers
         for case in cases:
             if case not in rows:
                 rows[case] = measure_case(case, implementations, args.rounds, args.graph)
-            # Results are written as soon as they are known, so that an interrupted run keeps the results that it has measured.
+            # Results are written after every case. If the run is interrupted, the results measured before are kept.
             kernels_report.save_rows(args.output, header, suites, rows)
         kernels_report.write(args.output, header, suites, rows)
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]

@@ -3,7 +3,7 @@
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
 `scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. It reads rows.json
-in the directory, writes README.md and the plots next to it, and needs no GPU.
+in the directory and writes README.md and the plots to the same directory. The command needs no GPU.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from scripts.tables import markdown_table
 
 DIRECTIONS = ("forward", "backward")
 MIB = 2**20
-Rows = dict[Case, list[dict]]  # for each case one row per implementation
+Rows = dict[Case, list[dict]]  # the rows of each case, one row per implementation
 Format = Callable[[float], str]
 
 
 def describe(found: dict) -> str:
-    """Describe one direction of a row in one line, to show the progress of a benchmark."""
+    """Describe one direction of a row in one line. The benchmark prints this line to show its progress."""
     if found["status"] == "failed":
         return f"failed: {found['error']}"
     errors = ", ".join(f"{name} {error:.1e}" for name, error in found.get("errors", {}).items())
@@ -35,7 +35,7 @@ def describe(found: dict) -> str:
 
 
 def save_rows(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows) -> None:
-    """Write rows.json: the header, the cases of each suite, and one row per case and implementation."""
+    """Write rows.json, which contains the header, the cases of each suite, and one row per case and implementation."""
     by_suite = {suite: [asdict(case) for case in cases] for suite, cases in suites.items()}
     flat = [{**row, "case": asdict(case)} for case, found in rows.items() for row in found]
     (output / "rows.json").write_text(json.dumps({**header, "suites": by_suite, "rows": flat}, indent=1) + "\n")
@@ -63,7 +63,8 @@ def _find(rows: Rows, case: Case, name: str) -> dict:
 def _cell(row: dict, key: str, form: Format) -> str:
     """Return one figure as `forward / backward`.
 
-    A figure that was not measured is replaced by "wrong" or "failed", or by "-" if the implementation lacks the mask.
+    If a figure was not measured, the text contains "wrong", "failed" or "-" instead. "-" means that the implementation does not
+    support the mask.
     """
     parts = []
     for direction in DIRECTIONS:
@@ -76,7 +77,7 @@ def _cell(row: dict, key: str, form: Format) -> str:
 
 
 def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
-    """Return the ratio of a figure to the figure of the same implementation for the case `base`.
+    """Return a figure of an implementation, divided by the figure of the same implementation for the case `base`.
 
     The text has the form ` (forward / backward)`.
     """
@@ -90,7 +91,10 @@ def _ratio(rows: Rows, row: dict, base: Case | None, key: str) -> str:
 
 
 class Report:
-    """The sections of a report. Every table has one line per case, one column per implementation, and a column for the date."""
+    """Creates the sections of a report.
+
+    Every table has one line per case, one column per implementation, and a column for the date.
+    """
 
     def __init__(self, header: dict, rows: Rows) -> None:
         self.header, self.rows, self.names = header, rows, _names(rows)
@@ -98,7 +102,7 @@ class Report:
     def table(
         self, cases: Iterable[Case], cell: Callable[[Case, dict], str], extra: dict[str, Callable[[Case], str]] | None = None
     ) -> str:
-        """Return a table. `extra` maps the names of further columns to functions that compute the cell of a case."""
+        """Return a table. `extra` maps the name of each additional column to a function that computes the cell of a case."""
         extra = extra or {}
         lines = []
         for case in cases:
@@ -109,7 +113,7 @@ class Report:
         return markdown_table(" | ".join(("D", "mask", "S", "H", *extra, *self.names, "date")), lines)
 
     def figures(self, cases: list[Case], key: str, form: Format) -> str:
-        """Return a table that shows one figure of every case and implementation."""
+        """Return a table of one figure, with a cell for every case and implementation."""
         return self.table(cases, lambda case, row: _cell(row, key, form))
 
     def speed(self, cases: list[Case]) -> str:
@@ -204,14 +208,17 @@ def _add_legend(figure: plt.Figure) -> None:
 def _plot_implementations(
     axes: plt.Axes, cases: list[Case], rows: Rows, direction: str, key: str, x: Callable[[Case], float], scale: float = 1.0
 ) -> None:
-    """Draw one line per implementation, through all cases for which the implementation has a figure."""
+    """Draw one line per implementation. The line connects all cases for which the implementation has a figure."""
     for index, name in enumerate(_names(rows)):
         figures = [(x(case), _find(rows, case, name)[direction].get(key)) for case in cases]
         plot_points(axes, [(a, b * scale) for a, b in figures if b is not None], index, name)
 
 
 def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot TFLOP/s over the length, for causal attention with the largest head dim; None if there is only one length."""
+    """Plot the TFLOP/s of causal attention with the largest head dim. The x axis is the sequence length.
+
+    If there is only one sequence length, return None.
+    """
     dim = max(case.head_dim for case in cases)
     curve = sorted((x for x in cases if x.kind == "causal" and x.head_dim == dim), key=lambda case: case.length)
     if len(curve) < 2:
@@ -227,7 +234,10 @@ def plot_speed(cases: list[Case], rows: Rows) -> plt.Figure | None:
 
 
 def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
-    """Plot the extra memory over the length, with the N x N scores and the inputs for comparison."""
+    """Plot the extra memory. The x axis is the sequence length.
+
+    For comparison, the plot shows the memory of the N x N scores, and the memory of the tensors that are passed and returned.
+    """
     figure, panels = _two_panels(f"Peak extra memory, causal, bf16, D {cases[0].head_dim}, H {cases[0].heads}, B 1")
     lengths = [case.length for case in cases]
     for axes, direction in zip(panels, DIRECTIONS, strict=True):
@@ -244,7 +254,10 @@ def plot_memory(cases: list[Case], rows: Rows) -> plt.Figure:
 
 
 def plot_blocks(cases: list[Case], rows: Rows) -> plt.Figure | None:
-    """Plot the time over the fraction of blocks, relative to a full mask; None if the full mask was not measured."""
+    """Plot the time of a call, divided by its time for a full mask. The x axis is the fraction of blocks.
+
+    If the full mask was not measured, return None.
+    """
     sparse = [case for case in cases if case.kind == "blocks"]
     dense = next((case for case in cases if case.kind == "full"), None)
     if dense is None:

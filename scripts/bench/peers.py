@@ -1,7 +1,8 @@
-"""A common interface to several implementations of attention, so that a benchmark can compare them.
+"""Provide several implementations of attention with a common interface, so that a benchmark can compare them.
 
-`prepare(case, device)` returns a function attend(q, k, v) -> out for tensors of (1, N, H, D). The function attend supports
-autograd. `prepare` raises `Unsupported` if the implementation cannot express the mask of the case.
+Each implementation is a function `prepare(case, device)`. This function returns a function attend(q, k, v) -> out for tensors
+of (1, N, H, D). The function attend supports autograd. `prepare` raises `Unsupported` if the implementation cannot express the
+mask of the case.
 """
 
 import importlib
@@ -26,7 +27,7 @@ class Unsupported(Exception):
 
 
 def ringattn(backend: str) -> Prepare:
-    """Return the kernels of this project: the kernels that "auto" chooses, or the portable Triton kernels ("triton")."""
+    """Return the kernels of this project. `backend` is "auto" (the best kernels) or "triton" (the portable Triton kernels)."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         blocks = case.blocks(device)
@@ -39,12 +40,12 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
     """Call PyTorch's scaled_dot_product_attention on tensors of (B, N, H, D)."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
-    # context_parallel replaces this attribute of the module, so the function must be looked up at every call.
+    # context_parallel replaces the function in the module, so the function must be looked up at every call.
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped).transpose(1, 2)
 
 
 def sdpa(backend: SDPBackend) -> Prepare:
-    """Return a function that calls scaled_dot_product_attention with one of its backends."""
+    """Return an implementation that calls scaled_dot_product_attention with one of its backends."""
 
     def prepare(case: Case, device: torch.device) -> Attend:
         if case.kind not in ("full", "causal"):
@@ -78,7 +79,7 @@ def flex(case: Case, device: torch.device) -> Attend:
     """Compile FlexAttention for one case."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    # Without a reset, a run with many cases would reach the limit of recompilations, and the later cases would run uncompiled.
+    # Without a reset, a run with many cases would reach the limit of recompilations. All later cases would then run uncompiled.
     torch._dynamo.reset()
     compiled = torch.compile(flex_attention, dynamic=False)
     block_mask = None

@@ -10,12 +10,12 @@ results are correct.
 
 The variants are timed one after the other in several rounds, because clocks fall as GPUs warm up. In each round, the mean time
 of consecutive calls on the slowest rank is measured. A figure is the median of these mean times over all rounds. `local` runs
-the kernels of the automatic schedule as if every message had already arrived, so it shows how long the ring would take if
-communication were free. `ulysses-4-local` does the same for `ulysses-4`. The variants that end with `-graph` replay CUDA
-graphs, which excludes the time of the host. With 4,096 tokens per rank, the host takes about as long as the GPU. All backward
-passes run in the calling thread, including the backward passes of context_parallel.
+the kernels of the automatic schedule as if every message had already arrived. The time of `local` is therefore the time that
+the ring would take if communication were free. `ulysses-4-local` does the same for `ulysses-4`. The variants that end with
+`-graph` replay CUDA graphs, so their times do not include the time of the host. With 4,096 tokens per rank, the host takes
+about as long as the GPU. All backward passes run in the calling thread, including the backward passes of context_parallel.
 
-A forward pass counts 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass counts 2.5 times as many.
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
 Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
 receive buffer of the NVLink transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains
 the number of hops, the bytes that the busiest rank sends, and the difference between the time of the ring and the time of
@@ -48,9 +48,10 @@ from scripts.bench.ring_report import PARTS
 from scripts.bench.ring_variants import Call, Calls
 from scripts.tools.plan_ring import bytes_sent
 
-CHECKED_LENGTH = 1536  # tokens per rank of the case that is compared with the float64 reference
+CHECKED_LENGTH = 1536  # the number of tokens per rank in the check against the float64 reference
 NAMES = ("out", "dq", "dk", "dv")
-# One measurement repeats a call until it has taken about this long, in seconds, at an assumed speed in FLOP/s per GPU.
+# One measurement repeats a call for about MEASUREMENT_SECONDS. The number of repetitions is computed from the assumed speed, in
+# FLOP/s per GPU.
 MEASUREMENT_SECONDS, ASSUMED_SPEED = 0.2, 4e14
 
 
@@ -136,8 +137,10 @@ def count_messages(case: Case, schedule: str, ranks: int, interconnect: Intercon
 
 
 def add_communication(case: Case, found: dict[str, dict], ranks: int, interconnects: dict[str, Interconnect]) -> None:
-    """Add two kinds of figures to the row of each timed ring: what the ring sends, and the microseconds that communication
-    adds.
+    """Add figures about communication to the row of each timed ring.
+
+    The figures describe the messages of the ring, and the additional time of the ring in microseconds compared with the same
+    kernels without communication.
 
     Args:
         case: the case of the rows.
@@ -156,7 +159,11 @@ def add_communication(case: Case, found: dict[str, dict], ranks: int, interconne
 
 
 def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str, dict]:
-    """Time all variants in turn. Return milliseconds, TFLOP/s per GPU and samples for each variant and each of PARTS."""
+    """Time all variants one after the other in several rounds.
+
+    Returns:
+        Milliseconds, TFLOP/s per GPU and samples for each variant and each of PARTS.
+    """
     samples = {(variant, part): [] for variant in calls for part in PARTS}
     for _ in range(rounds):
         for (variant, part), times in samples.items():
@@ -173,7 +180,7 @@ def time_in_rounds(case: Case, calls: dict[str, Calls], rounds: int) -> dict[str
 
 
 def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict]:
-    """Check and time the named variants of a case, and return one row for each."""
+    """Check and time the named variants of a case, and return one row per variant."""
     found, calls = {}, {}
     for variant in names:
         shard = variants.random_shard(case, variants.ulysses_degree(variant))

@@ -3,9 +3,9 @@
     python -m scripts.bench.ring_report outputs/benchmarks/ring
     python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
-The command replaces README.md in the directory, and writes lengths.png if causal attention was measured at two lengths or
-more. With --join, the command first writes a file ring.json with the rows of all runs. All runs must come from the same
-machine. Each case may occur in only one run, because ratios are computed within a run.
+The command replaces README.md in the directory. If causal attention was measured at two or more lengths, the command also
+writes lengths.png. With --join, the command first writes a file ring.json with the rows of all runs. All runs must come from
+the same machine. Each case may occur in only one run, because ratios are computed within a run.
 """
 
 import json
@@ -19,14 +19,15 @@ from scripts.plots import clean_axes, plot_points, plt, save_plot, set_length_ax
 from scripts.tables import markdown_table
 
 PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
-PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass and a backward pass
-# By name of a case: the case itself as "case", and one row per variant.
+PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass followed by a backward pass
+# Maps the name of each case to a dict. This dict contains the case under the key "case", and the row of each variant under its
+# name.
 Rows = dict[str, dict[str, dict]]
 COMMUNICATION_NOTE = """\
-Pairs of figures are forward / forward + backward. Hops are the steps that have messages. Exposed is the time that a call takes
-longer than `local` (for a graph: than `local-graph`), which does not communicate. Noise can make it negative. `local` runs the
-kernels of the automatic schedule. For a ring with another schedule, the difference therefore also contains merges and kernels
-that take longer.
+Pairs of figures are forward / forward + backward. Hops are the steps that have messages. The exposed time is the time of a call
+minus the time of `local` (for a graph: `local-graph`), which does not communicate. Noise can make the exposed time negative.
+`local` runs the kernels of the automatic schedule. If a ring has another schedule, the exposed time therefore also contains
+merges and kernels that take longer.
 """
 
 
@@ -43,7 +44,7 @@ def _variants(found: dict[str, dict]) -> dict[str, dict]:
 
 
 def _ratios(row: dict, other: dict, form: str) -> str:
-    """Return the time of `other` divided by the time of `row`, as `forward / both`; "-" if `other` was not timed."""
+    """Return the time of `other` divided by the time of `row`, as `forward / both`. Return "-" if `other` was not timed."""
     return " / ".join(format(other[part]["ms"] / row[part]["ms"], form) for part in PARTS if part in other) or "-"
 
 
@@ -70,7 +71,10 @@ def speed_table(header: dict, rows: Rows) -> str:
 
 
 def communication_table(header: dict, rows: Rows) -> str:
-    """Return a Markdown table of the bytes that the rings sent and the time that was not hidden; "" if no ring was timed."""
+    """Return a Markdown table of the bytes that the rings sent and the time that was not hidden.
+
+    If no ring was timed, return "".
+    """
     columns = (
         "case | variant | schedule, forward / backward | hops | MiB sent by the busiest rank | exposed, us | "
         "exposed per hop, us | date"
@@ -91,7 +95,7 @@ def communication_table(header: dict, rows: Rows) -> str:
 
 
 def _both_parts(row: dict, form: Callable[[dict], str]) -> str:
-    """Return `forward / forward + backward` of a figure; "-" if there is no base to compare with, or no hop."""
+    """Return a figure as `forward / forward + backward`. Return "-" if there is no hop, or no base for the comparison."""
     try:
         return " / ".join(form(row[part]) for part in PARTS)
     except (KeyError, ZeroDivisionError):
@@ -99,7 +103,10 @@ def _both_parts(row: dict, form: Callable[[dict], str]) -> str:
 
 
 def plot_lengths(rows: Rows) -> plt.Figure | None:
-    """Plot TFLOP/s per GPU over the length, for causal masks without grouped heads; None if there is only one length."""
+    """Plot TFLOP/s per GPU for causal masks without grouped heads. The x axis is the sequence length.
+
+    If there is only one sequence length, return None.
+    """
     curve = [found for found in rows.values() if found["case"]["kind"] == "causal"]
     curve = [found for found in curve if found["case"]["heads"] == found["case"]["key_heads"]]
     lengths = {found["case"]["length"] for found in curve}
@@ -127,7 +134,7 @@ def report_text(header: dict, rows: Rows) -> str:
 
 
 def write(output: Path, header: dict, rows: Rows) -> None:
-    """Write ring.json, README.md and, if there are two lengths or more, lengths.png."""
+    """Write ring.json and README.md. If there are two or more lengths, also write lengths.png."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "ring.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
     text = report_text(header, rows)

@@ -1,10 +1,10 @@
-"""The attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
+"""Define the attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
 
-- `nvlink-auto`, `p2p-kv` and so on: `ring_attention` with this transport and this schedule.
-- `ulysses-4`: `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
-- `local`, `ulysses-4-local`: the same kernels without communication.
-- `context_parallel`: PyTorch's context_parallel with cuDNN.
-- A name that ends with `-graph` stands for the same calls, replayed from a CUDA graph.
+- `nvlink-auto`, `p2p-kv` and similar names stand for `ring_attention` with the named transport and schedule.
+- `ulysses-4` stands for `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
+- `local` and `ulysses-4-local` stand for the kernels of the ring and of `ulysses-4` without communication.
+- `context_parallel` stands for PyTorch's context_parallel with cuDNN.
+- If the name of a variant ends with `-graph`, its calls are replayed from a CUDA graph.
 """
 
 import contextlib
@@ -72,10 +72,10 @@ VARIANTS = (
 
 
 class Calls(NamedTuple):
-    """The calls that are timed, and the context in which they must run."""
+    """The timed calls of a variant, and the context in which these calls must run."""
 
     forward: Call
-    both: Call  # forward and backward; returns out, dq, dk and dv
+    both: Call  # a forward and a backward pass; returns out, dq, dk and dv
     context: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
@@ -85,7 +85,7 @@ def is_ring(variant: str) -> bool:
 
 
 def communicates(variant: str) -> bool:
-    """Return whether the variant runs code of this project that communicates. Only the results of such variants are checked."""
+    """Return whether the variant runs communicating code of this project. Only the results of such variants are checked."""
     return "local" not in variant and variant != "context_parallel"
 
 
@@ -106,7 +106,10 @@ def choose_variants(wanted: list[str] | None, ranks: int) -> list[str]:
 
 
 def ring_layout(case: Case, ranks: int, ulysses: int = 1) -> Layout:
-    """Return a zigzag layout, or for documents the layout that balances the work, like parallel.layout=auto in training."""
+    """Return a zigzag layout. For documents, return the layout that balances the work.
+
+    The setting parallel.layout=auto chooses the same layouts for training.
+    """
     if case.kind == "documents":
         layout = balanced_layout(case.mask, case.length, ranks // ulysses)
     else:
@@ -121,7 +124,7 @@ def random_shard(case: Case, ulysses: int = 1, seed: int = 0) -> list[Tensor]:
 
 
 def make_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls | None:
-    """Return the calls of a variant; None if PyTorch's context_parallel does not support the case."""
+    """Return the calls of a variant, or None if the variant is context_parallel and does not support the case."""
     if variant.endswith("-graph"):
         calls = make_calls(case, variant.removesuffix("-graph"), shard)
         return Calls(capture(calls.forward), capture(calls.both))
@@ -147,7 +150,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # A call would be about 50% slower if it had to wake autograd's own thread.
+        # With its own thread for backward passes, autograd would have to wake the thread, and a call would be about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)
@@ -179,7 +182,7 @@ def ulysses_calls(case: Case, ulysses: int, shard: list[Tensor]) -> Calls:
 class LocalTransport(MessageTransport):
     """A transport that sends nothing.
 
-    It replaces each incoming block by rows of this rank, and each incoming result by zeros.
+    Instead of incoming blocks, this transport returns rows of this rank. Instead of incoming results, it returns zeros.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -201,9 +204,9 @@ class LocalTransport(MessageTransport):
         )
 
     def _replacement(self, x: Tensor, i: int, message: Message) -> Tensor:
-        """Return the replacement for tensor `i` of a message. It has the shape of x, but with the rows of the message.
+        """Return the replacement for tensor `i` of a message. The shape is the shape of x, with the row count of the message.
 
-        Every result has its own memory, like a result that arrives from another rank.
+        Every replaced result has its own memory, like a result that arrives from another rank.
         """
         kind, rows = message.kind, len(message.rows)
         if kind == "block" and rows <= x.shape[1]:
@@ -275,7 +278,7 @@ def context_parallel_calls(case: Case, shard: list[Tensor]) -> Calls:
                 yield
 
     def attend() -> Tensor:
-        # context_parallel replaces this attribute of the module, so the function must be looked up at every call.
+        # context_parallel replaces the function in the module, so the function must be looked up at every call.
         return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     return _calls_with_autograd(attend, [q, k, v, dout], context)
@@ -295,7 +298,7 @@ def capture(call: Call) -> Call:
     with torch.cuda.graph(graph):
         results = call()
 
-    # The default argument keeps the call, and with it the tensors that the graph reads, alive.
+    # The default argument keeps a reference to the call. The tensors that the graph reads therefore stay allocated.
     def replay(call: Call = call) -> object:
         graph.replay()
         return results

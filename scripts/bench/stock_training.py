@@ -2,10 +2,10 @@
 
     torchrun --nproc_per_node=4 -m scripts.bench.stock_training --model 1.4b --seq-len 65536 --output outputs/stock
 
-The script shards each block with FSDP2, distributes attention with context_parallel over cuDNN, compiles everything around
-attention, uses fused AdamW, and computes the loss from all logits at once. With --checkpointing it recomputes whole blocks with
-torch's activation checkpointing. It trains on random tokens with causal attention. Rank 0 writes summary.json in the format of
-`train/run.py`. FLOPs are counted in the same way as in `train/run.py`.
+The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. It compiles the
+operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With --checkpointing,
+the script recomputes whole blocks with torch's activation checkpointing. The script trains on random tokens with causal
+attention. Rank 0 writes summary.json in the format of `train/run.py`. FLOPs are counted in the same way as in `train/run.py`.
 """
 
 import json
@@ -45,7 +45,7 @@ def load_model_config(name: str) -> ModelConfig:
     """Return the settings of a file in configs/model.
 
     Raises:
-        MissingConfigException: there is no such file.
+        MissingConfigException: configs/model has no file with this name.
     """
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return ModelConfig(**compose(f"model/{name}").model)
@@ -106,7 +106,7 @@ def train(config: ModelConfig, seq_len: int, steps: int, use_checkpointing: bool
 
 
 def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device) -> dict[str, float | None]:
-    """Return the same figures as the training loop of ringattn, for a step of `seconds`."""
+    """Return the figures of a step that takes `seconds`. The training loop of ringattn records the same figures."""
     ranks, step_flops = dist.get_world_size(), flops.step_flops(model, seq_len, seq_len * (seq_len + 1) // 2)
     return {
         "ranks": ranks,

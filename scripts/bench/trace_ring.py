@@ -1,13 +1,15 @@
-"""Plot the activity of every GPU of a ring: the kernels and copies that the profiler records in one forward and backward pass.
+"""Plot the activity of every GPU of a ring in one forward and backward pass.
+
+The plot shows the kernels and copies that the profiler of torch records.
 
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json
 
-The cases are those of `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start the recorded call
-at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host. In a series of
-calls, these kernels would not wait. All ranks must be on one host, whose clock they share. Rank 0 writes timeline.json and
-timeline.png to --output. --draw draws the plot again from timeline.json and needs no GPU. The white lines in the plot separate
-consecutive kernels and do not show pauses.
+The script accepts the same cases as `scripts.bench.ring`. One call is recorded after several warm-up calls. All ranks start the
+recorded call at the same time, while their GPUs are idle. Therefore the first kernels of the recorded call wait for the host.
+In a series of calls, these kernels would not wait. All ranks must be on one host, because they must share one clock. Rank 0
+writes timeline.json and timeline.png to --output. The option --draw draws the plot again from timeline.json and needs no GPU.
+The white lines in the plot separate consecutive kernels and do not show pauses.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from scripts.bench.ring_variants import CASES, VARIANTS, is_ring, random_shard, 
 from scripts.plots import plt, save_plot
 
 WARMUP_CALLS = 5
-KERNELS = {  # the kind of each kernel of the Hopper and the portable backend, by the start of its name
+KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
     "_forward_kernel": "forward",
     "_prepare_kernel": "backward",
     "_row_delta_kernel": "backward",
@@ -39,7 +41,8 @@ KERNELS = {  # the kind of each kernel of the Hopper and the portable backend, b
     "_query_gradient_kernel": "backward",
     "nccl": "nccl",
 }
-# The names of a copy to another GPU. The name that the profiler records depends on how the memory of the other GPU is mapped.
+# Names of copies to another GPU. The profiler records one of these names, depending on how the memory of the other GPU is
+# mapped.
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
 KINDS = {  # lane, colour and legend of each kind of event
     "forward": (0, "tab:blue", "attention, forward"),
@@ -52,7 +55,7 @@ KINDS = {  # lane, colour and legend of each kind of event
 
 
 class Event(NamedTuple):
-    """A kernel or a copy of one GPU. Times are nanoseconds of the host's clock."""
+    """A kernel or a copy of one GPU. Times are in nanoseconds of the host's clock."""
 
     name: str
     stream: int
@@ -61,7 +64,7 @@ class Event(NamedTuple):
 
 
 def device_events(trace: dict) -> list[Event]:
-    """Return the kernels and copies of a trace of torch's profiler, sorted by their start."""
+    """Return the kernels and copies in a trace of torch's profiler, sorted by start time."""
     base = trace["baseTimeNanoseconds"]
     events = [
         Event(x["name"], x["args"]["stream"], base + round(1e3 * x["ts"]), round(1e3 * x["dur"]))
@@ -72,10 +75,11 @@ def device_events(trace: dict) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Return the kind of each event of one rank, one of KINDS. The events are sorted by their start.
+    """Return the kind of each event of one rank. The kinds are the keys of KINDS. The events must be sorted by start time.
 
-    Circulating blocks are copied on one stream and partial results on a second stream. Attention kernels run on neither of
-    these streams. The trace does not say which stream is which. However, a pass always sends a block before it has any result.
+    Circulating blocks are copied on one stream, and partial results are copied on a second stream. Attention kernels run on
+    neither of these streams. The trace does not state which of the two streams copies blocks. However, a pass always sends a
+    block before it has any result, so the first copy is on the stream of the blocks.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -116,8 +120,8 @@ def draw(found: dict) -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 1.6 + 0.3 * band * ranks), layout="constrained")
     for kind in present:
         lane, colour, label = KINDS[kind]
-        # White edges separate consecutive kernels. Copies are so short that a white edge would hide them, so their edge has
-        # their own colour.
+        # White edges separate consecutive attention kernels. Copies are so short that a white edge would hide them, so the edge
+        # of a copy has the colour of the copy.
         edge = "white" if kind in ("forward", "backward") else colour
         for rank in range(ranks):
             own = [event for event in events if event["rank"] == rank and event["kind"] == kind]
@@ -150,7 +154,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
         call()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "trace.json"
-        # The profiler initialises itself during the first call, so the first call is not recorded.
+        # The profiler initialises itself during the first call. Therefore the first call is not recorded.
         steps = schedule(wait=0, warmup=1, active=1, repeat=1)
         options = {"schedule": steps, "on_trace_ready": lambda profiler: profiler.export_chrome_trace(str(path))}
         with profile(activities=[ProfilerActivity.CUDA], **options) as profiler:
@@ -168,7 +172,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
-    # The copies of a replayed graph may be on any stream, so they cannot be classified.
+    # The copies of a replayed graph may be on any stream, so `classify` cannot classify them.
     rings = [variant for variant in VARIANTS if is_ring(variant) and not variant.endswith("-graph")]
     parser.add_argument("--case", choices=CASES, default="causal-64k", help="default: causal-64k")
     parser.add_argument("--variant", choices=rings, default="nvlink-auto", help="default: nvlink-auto")
@@ -192,7 +196,7 @@ def main(argv: list[str]) -> None:
         return
     gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hosts = dist.new_group(backend="gloo")  # for a barrier that runs no kernel
+    hosts = dist.new_group(backend="gloo")  # This group provides a barrier that runs no kernel.
     case = CASES[args.case]
     call = ring_calls(case, args.variant, random_shard(case)).both
     events = record(call, lambda: dist.barrier(hosts))

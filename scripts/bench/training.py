@@ -28,9 +28,9 @@ from scripts.tables import markdown_table
 VARIANTS = ("ringattn", "stock", "stock-recompute")
 Row = dict[str, str | float]
 NOTE = """\
-One sequence per step over all GPUs. FLOPs count causal attention once, and nothing that is recomputed. Each row is a job of its
-own, in this order. Rates are those of the median step. Peaks are those of torch's allocator, which does not count the receive
-buffer of the NVLink transport of `ringattn`.
+All GPUs together train on one sequence per step. FLOPs count causal attention once, and recomputation is not counted. Each row
+comes from a separate job, and the jobs ran in this order. Rates are computed from the median step. Peaks are measured by
+torch's allocator, which does not count the receive buffer of the NVLink transport of `ringattn`.
 """
 
 
@@ -70,7 +70,7 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
 
 
 def find_reason(stderr: str) -> str:
-    """Return the first line of a job's stderr that names an error, or the last line if there is none."""
+    """Return the first line of a job's stderr that names an error. If no line names an error, return the last line."""
     lines = [cells.strip() for cells in stderr.splitlines() if cells.strip()]
     errors = (cells for cells in lines if "Error" in cells or cells.startswith("error:"))
     return next(errors, lines[-1] if lines else "no message")[:200]
@@ -101,12 +101,12 @@ def results_table(date: str, rows: list[Row]) -> str:
 
 
 def is_stock(row: Row, length: int) -> bool:
-    """Return whether the row is a successful job of stock PyTorch at this length."""
+    """Return whether the row comes from a successful job of stock PyTorch with this sequence length."""
     return row["variant"] != "ringattn" and row["length"] == length and "failed" not in row
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Plot TFLOP/s per GPU over the sequence length."""
+    """Plot TFLOP/s per GPU. The x axis is the sequence length."""
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for index, variant in enumerate(VARIANTS):
         succeeded = [row for row in rows if row["variant"] == variant and "failed" not in row]

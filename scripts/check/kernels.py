@@ -4,11 +4,12 @@
     python -m scripts.check.kernels --kernels hopper --output outputs/check
     compute-sanitizer --tool racecheck python -m scripts.check.kernels --lengths 63 257 --dims 64 --alone
 
-The script prints a table of the largest error of a row, relative to the scale of the row. For comparison, the table also
-contains the error of PyTorch's scaled_dot_product_attention (SDPA) in the same dtype. It exits with status 1 if an error
-exceeds its limit. With --time it also prints the TFLOP/s of calls that read and write partial results, compared with calls that
-return final results. A forward pass counts 4 B H S S D FLOPs, or half of that number under a causal mask. A backward pass
-counts 2.5 times as many.
+The script compares each row of each result with the reference. It prints a table of the largest row errors. The error of a row
+is divided by the scale of the row. For comparison, the table also contains the error of PyTorch's scaled_dot_product_attention
+(SDPA) in the same dtype. The script exits with status 1 if an error exceeds its limit. With --time, the script also prints a
+table of TFLOP/s. This table compares calls that read and write partial results with calls that return final results. A forward
+pass has 4 B H S S D FLOPs. Under a causal mask, it has half this number. A backward pass has 2.5 times as many FLOPs as a
+forward pass.
 """
 
 import argparse
@@ -39,7 +40,7 @@ MASKS = ("full", "causal", "window", "documents")
 
 
 def make_intervals(mask: str, length: int) -> Intervals:
-    """Create the intervals of one of MASKS on the GPU, for `length` queries and `length` keys."""
+    """Create the intervals of a mask on the GPU, for `length` queries and `length` keys. `mask` is one of MASKS."""
     if mask == "full":
         return full(length, length, "cuda")
     rows = torch.arange(length)[None]
@@ -66,7 +67,7 @@ def kernel_results(
 
 
 def sdpa_results(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, is_causal: bool) -> dict[str, Tensor]:
-    """Return the tensors of NAMES except lse, computed by the backend that PyTorch chooses."""
+    """Run SDPA with the backend that PyTorch chooses, and return the tensors of NAMES except lse."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     out = stock_attention(q, k, v, is_causal)
     grads = torch.autograd.grad(out, (q, k, v), dout)
@@ -78,7 +79,7 @@ def measure_errors(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the row errors of the kernels and the row errors of SDPA.
 
-    The row errors of SDPA are empty if SDPA is not run on this mask.
+    If SDPA is not run on this mask, its dict of row errors is empty.
     """
     torch.manual_seed(0)
     shapes = [(1, length, heads, dim) for heads in (HEADS, KEY_HEADS, KEY_HEADS, HEADS)]
@@ -92,7 +93,7 @@ def measure_errors(
 
 
 def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[str, float]) -> list[str]:
-    """Return one table cell for each of NAMES. Errors above their limit and NaN are marked."""
+    """Return one table cell for each of NAMES. A cell is marked if its error is NaN or exceeds its limit."""
     cells = []
     for name in NAMES:
         cell = f"{ours[name]:.1e}" + (f" ({sdpa[name]:.1e})" if name in sdpa else "")
@@ -101,7 +102,7 @@ def format_errors(ours: dict[str, float], sdpa: dict[str, float], limits: dict[s
 
 
 def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[list[str]]:
-    """Check every dtype, head dim, length and mask, and yield one row of the table for each."""
+    """Check every combination of dtype, head dim, length and mask, and yield one row of the table per combination."""
     for dtype, dim, length, mask in product(DTYPES, args.dims, args.lengths, MASKS):
         ours, sdpa = measure_errors(kernels, dtype, dim, length, mask, with_sdpa=not args.alone)
         case = [str(dtype).removeprefix("torch."), str(dim), str(length), mask]
@@ -109,11 +110,11 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 
 
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
-    """Return the TFLOP/s of four calls, or the name of the error if a call raises one.
+    """Return the TFLOP/s of four calls. If a call raises an error, return the name of the error in its place.
 
-    Two calls are forward passes: the first returns outputs, and the second reads and writes a state. Two calls are backward
-    passes: the first returns bf16 gradients, and the second accumulates in fp32. The calls are timed one after the other in
-    several rounds, because the clock of a GPU is higher after a pause.
+    Two calls are forward passes. One of them returns outputs, and the other one reads and writes a state. Two calls are
+    backward passes. One of them returns bf16 gradients, and the other one accumulates gradients in fp32. The calls are timed
+    one after the other in several rounds, because the clock of a GPU is higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5
@@ -137,7 +138,7 @@ def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, he
 
 
 def speed_table(kernels: SimpleNamespace, dims: list[int]) -> str:
-    """Measure the speed of every head dim, length and mask."""
+    """Measure the speed of every combination of head dim, length and mask, and return a Markdown table."""
     columns = "D | S | mask | forward | with state in and out | backward | into fp32 gradients"
     cases = product(dims, (8192, 16384), ("causal", "full"))
     rows = [[dim, length, mask, *measure_speed(kernels, dim, mask, length)] for dim, length, mask in cases]

@@ -1,18 +1,20 @@
-"""Check that a training run survives kills: `kill -9` at random moments, followed by a restart and a comparison.
+"""Check that a training run survives `kill -9` at random moments.
 
     python -m scripts.check.kills --kills 100 --seed 1
 
-One run without interruptions is the reference. Every further run is killed at a random moment, or while it saves a checkpoint,
-until it has been killed `--kills-per-run` times. It then finishes. There are four ways to kill and restart:
+The script first runs a reference without interruptions. Every further run is killed and restarted, until it has been killed
+`--kills-per-run` times. A kill comes at a random moment, or while the run saves a checkpoint. Afterwards the run finishes, and
+its results are compared with the reference. There are four ways to kill and restart:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
     restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
     two launchers  like "restart", with two torchruns that each start half of the workers
 
-Every run must take the same steps as the reference, with the same loss in every step and the same bytes in its last checkpoint.
-After a kill, a run must resume from its newest complete checkpoint, so it repeats only the steps after that checkpoint. No
-process may be left 20 seconds after a run has ended. The exit status is 1 if a run fails one of these checks.
+Every run must take the same steps as the reference, with the same loss in every step. The last checkpoint must contain the same
+bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest complete checkpoint, so it
+repeats only the steps after this checkpoint. All processes of a run must have ended 20 seconds after the end of the run. The
+exit status is 1 if a run fails one of these checks.
 """
 
 import hashlib
@@ -35,11 +37,11 @@ from scripts import command
 WAYS = ("worker", "torchrun", "restart", "two launchers")
 RANKS = 2
 STEPS = 120
-# A run that has not finished after this many seconds counts as hung.
+# If a run has not finished after this many seconds, the script reports an error.
 TIMEOUT = 180
 # All processes of a run must end within this many seconds after their torchrun has ended.
 MAX_SECONDS_LEFT = 20
-# The environment variable by which the processes of a run are found.
+# The script sets this environment variable in every process of a run, so that it can find these processes.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
     *(
@@ -101,7 +103,7 @@ class Run:
             try:
                 is_member = f"{MARKER}={self.name}".encode() in (path / "environ").read_bytes().split(b"\0")
                 is_dead = (path / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-            except OSError:  # the process has ended, or it belongs to another user
+            except OSError:  # The process has ended, or it belongs to another user.
                 continue
             if is_member and not is_dead:
                 found.append(int(path.name))
@@ -128,7 +130,10 @@ def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
 
 
 def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, inside_save: bool) -> None:
-    """Wait until a random moment, or until the run writes a checkpoint, but at most until the run has ended."""
+    """Wait until the moment of a kill. This moment is random, or it lies within the writing of a checkpoint.
+
+    If the run ends earlier, return at its end.
+    """
     start = time.monotonic()
     delay, saves = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
@@ -143,7 +148,7 @@ def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Ran
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) -> bool:
-    """Kill one worker, or torchrun. Return whether there was a process to kill."""
+    """Kill one worker or torchrun. Return False if there was no process to kill."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
     targets = sorted(torchruns) if run.way == "torchrun" else sorted(workers)
@@ -157,7 +162,10 @@ def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) ->
 
 
 def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
-    """Check that the first attempt after a kill has resumed from the checkpoint `newest`, or has started if there was none."""
+    """Check that the first attempt after a kill has not gone back further than to the checkpoint `newest`.
+
+    `newest` is the newest complete checkpoint at the time of the kill, or None if there was none.
+    """
     resumed = re.search(r"^resumed +\S*/(step_\d{8})", log, re.MULTILINE)
     if resumed and newest and resumed[1] < newest:
         raise AssertionError(f"the run resumed from {resumed[1]} although {newest} was complete, see {run.log}")
@@ -166,7 +174,7 @@ def check_resumed_steps(run: Run, log: str, newest: str | None) -> None:
 
 
 def check_no_process_left(run: Run) -> float:
-    """Wait until all processes of the run have ended. Return how many seconds that took."""
+    """Wait until all processes of the run have ended. Return the duration of the wait in seconds."""
     start = time.monotonic()
     while left := run.processes():
         if time.monotonic() - start > MAX_SECONDS_LEFT:
@@ -192,7 +200,7 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
         wait_for_moment(run, launchers, rng, seconds, inside_save)
         before = run.checkpoints()
         if not kill_one(run, launchers, rng):
-            break  # the run has finished before the next kill
+            break  # The run has finished before the next kill.
         done += 1
         counts[run.way] += 1
         counts["inside a save"] += inside_save
@@ -228,7 +236,7 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
     reference = Run(folder, "reference", "worker")
-    # The first launch fills the cache of the tokens, and the second one is timed.
+    # The first launch fills the cache of tokens, so that the second launch takes a typical time. The second launch is timed.
     for name in ("warm-up", "reference"):
         start, reference = time.monotonic(), Run(folder, name, "worker")
         if not wait(reference.launch(), reference):

@@ -1,13 +1,14 @@
-"""Check that the quick tests notice faults: apply one deliberate fault (a mutant) at a time and run tests on it.
+"""Check that the quick tests detect faults. A mutant is one deliberate fault in the source code of this project.
 
     python -m scripts.check.mutants                                 the mutants of mutants.json, with the tests listed there
     python -m scripts.check.mutants --all --only ringattn/mask.py   the mutants of one file, with the whole quick suite
     python -m scripts.check.mutants --generate 10 --seed 1 --only train/metrics.py
 
-A mutant is killed if a test fails or runs out of time, and it survives if all tests pass. A surviving mutant means that a test
-is missing. The exit status is 1 if any mutant survives. With `--generate` the script makes mutants from the source code of each
-file given by `--only`: it changes an operator, a constant, a condition, or a call of min or max. The mutants are applied to
-copies of the repository in a temporary directory.
+The script applies one mutant at a time and runs tests. A mutant is killed if a test fails or runs out of time. A mutant
+survives if all tests pass. If a mutant survives, a test is missing. The exit status is 1 if any mutant survives. With
+`--generate`, the script makes mutants from the source code of each file given by `--only`. Each of these mutants changes an
+operator, a constant, a condition, or a call of min or max. The mutants are applied to copies of the repository in a temporary
+directory.
 """
 
 import argparse
@@ -31,15 +32,17 @@ from queue import Queue
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
 
-# A mutant that causes an endless loop counts as killed when one test, or a whole run of pytest, takes this many seconds.
+# The time limits, in seconds, of one test and of a whole run of pytest. A mutant that exceeds a limit counts as killed, because
+# it has probably caused an endless loop.
 TEST_TIMEOUT, TIMEOUT = 60, 400
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault: in `file`, the text `old`, which occurs exactly once, is replaced by `new`.
+    """A deliberate fault. It replaces the text `old` in `file` by `new`. The text `old` must occur exactly once.
 
-    `tests` lists the pytest arguments of tests that should fail: files, or files with the names of tests.
+    `tests` contains arguments for pytest that select the tests that should fail. Each argument is a file, or a file and the
+    name of a test.
     """
 
     file: str
@@ -53,7 +56,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome for one mutant: the name of the first test that failed, or an empty string if the mutant survived."""
+    """The outcome for one mutant. `killed_by` is the first test that failed, or an empty string if the mutant survived."""
 
     mutant: Mutant
     killed_by: str
@@ -88,18 +91,18 @@ SWAPPED_FUNCTIONS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
-    """Return whether a change inside `node` cannot alter a result, or alters only a tuned number."""
+    """Return True if a change inside `node` cannot alter a result, or if it alters only a tuned number."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
-            return True  # error messages, annotations, and zip(strict=...)
+            return True  # The node is an error message, an annotation, or zip(strict=...).
         case ast.Assign() | ast.AnnAssign():
-            return isinstance(parent, ast.Module)  # constants, most of which were measured
+            return isinstance(parent, ast.Module)  # The node is a module-level constant. Most of these are tuned.
         case _:
-            return node in getattr(parent, "decorator_list", ())  # such as the size of a cache
+            return node in getattr(parent, "decorator_list", ())  # a decorator, such as the size of a cache
 
 
 class Source:
-    """The text of a module, with the positions of its syntax tree as offsets in the text."""
+    """The text of a module. The methods convert positions in the syntax tree of the module to offsets in the text."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -107,7 +110,7 @@ class Source:
         self._starts = [0, *itertools.accumulate(map(len, self._lines))]
 
     def _offset(self, line: int, column: int) -> int:
-        # The columns of a syntax tree count bytes of UTF-8.
+        # In a syntax tree, a column is a number of UTF-8 bytes.
         return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode())
 
     def span(self, node: ast.expr) -> tuple[int, int]:
@@ -120,7 +123,7 @@ class Source:
         return begin, begin + len(symbol)
 
     def whole_lines(self, begin: int, end: int) -> tuple[int, int]:
-        """Extend a range to whole lines, and backwards until its text occurs only once."""
+        """Extend a range to whole lines. Then add earlier lines until the text of the range occurs only once in the module."""
         first, last = self.text.rfind("\n", 0, begin) + 1, self.text.index("\n", end)
         while self.text.count(self.text[first:last]) > 1:
             first = self.text.rfind("\n", 0, first - 1) + 1
@@ -128,7 +131,10 @@ class Source:
 
 
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
-    """Return all faults that can be made from a syntax tree, as offsets of the text to replace and the faulty replacement."""
+    """Yield all faults that can be made from a syntax tree.
+
+    A fault is a tuple (begin, end, replacement). It replaces the text between the offsets `begin` and `end`.
+    """
     for child in ast.iter_child_nodes(node):
         if not is_ignored(child, node):
             yield from changes(child, source)
@@ -152,7 +158,10 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
 
 
 def generate(path: Path, count: int, seed: int) -> list[Mutant]:
-    """Make `count` mutants of one file, or fewer if the file allows fewer. The same seed and source give the same mutants."""
+    """Make at most `count` mutants of one file. There are fewer if the file does not allow more.
+
+    With the same seed and the same source, the function makes the same mutants.
+    """
     source = Source(path.read_text())
     mutants = []
     for begin, end, replacement in changes(ast.parse(source.text), source):
@@ -164,7 +173,7 @@ def generate(path: Path, count: int, seed: int) -> list[Mutant]:
 
 
 def likely_tests(path: Path) -> tuple[str, ...]:
-    """Return the test file of a module, or the folder of tests of its package if the module has no test file."""
+    """Return the test file of a module. If the module has no test file, return the folder with the tests of its package."""
     relative = path.relative_to(ROOT)
     test = Path("tests") / relative.with_name(f"test_{path.name}")
     return (str(test if (ROOT / test).exists() else test.parent),)
@@ -174,7 +183,8 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
     """Run quick tests in a copy of the repository. Return the first test that fails, or an empty string."""
     options = ["--exitfirst", f"--timeout={TEST_TIMEOUT}", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
-    # Two versions of a file that are written within one second would share compiled bytecode.
+    # If two versions of a file were written within one second, Python would use the bytecode of the first version for both.
+    # Therefore Python must not write bytecode.
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)

@@ -1,11 +1,12 @@
-"""Compare attention on all ranks with a float64 reference: every mask, layout, schedule, transport and Ulysses degree.
+"""Compare attention on all ranks with a float64 reference, for every mask, layout, schedule, transport and Ulysses degree.
 
     torchrun --nproc_per_node=8 -m scripts.check.ring
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
 
-Run this script on a new machine or cluster before a long training run. It uses bf16 over NVLink and NCCL if the ranks have
-GPUs, and fp32 over gloo otherwise. It prints a table of the largest error of a row on any rank, relative to the scale of the
-row. It exits with status 1 and names the rank if an error exceeds its limit.
+Run this script on a new machine or cluster before a long training run. If the ranks have GPUs, the script uses bf16 over NVLink
+and NCCL. Otherwise, it uses fp32 over gloo. The script compares every row of every result with the reference, and divides the
+error of a row by the scale of the row. It prints a table of the largest row errors over all ranks. If an error exceeds its
+limit, the script prints the rank with the error and exits with status 1.
 """
 
 import argparse
@@ -35,7 +36,7 @@ class Way:
 
     transport: str
     schedule: str
-    ulysses: int  # ranks per all-to-all; the ring connects these groups
+    ulysses: int  # the number of ranks per all-to-all; the ring connects groups of this size
 
     def __str__(self) -> str:
         all_to_all = f", all-to-all among {self.ulysses}" if self.ulysses > 1 else ""
@@ -54,13 +55,18 @@ def available_ways(device: torch.device) -> Iterator[Way]:
                 print(error)
             continue
         for degree in dict.fromkeys(degrees):
-            # A ring of one rank does not communicate, so both schedules are the same.
+            # If all ranks take part in the all-to-all, the ring has only one rank and does not communicate. Both schedules are
+            # then the same.
             schedules = ("state", "kv") if degree < ranks else ("auto",)
             yield from (Way(transport, schedule, degree) for schedule in schedules)
 
 
 def make_masks(seq_len: int) -> dict[str, Mask]:
-    """Create one mask of each kind. The documents include single tokens at both ends and a document that spans many ranks."""
+    """Create one mask of each kind.
+
+    The first and the last document of the packed documents have one token each. The documents in between include one that spans
+    many ranks.
+    """
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]
     return {
@@ -72,7 +78,10 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
 
 
 def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> dict[str, Tensor]:
-    """Run attention and its backward on this rank's shards of q, k, v and dout, and return the tensors of NAMES."""
+    """Run the forward and the backward pass of attention on this rank's shards, and return the tensors of NAMES.
+
+    `shards` contains this rank's shards of q, k, v and dout.
+    """
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
     options = dict(schedule=way.schedule, transport=way.transport, return_lse=True)
@@ -98,7 +107,7 @@ def largest_errors(way: Way, mask: Mask, tensors: list[Tensor], expected: dict[s
 
 
 def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
-    """Describe every tensor whose error, on the worst rank, exceeds its limit or is NaN."""
+    """Describe every tensor whose largest error over all ranks exceeds its limit or is NaN."""
     failures = []
     for i, name in enumerate(NAMES):
         if not errors[:, i].max() <= limits[name]:
@@ -107,13 +116,17 @@ def find_failures(errors: Tensor, limits: dict[str, float]) -> list[str]:
 
 
 def check_sequence_length(seq_len: int) -> None:
-    """Raise ConfigError if the sequence is so short that a rank has no tokens or that a mask hides nothing."""
+    """Check that every rank has tokens and that every mask hides some pairs.
+
+    Raises:
+        ConfigError: the sequence is too short.
+    """
     if seq_len < (minimum := max(64, 8 * dist.get_world_size())):
         raise ConfigError(f"--seq-len {seq_len}: must be at least {minimum} for {dist.get_world_size()} ranks")
 
 
 def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
-    """Check every way and every mask, and print each row of the table when it is complete.
+    """Check every combination of a way and a mask, and print each row of the table as soon as it is complete.
 
     Returns:
         One line for each error that exceeds its limit. The lines are the same on every rank.

@@ -1,4 +1,4 @@
-r"""Count the bytes that the Triton kernels move: the prediction of docs/io.md, or a launch for a profiler to measure.
+r"""Count the bytes that the Triton kernels move. Either print the prediction of docs/io.md, or run the kernels for a profiler.
 
     python -m scripts.tools.count_bytes --predict --length 16384 --head-dim 128 --mask causal
 
@@ -6,10 +6,10 @@ r"""Count the bytes that the Triton kernels move: the prediction of docs/io.md, 
         --clock-control none --kernel-name 'regex:_(forward|key_gradient|query_gradient)_kernel' --csv --log-file bytes.csv \
         python -m scripts.tools.count_bytes --length 16384 --head-dim 128 --mask causal
 
-The second command prints nothing itself, because ncu writes one line per kernel and counter to bytes.csv. A sector is 32 bytes.
-ncu empties the caches before every kernel, so the inputs are read from DRAM once. Results that are still in L2 at the end of a
-kernel are not counted as written to DRAM. Without --predict, the script requires a CUDA device, and ncu requires the permission
-to read the counters.
+The first command prints the prediction. The second command prints nothing itself, because ncu writes one line per kernel and
+counter to bytes.csv. A sector has 32 bytes. ncu empties the caches before every kernel, so the inputs are read from DRAM once.
+Results that are still in L2 at the end of a kernel are not counted as written to DRAM. Without --predict, the script requires a
+CUDA device, and ncu requires the permission to read the counters.
 """
 
 import sys
@@ -25,7 +25,7 @@ from scripts import command
 from scripts.tables import markdown_table
 
 BF16_BYTES, FP32_BYTES, SECTOR_BYTES = 2, 4, 32
-NUM_SMS = 132  # number of SMs of an H200; each SM processes one tile at a time
+NUM_SMS = 132  # the number of SMs of an H200; each SM processes one tile at a time
 L2_BYTES = 50e6
 MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
@@ -43,8 +43,8 @@ def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
 
     Args:
         intervals: the mask.
-        tile_rows: rows per tile.
-        step: rows that one iteration of a loop loads.
+        tile_rows: the number of rows per tile.
+        step: the number of rows that one iteration of a loop loads.
     """
     _, _, begin, _, num_unmasked, num_masked = intervals.tiles(tile_rows, step).long().flatten(0, 1).unbind(1)
     end = (begin + (num_unmasked + num_masked) * step).clamp(max=intervals.num_keys)
@@ -52,13 +52,13 @@ def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
 
 
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Return the traffic of each kernel that docs/io.md predicts.
+    """Return the traffic of each kernel as predicted by the formulas of docs/io.md.
 
     The prediction is for bf16 self-attention with B = 1 and one key head per query head.
     """
     intervals = Intervals.of(*mask.intervals(length), length)
     all_rows, row = heads * length, head_dim * BF16_BYTES
-    stats = 2 * FP32_BYTES  # lse and delta of a row; the values of one head are contiguous
+    stats = 2 * FP32_BYTES  # bytes of lse and delta of a row; the values of one head are contiguous
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
     keys = heads * total_loop_rows(intervals, tile.queries, tile.keys)
@@ -72,7 +72,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     tile = triton_common.choose_tile("key_gradient", torch.bfloat16, head_dim)
     queries = heads * total_loop_rows(intervals.transposed, tile.keys, tile.queries)
     reads = dram_reads(length, head_dim, tile.keys)
-    grads = 2 * head_dim * FP32_BYTES  # a row of dk and of dv, which are read and written
+    grads = 2 * head_dim * FP32_BYTES  # bytes of a row of dk and a row of dv, which are both read and written
     key_gradient = Traffic(
         l2_read=queries * (2 * row + stats) + all_rows * (2 * row + grads),
         dram_read=round(all_rows * (2 * row + grads + (2 * row + stats) * reads)),
@@ -82,7 +82,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     tile = triton_common.choose_tile("query_gradient", torch.bfloat16, head_dim)
     keys = heads * total_loop_rows(intervals, tile.queries, tile.keys)
     reads = dram_reads(length, head_dim, tile.queries)
-    grads = head_dim * FP32_BYTES  # a row of dq
+    grads = head_dim * FP32_BYTES  # bytes of a row of dq
     query_gradient = Traffic(
         l2_read=keys * 2 * row + all_rows * (2 * row + stats + grads),
         dram_read=round(all_rows * (2 * row + stats + grads + 2 * row * reads)),
@@ -92,9 +92,10 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how often the two operands of a loop are read from DRAM: once if L2 holds them, otherwise once per wave of tiles.
+    """Return how often the two operands of a loop are read from DRAM.
 
-    For masks, the result is an upper estimate, because the function assumes that every wave reads all rows.
+    If both operands fit into L2, they are read once. Otherwise they are read once per wave of tiles. The function assumes that
+    every wave reads all rows, so the result is an upper bound if there is a mask.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -1,4 +1,4 @@
-"""Draw a ring pass from its schedule: what each rank computes in each step, and which messages are in flight at that time.
+"""Draw a ring pass from its schedule. For each step, the plot shows what each rank computes and which messages are in flight.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """
@@ -16,9 +16,9 @@ COLOURS = plt.get_cmap("Set2").colors
 
 
 def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
-    """Draw the schedule of a state ring, with steps from left to right and ranks from top to bottom.
+    """Draw the schedule of a state ring. Steps go from left to right, and ranks go from top to bottom.
 
-    Each local step is a box in the colour of the owner of its queries, and each message is an arrow in the colour of its owner.
+    Each local step is a box in the colour of the owner of its queries. Each message is an arrow in the colour of its owner.
     """
     for t, step in enumerate(schedule.steps):
         for rank, owner, _ in step.local_steps:
@@ -36,7 +36,7 @@ def draw(axes: plt.Axes, schedule: Schedule, title: str) -> None:
 
 
 def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
-    """Draw an arrow from the sender to the receiver: solid for a circulating block, dotted for a result."""
+    """Draw an arrow from the sender to the receiver. The arrow is solid for a circulating block and dotted for a result."""
     is_block = message.kind == "block"
     # Blocks and results between the same ranks are drawn at slightly different heights.
     shift = -0.08 if is_block else 0.08

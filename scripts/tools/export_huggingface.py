@@ -1,9 +1,10 @@
-"""Export a checkpoint as a model of Hugging Face's transformers: config.json, safetensors files and the tokenizer.
+"""Export a checkpoint as a model in the format of Hugging Face's transformers.
 
     python -m scripts.tools.export_huggingface outputs/long/checkpoints/step_00010000 long-hf
 
-The exported model has the Llama architecture. A model with a window becomes a Mistral model, and a model with model.qkv_bias or
-model.qk_norm becomes a Qwen model. The export needs enough memory for all parameters.
+The exported folder contains config.json, safetensors files and the tokenizer. The exported model usually has the Llama
+architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
+The export needs enough memory for all parameters.
 """
 
 import json
@@ -21,7 +22,7 @@ from ringattn.train.model.gpt import GPT
 from scripts import command
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The classes of transformers, by model_type.
+# Maps each model_type to the class of the model in transformers.
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -35,12 +36,12 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
     Args:
         path: the directory of the checkpoint.
-        folder: a new or empty folder. If writing fails, it is removed.
+        folder: a new or empty folder. If writing fails, the folder is removed.
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: there is no checkpoint or no tokenizer, the tokenizer differs from the tokenizer of the training,
-            transformers lacks a suitable architecture, the folder is not empty, or the folder cannot be written.
+        ConfigError: the checkpoint or the tokenizer does not exist, the tokenizer differs from the tokenizer of the training,
+            transformers has no suitable architecture, the folder is not empty, or the folder cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
@@ -66,7 +67,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint under the names that transformers gives them."""
+    """Return the parameters of a checkpoint under their names in transformers."""
     model = GPT(settings, vocab_size)
     storage.load(path, state_dict.model_state(model))
     tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
@@ -82,12 +83,12 @@ def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dty
     Args:
         model: the settings of the model.
         vocab_size: the number of rows of the embedding.
-        seq_len: the number of tokens of the sequences that the model was trained on.
+        seq_len: the number of tokens per sequence in the training of the model.
         eos: the id of the end-of-text token.
         dtype: the dtype of the weights.
 
     Raises:
-        ConfigError: transformers has no such architecture.
+        ConfigError: transformers has no architecture with these settings.
     """
     model_type, optional = model_type_of(model), {}
     if model.window:
@@ -122,10 +123,10 @@ def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dty
 
 
 def model_type_of(model: ModelConfig) -> str:
-    """Return the type of the model in the terms of transformers.
+    """Return the `model_type` of the model in transformers.
 
     Raises:
-        ConfigError: transformers has no such architecture.
+        ConfigError: transformers has no architecture with these settings.
     """
     if model.qkv_bias and model.qk_norm:
         raise ConfigError(

@@ -1,24 +1,27 @@
-r"""Predict the time, bytes and exposed communication of one attention layer, forward and backward, on 2 to 4,096 GPUs.
+r"""Predict the time, the bytes and the exposed communication of one attention layer on 2 to 4,096 GPUs.
 
     python -m scripts.tools.plan_ring --length 1048576 --heads 32 --kv-heads 8
     python -m scripts.tools.plan_ring --length 262144 --ranks 8 16 32 --ulysses auto --network-gbs 50 --plot plan.png
     python -m scripts.tools.plan_ring --measured rows.json
 
-The prediction uses the cost model with which ringattn chooses schedules (`ringattn/planning`), for a cluster that the options
-describe. A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next
-blocks, and the step takes as long as the slower of the two. If communication takes longer than computation, the difference is
-exposed. Each step also costs a GPU a fixed time, and merging partial results takes additional time. Hosts start steps ahead of
-the GPUs, but a pass takes at least as long as the hosts need to start all of its steps. (With a CUDA graph, the hosts need
-almost no time.) A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and the return of the last chunk
-are exposed. The transfers of the other chunks are exposed only if they take longer than attention. A ring that leaves the node
-runs at the speed of the network, because every hop waits for its slowest link.
+The script predicts the forward and the backward pass of the layer. The options describe a cluster. The prediction uses the cost
+model with which ringattn chooses schedules (`ringattn/planning`).
 
-Long sequences are planned as sequences of 32,768 positions, each of which represents several tokens. Rings of more than 64
-ranks are planned as rings of 64 groups of ranks, which changes times and bytes by less than 3%.
+A ring pass is a list of steps. In each step, the busiest rank computes while the busiest link carries the next blocks. A step
+takes as long as the slower of these two activities. If communication takes longer than computation, the difference is exposed.
+Each step also costs a GPU a fixed time, and merging partial results takes additional time. Hosts start steps ahead of the GPUs.
+However, a pass takes at least as long as the hosts need to start all of its steps. With a CUDA graph, the hosts need almost no
+time. If a ring spans several nodes, the ring runs at the speed of the network, because every hop waits for its slowest link.
 
---measured compares the prediction with measurements. Its argument is a JSON list of objects with the keys ranks, seq_len,
-heads, kv_heads, dim, forward_ms and forward_backward_ms, and with the key ulysses if the Ulysses degree is not 1. The other
-options describe the mask, the layout, the schedule and the cluster.
+A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and the return of the last chunk are exposed. The
+transfers of the other chunks are exposed only if they take longer than attention.
+
+Long sequences are planned as sequences of 32,768 positions. Each position represents several tokens. Rings of more than 64
+ranks are planned as rings of 64 groups of ranks. This approximation changes times and bytes by less than 3%.
+
+The option --measured compares the prediction with measurements. Its argument is a JSON file with a list of objects. Each object
+has the keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. If the Ulysses degree is not 1, the
+object also has the key ulysses. The other options describe the mask, the layout, the schedule and the cluster.
 """
 
 import argparse
@@ -49,24 +52,24 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs in nodes, each with its own connection to the network. Units are seconds, bytes per second and FLOP/s.
+    """A cluster of nodes with several GPUs. Each GPU has its own connection to the network.
 
-    The FLOP/s are the speed of an H200 on a long sequence without a ring. The times to launch a step were fitted to rings of
-    four H200s (benchmarks/ring.md).
+    Times are in seconds, bandwidths in bytes per second, and speeds in FLOP/s. The default FLOP/s are the speed of an H200 on a
+    long sequence without a ring. The default times to launch a step were fitted to rings of four H200s (benchmarks/ring.md).
     """
 
     forward_flops: float = 650e12
     backward_flops: float = 588e12
-    forward_merge: float = 650e12 / MERGE_FLOPS_PER_BYTE["forward"]  # partial results that a GPU can merge, bytes per second
+    forward_merge: float = 650e12 / MERGE_FLOPS_PER_BYTE["forward"]  # bytes of partial results per second
     backward_merge: float = 588e12 / MERGE_FLOPS_PER_BYTE["backward"]
     nvlink: float = 330e9
     nvlink_latency: float = 12e-6
-    node: int = 8  # GPUs per node
-    network: float = 40e9  # bandwidth of the network per GPU
+    node: int = 8  # the number of GPUs per node
+    network: float = 40e9  # the bandwidth of the network per GPU
     network_latency: float = 60e-6
-    forward_launch: float = 250e-6  # time of a host to start one step
+    forward_launch: float = 250e-6  # the time that a host needs to start one step
     backward_launch: float = 460e-6
-    forward_overhead: float = STEP_OVERHEAD["forward"]  # time of a GPU to start and drain one step
+    forward_overhead: float = STEP_OVERHEAD["forward"]  # GPU time to start and drain one step
     backward_overhead: float = STEP_OVERHEAD["backward"]
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Layer:
-    """One attention layer on a batch of bf16 sequences, and how it is distributed over ranks."""
+    """One attention layer on a batch of bf16 sequences, and the distribution of the layer over ranks."""
 
     seq_len: int
     heads: int
@@ -132,12 +135,12 @@ class Layer:
 
     @cached_property
     def pairs(self) -> float:
-        """The (query, key) pairs per head and batch entry that the mask allows."""
+        """The number of (query, key) pairs that the mask allows, per head and batch entry."""
         return self.scaled_mask(scale := self.seq_len / self.positions).pairs(self.positions)[0] * scale**2
 
     @property
     def positions(self) -> int:
-        """The number of positions of the shorter sequence that is planned in place of the whole sequence."""
+        """The number of positions of the planned sequence, which represents the whole sequence."""
         return min(self.seq_len, max(MAX_PLANNED_POSITIONS, self.ring))
 
     def scaled_mask(self, scale: float) -> Mask:
@@ -154,14 +157,17 @@ class Layer:
 
     @property
     def overlap_chunks(self) -> int:
-        """The number of chunks of heads in which a rank overlaps the all-to-all with attention."""
+        """The number of chunks of heads. A rank overlaps the all-to-all of one chunk with the attention of another chunk."""
         if self.ulysses == 1:
             return 1
         heads = (count // self.ulysses for count in self.sent_heads)
         return ulysses_degree.head_chunks_for_overlap(self.batch * self.tokens_per_ring_rank, *heads)
 
     def memory_chunks_and_work(self) -> tuple[int, tuple[Work, Work]]:
-        """Return the number of ring passes per overlap chunk, and the work of one forward and of one backward ring pass."""
+        """Return the number of ring passes per overlap chunk, and the work of one ring pass.
+
+        The work is a pair: the work of a forward pass and the work of a backward pass.
+        """
         shares = self.ulysses * self.overlap_chunks
         q, k = (meta(self.batch, self.tokens_per_ring_rank, heads // shares, self.dim) for heads in self.sent_heads)
         chunks = workload.head_chunks_for_memory(q, k, k, self.pairs / self.ring)
@@ -170,7 +176,7 @@ class Layer:
 
 
 def meta(*shape: int) -> torch.Tensor:
-    """Return a bf16 tensor on the meta device, which has a shape but no memory."""
+    """Return a bf16 tensor on the meta device. Such a tensor has a shape but needs no memory."""
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
@@ -184,7 +190,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """The seconds of communication and of waiting for the host that computation does not hide."""
+        """The time, in seconds, that computation does not hide. It is spent on communication and on waiting for the host."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -205,10 +211,11 @@ def predict(layer: Layer, cluster: Cluster) -> tuple[Cost, Cost]:
 
 
 def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
-    """Return (plan of the ring, tokens per planned position, ranks per planned rank)."""
+    """Return the plan of the ring, the number of tokens per planned position, and the number of ranks per planned rank."""
     ring, seq_len = layer.ring, layer.seq_len
     if layer.layout == "contiguous" and layer.mask == "causal" and layer.window:
-        # Blocks circulate no farther than the window reaches, so a shorter ring with the same tokens per rank costs the same.
+        # Blocks circulate only as far as the window reaches. A shorter ring with the same number of tokens per rank therefore
+        # has the same cost.
         reach = -(-(layer.window - 1) // layer.tokens_per_ring_rank) + 2
         ring, seq_len = min(ring, reach), min(seq_len, reach * layer.tokens_per_ring_rank)
     ranks = min(ring, MAX_PLANNED_RANKS)
@@ -219,7 +226,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 
 
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
-    """Return the cost of one pass of the schedule that ringattn would choose."""
+    """Return the cost of one ring pass with the schedule that ringattn would choose."""
     plan, scale, group = planned_ring(layer)
     # If a planned rank stands for `group` ranks, each planned step stands for `group` hops. A real rank has 1 / group of the
     # rows of a planned rank, so a hop moves 1 / group of the bytes and computes 1 / group ** 2 of the (query, key) pairs.
@@ -237,7 +244,10 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
-    """Return the bytes that each rank sends, given the bytes per row of a block and of a result."""
+    """Return the number of bytes that each rank sends.
+
+    `block_row` is the number of bytes per row of a block, and `result_row` is the number of bytes per row of a result.
+    """
     size = {"block": block_row, "result": result_row}
     sent = [0] * schedule.ranks
     for step in schedule.steps:
@@ -249,7 +259,8 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
     """Return the cost that the all-to-alls of one direction add to attention.
 
-    The all-to-alls of a direction move q, k, v and the output, or their gradients.
+    The all-to-alls of the forward direction move q, k, v and the output. Those of the backward direction move the gradients of
+    these tensors.
 
     Args:
         layer, cluster: the layer and the cluster for which the cost is predicted.
@@ -265,7 +276,7 @@ def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
 
 
 def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
-    """Return the layer with a Ulysses degree that is given as a number, or as "auto" for `best_ulysses_degree`.
+    """Return the layer with the Ulysses degree that `text` specifies: a number, or "auto" for `best_ulysses_degree`.
 
     Raises:
         ValueError: the text is neither a number nor "auto", or the number does not divide the number of ranks and the number of
@@ -273,7 +284,7 @@ def with_ulysses(layer: Layer, text: str, cluster: Cluster) -> Layer:
     """
     if text == "auto":
         q, k = (meta(layer.batch, layer.seq_len, heads, layer.dim) for heads in (layer.heads, layer.kv_heads))
-        # The mean speed over the two matrix products of the forward pass and the five of the backward pass.
+        # The forward pass has two matrix products, and the backward pass has five. `flops` is the mean speed of all seven.
         flops = 3.5 / (1 / cluster.forward_flops + 2.5 / cluster.backward_flops)
         mask, (near, far) = layer.scaled_mask(1.0), cluster.interconnects(flops)
         ranks = dict(ranks=layer.ranks, host=cluster.node, near=near, far=far)
@@ -309,7 +320,7 @@ def table_row(layer: Layer, forward: Cost, both: Cost) -> list[str]:
 
 
 def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost]]:
-    """Print the table of predictions. Return the cost of a forward pass and a backward pass of each layer."""
+    """Print the table of predictions. Return the total cost of the forward and the backward pass of each layer."""
     costs, lines = [], []
     for layer in layers:
         forward, backward = predict(layer, cluster)
@@ -324,7 +335,7 @@ def read_measured(path: Path) -> list[dict]:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file does not contain a list of objects that have all numbers named in SHAPE and TIMES.
+        ValueError: the file does not contain a list of objects, or an object lacks one of the numbers in SHAPE and TIMES.
     """
     try:
         rows = json.loads(path.read_text())
@@ -336,7 +347,7 @@ def read_measured(path: Path) -> list[dict]:
 
 
 def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
-    """Print a table of measured times, predicted times, and their ratio."""
+    """Print a table of measured times, predicted times, and the ratios of these times."""
     columns = (
         "Ulysses x ring | length | heads | forward, ms | predicted, ms | measured / predicted"
         " | forward + backward, ms | predicted, ms | measured / predicted"
@@ -353,7 +364,7 @@ def print_measured(rows: list[tuple[Layer, dict]], cluster: Cluster) -> None:
 
 
 def plot(costs: list[tuple[Layer, Cost]], path: Path) -> None:
-    """Plot the predicted time over the number of ranks, with and without communication."""
+    """Plot the predicted times with and without communication. The x axis is the number of ranks."""
     from scripts.plots import plt, save_plot
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
@@ -410,7 +421,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the arguments or the rows describe a layer or a cluster that cannot exist.
+        ValueError: the arguments or the rows describe an impossible layer or an impossible cluster.
     """
     if args.plot and args.measured:
         raise ValueError("--plot and --measured cannot be combined, because --plot draws the table that --measured replaces")

@@ -1,8 +1,9 @@
-"""Models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
+"""Load models in the format of Hugging Face's transformers: a folder with config.json and safetensors files.
 
-`ringattn.train.model.gpt` has the architecture of Llama, but its weights have different names. With `model.window` its
-architecture is that of Mistral, with `model.qkv_bias` that of Qwen 2, and with `model.qk_norm` that of Qwen 3. A run can start
-from such a model (`trainer.init_from`), and `scripts/tools/export_huggingface.py` writes a trained model in this format.
+The model in `ringattn.train.model.gpt` has the architecture of Llama, but its weights have different names. The setting
+`model.window` turns this architecture into the one of Mistral, `model.qkv_bias` into the one of Qwen 2, and `model.qk_norm`
+into the one of Qwen 3. A run can start from a Hugging Face model (`trainer.init_from`), and
+`scripts/tools/export_huggingface.py` writes a trained model in the format of Hugging Face.
 """
 
 import json
@@ -18,7 +19,8 @@ from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
 
-# The names of our modules and weights in Hugging Face's format, without the prefix that contains the number of a block.
+# Maps the names of our modules and weights to their names in Hugging Face's format. The prefix with the number of a block is
+# left out.
 NAMES = {
     "embedding": "model.embed_tokens",
     "attention_norm": "input_layernorm",
@@ -35,15 +37,16 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# Further settings that config.json may contain, and the only value of each that our model supports.
+# config.json may also contain these settings. Our model supports only the value that is given here.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-# The same for the settings of scaled rotary positions, by rope_type.
+# For each rope_type, config.json may contain these settings of scaled rotary positions. Our model supports only the value that
+# is given here.
 ROPE_FIXED = {
     "llama3": {"low_freq_factor": 1.0, "high_freq_factor": MAX_ROTATIONS["llama3"]},
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
-# The supported types of models. For each type, the settings whose default value in transformers depends on the type, and their
-# default values.
+# The supported types of models. If config.json lacks a setting, transformers uses a default value. For some settings, the
+# default value depends on the type of the model. These settings and default values are listed under each type.
 DEFAULTS = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -67,7 +70,7 @@ def hugging_face_name(name: str) -> str:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of the model in the folder `path` under the names of the fields of ModelConfig.
 
-    The settings `rope_trained_len` and `rope_scaling`, which have no effect without `rope_factor`, are left out if it is None.
+    If `rope_factor` is None, the settings `rope_trained_len` and `rope_scaling` have no effect, and they are left out.
 
     Raises:
         ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
@@ -75,7 +78,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / "config.json").read_text())
         config = DEFAULTS.get(config["model_type"], {}) | config
-        # The settings of the rotary positions, and the name of the method by which they are scaled.
+        # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         _check_supported(config, rope, kind)
@@ -104,7 +107,7 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
     if kind != "default":
-        # Like transformers, look for the sequence length that the model was trained on in three places.
+        # config.json may contain the sequence length of the training in three places. transformers searches all three as well.
         name = "original_max_position_embeddings"
         trained_len = config.get(name) or rope.get(name) or config["max_position_embeddings"]
         settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": trained_len, "rope_scaling": kind}
@@ -117,7 +120,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
     Raises:
         ValueError: names the first setting that our model does not support.
     """
-    # Each setting with its value and the supported values.
+    # Maps the name of each setting to its value and to the supported values.
     checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
@@ -135,7 +138,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
 
 
 def _layer_types(config: dict[str, Any]) -> set[str]:
-    """Return the types of layers in the model: "sliding_attention" with a window, "full_attention" without one."""
+    """Return the types of layers in the model: "sliding_attention" (with a window) and "full_attention" (without a window)."""
     if config["model_type"] not in ("qwen2", "qwen3"):
         return {"sliding_attention" if config["model_type"] == "mistral" else "full_attention"}
     if not config.get("use_sliding_window"):
@@ -158,7 +161,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         The settings with both values, or "" if no setting differs.
 
     Raises:
-        ConfigError: a setting differs that determines the shapes of weights, or the model has fewer tokens than the tokenizer.
+        ConfigError: a setting that determines the shapes of weights differs, or the model has fewer tokens than the tokenizer.
     """
     settings = read_settings(path)
     rows = settings.pop("vocab_size")
@@ -167,7 +170,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
-    # The options for resolved_head_dim and resolved_ffn_dim are head_dim and ffn_dim.
+    # The user sets resolved_head_dim and resolved_ffn_dim by the options head_dim and ffn_dim.
     names = {name: f"model.{name.removeprefix('resolved_')}" for name in changes}
     listed = ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in changes.items())
     if not changes.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
@@ -178,10 +181,10 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights of a folder into `model`. Each rank reads only the rows of its own shards.
 
-    If the vocabulary of `model` is padded to more rows than the folder has, the additional rows keep their values.
+    The vocabulary of `model` may be padded to more rows than the folder contains. The additional rows keep their values.
 
-    DCP's HuggingFaceStorageReader is not used here, because it cannot leave these rows out, and because it reads all
-    safetensors files of the folder, including files that the index does not contain.
+    This function does not use DCP's HuggingFaceStorageReader, because that reader cannot leave out the additional rows. The
+    reader would also read all safetensors files of the folder, including files that the index does not contain.
 
     Args:
         path: the folder.
@@ -209,9 +212,10 @@ def load(path: Path, model: nn.Module) -> None:
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's rows of a parameter, and the index of the first of them.
+    """Return this rank's rows of a parameter, and the index of the first of these rows.
 
-    FSDP splits parameters like `torch.chunk`: all ranks but the last ones have the same number of rows, rounded up.
+    FSDP splits the rows of a parameter in the same way as `torch.chunk`. The number of rows per rank is rounded up, so the last
+    ranks may have fewer rows than the other ranks, or none.
     """
     if not isinstance(parameter, DTensor):
         return parameter, 0
@@ -222,7 +226,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     """Open the safetensors files of a folder.
 
     Returns:
-        For the name of each tensor, the open file that contains the tensor.
+        A dict that maps the name of each tensor to the open file that contains this tensor.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -231,7 +235,8 @@ def _open_tensors(path: Path) -> dict[str, Any]:
 
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     try:
-        # transformers prefers the single file as well. An index next to it may have been left from an earlier save.
+        # If model.safetensors exists, the index is ignored, because it may have been left from an earlier save. transformers
+        # prefers model.safetensors as well.
         if single.is_file():
             names = [single]
         elif index.is_file():

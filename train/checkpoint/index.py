@@ -13,19 +13,19 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# The classes of DCP's metadata of which an index consists. Creating them has no side effects.
+# The classes of DCP's metadata that an index may contain. Creating their objects has no side effects.
 _METADATA_CLASSES = (
     "Metadata MetadataIndex StorageMeta TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties "
     "_MEM_FORMAT_ENCODING"
 ).split()
-# These classes and all others of which an index consists, each with its module.
+# All classes that an index may contain, each with its module.
 _ALLOWED_CLASSES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # the name of PosixPath in Python 3.13 and later
+    ("pathlib._local", "PosixPath"),  # This is the name of PosixPath in Python 3.13 and later.
 }
 
 
@@ -37,7 +37,8 @@ def parse_index(content: bytes, files: Container[str]) -> Metadata:
         files: the names of the other files of the checkpoint.
 
     Raises:
-        Exception: the content is not an index of tensors that lie in `files`. A broken pickle may raise an error of any type.
+        Exception: the content is not an index, or a tensor lies in a file outside `files`. A broken pickle may raise an error
+            of any type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     for name, entry in index.state_dict_metadata.items():
@@ -60,7 +61,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: type, name: str) -> Enum:
-    """Replace `getattr` while an index is loaded. Only members of enumerations can be read.
+    """Return a member of an enumeration. While an index is loaded, this function replaces `getattr`.
 
     Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a call of `getattr` on its class.
     """

@@ -1,6 +1,7 @@
-"""The initial weights of a new run: random weights, or those of a checkpoint or a Hugging Face model (`trainer.init_from`).
+"""Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`).
 
-Random weights are drawn in `ringattn.train.parallel.shard`, while the model is sharded. This module replaces them.
+`ringattn.train.parallel.shard` draws random weights while it shards the model. If `trainer.init_from` is set, this module
+replaces the random weights.
 """
 
 from pathlib import Path
@@ -32,8 +33,8 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
         The settings with both values, or "" if no setting differs.
 
     Raises:
-        ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the tokenizer or the model of the
-            run.
+        ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the tokenizer or the model settings
+            of the run.
     """
     if huggingface.is_model(path):
         if (source := path / "tokenizer.json").is_file():
@@ -51,7 +52,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
 
 
 def load(path: Path, model: nn.Module) -> None:
-    """Load the weights at `path`, which `compare_settings` has accepted, into `model`. All ranks call this function.
+    """Load the weights at `path` into `model`. All ranks call this function after `compare_settings` has accepted `path`.
 
     Raises:
         ConfigError: on every rank, if a weight is missing or has another shape, or if a file cannot be read.

@@ -12,10 +12,10 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, TrainerConfig
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
-# Settings that must not change within a run, because they determine what the weights mean. These are prefixes of names.
+# The prefixes of settings that must not change within a run. These settings determine what the weights mean.
 FIXED = ("model.", "data.mask_documents")
 
-# Settings that may change without a message. The corpus itself is compared instead of data.path.
+# Settings that may change without a message. data.path is one of them, because `check_corpus` compares the corpus itself.
 FREE = (
     "data.path parallel.timeout_s trainer.device trainer.compile trainer.resume trainer.init_from trainer.peak_tflops "
     "trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.keep_checkpoints trainer.log_every "
@@ -38,12 +38,12 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
         trainer: the settings `resume` and `init_from`.
 
     Returns:
-        The checkpoint to resume from, or None for a new run. The checkpoint of another run that this run branched from, or
-        None.
+        A pair. The first element is the checkpoint to resume from, or None for a new run. The second element is the checkpoint
+        of another run from which this run branched, or None if this run is not a branch.
 
     Raises:
-        ConfigError: on every rank, if the run has checkpoints but did not start as these settings say, or if a checkpoint
-            cannot be read.
+        ConfigError: on every rank, if the existing checkpoints of the run contradict `trainer.resume` or `trainer.init_from`,
+            or if a checkpoint cannot be read.
     """
     # Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
     with sync_errors():
@@ -86,17 +86,16 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> None:
-    """Copy settings from a checkpoint into `config` if a resumed run must keep them.
+    """Copy the settings that a resumed run must keep from a checkpoint into `config`.
 
-    The learning rate and the warmup are copied unless the user sets them. A larger `trainer.steps` would otherwise lead to a
-    longer warmup.
-    `trainer.init_from` is copied from a checkpoint of this run.
+    The learning rate and the number of warmup steps are copied unless the user sets them. Without this copy, a larger
+    `trainer.steps` would lead to a longer warmup. If the checkpoint belongs to this run, `trainer.init_from` is copied as well.
 
     Args:
         path: the checkpoint.
         directory: the directory of the run's checkpoints.
-        meta: the meta of the checkpoint.
-        config: the settings of the run.
+        meta: the content of the checkpoint's meta.json.
+        config: the settings of the run, which are updated in place.
 
     Raises:
         ConfigError: the run would end within the warmup.
@@ -119,13 +118,13 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> N
 
     Args:
         path: the checkpoint.
-        meta: the meta of the checkpoint.
+        meta: the content of the checkpoint's meta.json.
         current: the fingerprint of the run's corpus. Entries that the checkpoint does not contain are not compared.
 
     Raises:
         ConfigError: the corpora differ.
     """
-    # Checkpoints without the entry "sequences" were trained on sequences in the order of the stream.
+    # A run whose checkpoint lacks the entry "sequences" read its sequences in the order of the stream.
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -141,7 +140,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
     Args:
         path: the checkpoint.
-        meta: the meta of the checkpoint.
+        meta: the content of the checkpoint's meta.json.
         config: the settings of the run.
         tokens_per_step: the number of tokens per step of the run.
 
@@ -149,14 +148,15 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
         The settings with both values, or "" if no setting differs.
 
     Raises:
-        ConfigError: the model differs, or all steps are completed and a setting differs.
+        ConfigError: a setting of the model differs, or all steps are completed and another setting differs.
     """
     changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
         raise ConfigError(f"{path} was trained with {', '.join(fixed)}: resume with the same settings, or choose another name")
-    # A completed run can be sampled from on any number of ranks, so these settings do not matter then.
+    # A completed run only generates samples, on any number of ranks. Therefore the parallel settings and the number of tokens
+    # per step do not matter for a completed run.
     relevant = [change for name, change in changes.items() if not name.startswith(("parallel.", "tokens_per_step"))]
     if relevant and meta["step"] >= config.trainer.steps:
         raise ConfigError(
@@ -167,19 +167,20 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
 
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
-    """Describe the model settings that differ from those of a checkpoint whose weights a new run starts from.
+    """Describe the model settings in which a new run differs from the checkpoint that provides its initial weights.
 
     Args:
         path: the checkpoint.
-        meta: the meta of the checkpoint.
+        meta: the content of the checkpoint's meta.json.
         config: the settings of the run.
 
     Returns:
         The settings with both values, or "" if no setting differs.
 
     Raises:
-        ConfigError: the number of heads differs. Models with different numbers of heads may have weights of the same shapes.
-            Other settings that change shapes lead to an error when the weights are loaded.
+        ConfigError: the number of heads differs. This function must check the number of heads, because models with different
+            numbers of heads may have weights of the same shapes. If another setting changes a shape, loading the weights raises
+            an error.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:
@@ -188,9 +189,13 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dict[str, str]:
-    """Return a description of each setting in `groups` that differs, by name, except for settings that are free to change."""
+    """Describe each setting in `groups` that differs from the checkpoint. The names in FREE are left out.
+
+    Returns:
+        A dict from the name of each differing setting to its description.
+    """
     saved = meta["config"]
-    # JSON turns tuples into lists, as in the checkpoint.
+    # The checkpoint stores settings as JSON, which turns tuples into lists. The current settings are converted in the same way.
     current, defaults = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
     ignored = FREE
     if current["model"]["rope_factor"] is None and saved["model"].get("rope_factor") is None:
@@ -198,7 +203,8 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dic
     changes = {}
     for group in groups:
         for name, value in current[group].items():
-            # A setting that the checkpoint does not contain did not exist yet. The run behaved as with today's default.
+            # If the checkpoint lacks a setting, the setting did not exist when the checkpoint was saved. The run then behaved
+            # as the default value of this setting specifies.
             before = saved[group].get(name, defaults[group][name])
             if before != value and f"{group}.{name}" not in ignored:
                 changes[f"{group}.{name}"] = f"{group}.{name}={before} (now {value})"

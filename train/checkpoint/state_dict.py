@@ -1,4 +1,4 @@
-"""The tensors that a checkpoint contains, by name: parameters, optimizer state and random generators."""
+"""Collect the tensors of a checkpoint by name: parameters, optimizer state and the state of the random generators."""
 
 from pathlib import Path
 
@@ -18,18 +18,19 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Return the state of the model and of its optimizer. The tensors are not copied.
 
-    An optimizer that has not made a step yet receives the zeros that its first step would create. A checkpoint can then be
-    loaded into it.
+    If the optimizer has not taken a step, this function fills its state with zeros, as the first step would do. A checkpoint
+    can then be loaded into the tensors of this state.
 
     Returns:
-        `model_state(model)`, and "optim.<parameter>.<exp_avg | exp_avg_sq | step>" for every parameter.
+        The tensors of `model_state(model)`, and the tensors "optim.<parameter>.<exp_avg | exp_avg_sq | step>" of every
+        parameter.
     """
-    # The state dict of the model must be made first, because it makes FSDP reshard the parameters that an evaluation has left
-    # gathered. The optimizer knows only the sharded parameters.
+    # An evaluation leaves parameters gathered, and the optimizer knows only the sharded parameters. Creating the state dict of
+    # the model makes FSDP shard the parameters again, so the state dict must be created first.
     tensors, is_new = model_state(model), not optimizer.state
     for name, state in get_optimizer_state_dict(model, optimizer)["state"].items():
         if is_new:
-            # PyTorch creates the state by a step with gradients of zero, which has incremented this number.
+            # PyTorch creates the state by taking a step with zero gradients. This step has incremented the number of steps.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors
@@ -39,7 +40,7 @@ def rng_state() -> dict[str, Tensor]:
     """Return the state of this rank's random generators.
 
     Returns:
-        "rng.rank<r>.cpu", and "rng.rank<r>.cuda" if CUDA is in use, as uint8 tensors.
+        A dict of uint8 tensors with the name "rng.rank<r>.cpu" and, if CUDA is in use, the name "rng.rank<r>.cuda".
     """
     prefix = f"rng.rank{dist.get_rank() if dist.is_initialized() else 0}"
     state = {f"{prefix}.cpu": torch.get_rng_state()}
@@ -49,12 +50,13 @@ def rng_state() -> dict[str, Tensor]:
 
 
 def load_rng_state(path: Path) -> bool:
-    """Restore this rank's random generators from the checkpoint at `path`, as far as they were in use then and are now.
+    """Restore this rank's random generators from the checkpoint at `path`. All ranks call this function.
 
-    All ranks call this function.
+    The CUDA generator is restored only if CUDA was in use when the checkpoint was saved and is in use now.
 
     Returns:
-        Whether the generators were restored. If the checkpoint was saved by another number of ranks, nothing is restored.
+        True if the generators were restored. If the checkpoint was saved by a different number of ranks, nothing is restored
+        and the result is False.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.

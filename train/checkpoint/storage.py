@@ -1,13 +1,14 @@
 """Sharded checkpoints that are written completely or not at all.
 
     <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
-    <directory>/.step_...          a checkpoint that is being written or removed; the next save removes what is left of it
+    <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes such directories
 
-Every rank writes its own shards and reads the parts that it needs, so a run can resume on any number of ranks. The directory
-must be visible to all ranks. Everything that is read is compared with the checksum that was written with it.
+Every rank writes its own shards. When a run resumes, every rank reads the parts that it needs, so the number of ranks may
+change. The directory must be visible to all ranks. Checksums are written together with the tensors and the index, and every
+read compares the data with these checksums.
 
-A checkpoint contains only tensors. DCP would store any other object as a pickle, and loading a pickle may run any code. DCP's
-index is a pickle nevertheless, so `ringattn.train.checkpoint.index` reads it with a list of allowed classes.
+`save` accepts only tensors, because DCP would store any other object as a pickle, and loading a pickle may run any code. DCP's
+own index is a pickle. Therefore `ringattn.train.checkpoint.index` reads the index with a list of allowed classes.
 """
 
 import io
@@ -36,7 +37,8 @@ from ringattn.train.parallel.ranks import sync_errors
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-# DCP stores every tensor under the name that we give it, and does not add a table of nested names to the index.
+# With these options, DCP stores every tensor under the name that we give to it. DCP then adds no table of nested names to the
+# index.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 
@@ -47,13 +49,15 @@ class CheckpointError(ConfigError):
 def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, keep: int) -> Path:
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints.
 
-    All ranks call this function. If it fails or is interrupted, the earlier checkpoints are unchanged.
+    All ranks call this function. If the function fails or is interrupted, the earlier checkpoints are unchanged.
 
     Args:
         directory: the directory of the run's checkpoints.
         step: the number of completed steps.
-        tensors: the tensors by name. Every rank writes its own shards of a DTensor. One of the ranks writes a plain tensor.
-        meta: additional data that JSON can represent. `step`, the sizes of the files and the checksum of the index are added.
+        tensors: the tensors by name. If a tensor is a DTensor, every rank writes its own shard. If a tensor is not a DTensor,
+            only one of the ranks that pass this name writes the tensor.
+        meta: additional data that JSON can represent. This function adds `step`, the sizes of the files and the checksum of the
+            index.
         keep: how many checkpoints to keep, at least 1.
 
     Returns:
@@ -77,24 +81,27 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
                 _publish(temporary, target)
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError:
-        if is_rank_0:  # If the disk is full, the files of this attempt would keep it full.
+        if is_rank_0:  # The save may have failed because the disk is full, and these files take up space on the disk.
             shutil.rmtree(temporary, ignore_errors=True)
         raise
     return target
 
 
 def delete_later_checkpoints(directory: Path, step: int) -> None:
-    """Remove the checkpoints of steps after `step`. One rank calls this function."""
+    """Remove the checkpoints of steps after `step`. Only one rank calls this function."""
     _remove(directory, [path for path in _list_checkpoints(directory) if path.name > f"step_{step:08d}"])
 
 
 def latest(directory: Path) -> Path | None:
-    """Return the checkpoint of the highest step in `directory`, or None if there is no checkpoint."""
+    """Return the path of the checkpoint with the highest step in `directory`, or None if there is no checkpoint."""
     return max(_list_checkpoints(directory), default=None)
 
 
 def read_meta(path: Path) -> dict:
-    """Return the `meta` of `save`, with the additional entries `step`, `files` (bytes by file name) and `index` (a checksum).
+    """Return the `meta` that `save` has written to the checkpoint at `path`.
+
+    `save` adds three entries to its argument `meta`: `step`, `files` (the size in bytes of each file) and `index` (the checksum
+    of the index).
 
     Raises:
         CheckpointError: `path` is not a checkpoint, or it is damaged.
@@ -122,29 +129,29 @@ def read_tensor_names(path: Path) -> set[str]:
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in the checkpoint at `path`. All ranks call this function.
 
-    DTensors may be sharded in another way than in the checkpoint. Names, shapes and dtypes are compared before anything is
-    read. If `tensors` contains a name that begins with "model." or "optim.", it must contain all names in the checkpoint that
-    begin in the same way.
+    The sharding of a DTensor may differ from its sharding in the checkpoint. All names, shapes and dtypes are compared before
+    any tensor is read. If `tensors` contains any name that begins with "model.", it must contain every name in the checkpoint
+    that begins with "model.". The same rule applies to names that begin with "optim.".
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint cannot be read or does not fit.
+        CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
     """
     with _sync_checkpoint_errors(path):
         index = _read_index(path)
         _check_tensors(path, index.state_dict_metadata, tensors)
-        # DCP warns that every rank reads by itself, which is intended.
+        # DCP prints a warning because every rank reads without the other ranks. Reading in this way is intended.
         with warnings.catch_warnings(action="ignore"):
             dcp.load(tensors, storage_reader=_Reader(path, index), planner=DefaultLoadPlanner(**PLANNER_OPTIONS), no_dist=True)
 
 
 @contextmanager
 def _convert_errors(problem: str, advice: str) -> Iterator[None]:
-    """Report every error of the body as a CheckpointError of one line: the problem, the first error, and the advice."""
+    """Replace every error of the body by a CheckpointError with one line: the problem, the first error, and the advice."""
     try:
         yield
-    # CheckpointException is not a subclass of Exception.
+    # CheckpointException is not a subclass of Exception, so it must be named here.
     except (Exception, CheckpointException) as error:
-        # DCP gathers the errors of all ranks in a CheckpointException. The error of the lowest rank that failed is reported.
+        # DCP gathers the errors of all ranks in a CheckpointException. Report the error of the lowest rank that has failed.
         first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         if isinstance(first, CheckpointError):
             raise first from None
@@ -154,13 +161,13 @@ def _convert_errors(problem: str, advice: str) -> Iterator[None]:
 
 @contextmanager
 def _sync_checkpoint_errors(path: Path) -> Iterator[None]:
-    """Report every error of the body as a CheckpointError, and raise it on all ranks."""
+    """Replace every error of the body by a CheckpointError, and raise this error on all ranks."""
     with sync_errors(), _convert_errors(f"{path} failed", "check the disk and the files"):
         yield
 
 
 def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
-    """Report every error of the body as damage to the file `name` of the checkpoint at `path`."""
+    """Replace every error of the body by a CheckpointError: the file `name` of the checkpoint at `path` is damaged."""
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
@@ -170,7 +177,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is not a tensor")
     writer = dcp.FileSystemWriter(directory, sync_files=True)
-    # DCP warns if there is no process group.
+    # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
 
@@ -183,9 +190,9 @@ def _write_meta(directory: Path, meta: dict) -> None:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    """Give a completely written checkpoint its name."""
-    # The files must be on the disk before the directory has its name. Otherwise a power failure could leave a checkpoint that
-    # has a valid name but lacks some of its contents.
+    """Rename a completely written checkpoint from `temporary` to `target`."""
+    # All files must be on the disk before the directory is renamed. Otherwise a power failure could leave a checkpoint that has
+    # a valid name but lacks some of its contents.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -194,7 +201,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until a file, or the list of the files in a directory, is on the disk."""
+    """Wait until the content of a file is on the disk, or until the list of the files in a directory is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -205,7 +212,7 @@ def _fsync(path: Path) -> None:
 def _list_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints, the oldest first.
 
-    Step numbers have eight digits, so the order of names is that of steps.
+    Step numbers have eight digits, so sorting the names also sorts the steps.
     """
     return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
 
@@ -217,7 +224,7 @@ def _remove(directory: Path, checkpoints: list[Path]) -> None:
 
 
 def _hide(checkpoint: Path) -> None:
-    """Rename a checkpoint before it is removed. If the removal is interrupted, the incomplete checkpoint is never loaded."""
+    """Rename a checkpoint before its removal, so that no run loads a checkpoint whose removal was interrupted."""
     os.rename(checkpoint, checkpoint.with_name(f".{checkpoint.name}.old"))
 
 
@@ -227,7 +234,7 @@ def _remove_hidden(directory: Path) -> None:
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads tensors by means of an index that has been checked. torch.load reads them with weights_only=True."""
+    """Reads tensors with an already checked index. DCP calls torch.load with weights_only=True for each tensor."""
 
     def __init__(self, path: Path, index: Metadata):
         super().__init__(path)
@@ -237,7 +244,10 @@ class _Reader(dcp.FileSystemReader):
         return self._index
 
     def _slice_file(self, file: IO[bytes], info: object) -> IO[bytes]:
-        """Read a tensor, which is stored as a zip archive, and check its checksums. torch.load does not check them."""
+        """Read a tensor, which is stored as a zip archive, and check the checksums of the archive.
+
+        torch.load does not check these checksums.
+        """
         content = io.BytesIO(super()._slice_file(file, info).read())
         with _report_damage(Path(self.path), Path(file.name).name), zipfile.ZipFile(content) as archive:
             if (name := archive.testzip()) is not None:
@@ -247,10 +257,12 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _read_index(path: Path) -> Metadata:
-    """Return DCP's index of the checkpoint: names, shapes and dtypes of the tensors, and their positions in the files.
+    """Return DCP's index of the checkpoint.
+
+    The index contains the name, the shape and the dtype of each tensor, and the position of the tensor in the files.
 
     Raises:
-        CheckpointError: the index is damaged, or it does not agree with the files.
+        CheckpointError: the index is damaged, or it does not match the files.
     """
     meta = read_meta(path)
     for name, size in meta["files"].items():
@@ -259,7 +271,7 @@ def _read_index(path: Path) -> Metadata:
                 raise ValueError(f"the file is missing, or its size is not {size} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
-        # The first versions of ringattn did not write a checksum of the index.
+        # Old checkpoints do not contain a checksum of the index. In this case, the comparison always succeeds.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=meta["files"])
@@ -269,7 +281,7 @@ def _check_tensors(path: Path, saved: dict[str, TensorStorageMetadata], tensors:
     """Compare the tensors of a checkpoint with those of the run.
 
     Raises:
-        CheckpointError: a tensor is missing in the checkpoint or in the run, or it has another shape or dtype.
+        CheckpointError: a tensor is missing in the checkpoint or in the run, or its shapes or its dtypes differ.
     """
     prefixes = {name.split(".")[0] for name in tensors} & {"model", "optim"}
     found = {name: f"{entry.properties.dtype} of shape {tuple(entry.size)}" for name, entry in saved.items()}

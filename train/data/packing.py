@@ -1,15 +1,17 @@
 """Turn documents into tokens, and pack the tokens into sequences without padding. Each sequence can be read by its number.
 
-    document    its tokens after one EOS, cached on disk
-    epoch e     all documents in a random order, which depends on the seed and e, as one stream of T tokens
-    sequence    S consecutive tokens of the stream. Their labels are the tokens that follow them, so an epoch has
-                floor((T - 1) / S) sequences. They are read in a second random order, which also depends on the seed and e.
+    document    one EOS token, followed by the tokens of the text; cached on disk
+    epoch e     one stream of T tokens: all documents in a random order that depends on the seed and on e
+    sequence    S consecutive tokens of the stream, with the next token of the stream as the label of each token. An epoch has
+                floor((T - 1) / S) sequences.
+
+The sequences of an epoch are read in a second random order, which also depends on the seed and on e. Without the second order,
+consecutive steps and all entries of a batch would often come from the same long document.
 
 EOS is the first token of every document, so the label of a document's last token is EOS. A document that does not fit into one
 sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not fill a sequence.
 
-Without the second order, consecutive steps and all entries of a batch would often come from the same long document. The only
-state is the number of sequences that have been consumed, so a run needs one integer to resume.
+The only state of the data is the number of sequences that have been consumed, so a run needs one integer to resume.
 """
 
 import functools
@@ -35,10 +37,11 @@ from ringattn.train.data.tokenizer import Tokenizer
 
 TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
 
-# The number of documents whose tokens are part of a corpus's fingerprint.
+# The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
 
-# Gives every corpus that this process loads a number. All ranks load the same corpora in the same order.
+# This counter numbers the corpora that this process loads. All ranks load the same corpora in the same order, so a corpus has
+# the same number on every rank.
 _corpus_numbers = itertools.count()
 
 
@@ -50,7 +53,8 @@ class Batch:
         tokens: (B, S) int64.
         labels: (B, S) int64, the token that follows each token. Labels are computed before the sequence is sharded, so no rank
             needs a token of another rank.
-        documents: for each sequence, the lengths of the parts of documents that it contains. They sum to S.
+        documents: one tuple per sequence. The tuple contains the length of each document, or part of a document, in the
+            sequence. The lengths sum to S.
     """
 
     tokens: torch.Tensor
@@ -68,6 +72,7 @@ class PackedDataset:
         lengths: (documents,) int64, the number of tokens in each document.
         tokens_per_epoch: the number of tokens in all documents.
         sequences_per_epoch: the number of sequences that these tokens fill.
+        sampled: a checksum of the tokens of some documents.
     """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True):
@@ -77,7 +82,8 @@ class PackedDataset:
             documents: one row per document, with the columns `tokens` (int32, EOS first) and `length` (the number of tokens).
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            shuffle: whether the sequences of an epoch are read in a random order, instead of the order of the stream.
+            shuffle: whether the sequences of an epoch are read in a random order. If False, they are read in the order of the
+                stream. In both cases, the documents of the stream are in a random order.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -89,7 +95,7 @@ class PackedDataset:
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
         self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
-        # In this format, rows are views of the cached file instead of copies.
+        # In the format "arrow", rows are views of the cached file. Other formats would copy the rows.
         self._documents = documents.with_format("arrow")
         self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
         if self.sequences_per_epoch < 1:
@@ -100,7 +106,10 @@ class PackedDataset:
 
     @functools.cached_property
     def sampled(self) -> int:
-        """A checksum of the tokens of up to NUM_SAMPLED documents. Another text would most likely have another checksum."""
+        """A checksum (CRC-32) of the tokens of up to NUM_SAMPLED documents, which are spread evenly over the corpus.
+
+        Two different texts almost always have different checksums.
+        """
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
             crc = zlib.crc32(self._document(index).to_numpy().tobytes(), crc)
@@ -115,7 +124,8 @@ class PackedDataset:
         """Return the sequence with the number `index`.
 
         Returns:
-            The tokens (S,) int64, the labels (S,) int64, and the lengths of the parts of documents.
+            The tokens (S,) int64, the labels (S,) int64, and the length of each document, or part of a document, in the
+            sequence.
         """
         epoch, position = divmod(index, self.sequences_per_epoch)
         order, ends, sequences = self._order_of(epoch)
@@ -124,24 +134,25 @@ class PackedDataset:
         first, last = np.searchsorted(ends, (start, start + self.seq_len), side="right")
         documents = [self._document(index) for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
-        # The chunks of this array are views, so only the tokens of the sequence are copied.
+        # The chunks of the chunked array are views, so only the tokens of the sequence are copied.
         stream = pyarrow.chunked_array(documents).slice(skipped, self.seq_len + 1).to_numpy().astype(np.int64)
         edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def _document(self, index: int) -> pyarrow.Array:
-        """Return the tokens of a document, which are not copied."""
+        """Return the tokens of a document without copying them."""
         return self._documents[int(index)]["tokens"][0].values
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the random orders of an epoch.
+        """Return the order of the documents and the order of the sequences in an epoch.
 
         Returns:
-            The order of the documents, the position in the stream at which each of them ends, and the order of the sequences.
+            The order of the documents, the position in the stream at which each document ends, and the order of the sequences.
+            If `shuffle` is False, the sequences are in the order of the stream.
         """
         if self._epoch_order[0] != epoch:
-            # numpy guarantees that Philox yields the same raw words on every machine and in every release. It does not
-            # guarantee the same permutations, so they are computed here.
+            # numpy guarantees that Philox yields the same raw words on every machine and in every release. numpy does not
+            # guarantee that its permutations stay the same. Therefore the permutations are computed here from the raw words.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
             sequences = np.arange(self.sequences_per_epoch)
@@ -159,7 +170,8 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
     Args:
         config: the settings of the corpus.
         tokenizer: the tokenizer that encodes the documents.
-        shuffle: whether the sequences of an epoch are read in a random order.
+        shuffle: whether the sequences of an epoch are read in a random order. If False, they are read in the order of the
+            stream. In both cases, the documents of the stream are in a random order.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -191,12 +203,12 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     """Load the held-out text. All ranks call this function.
 
     Args:
-        config: the settings of the training text, which also say which text is held out.
+        config: the settings of the training text. They also determine which text is held out.
         tokenizer: the tokenizer that encodes the documents.
         training: the training text.
 
     Returns:
-        The held-out text, whose sequences are read in the order of the stream, or None if no text is held out.
+        The held-out text, or None if no text is held out. Its sequences are read in the order of the stream.
 
     Raises:
         ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
@@ -221,8 +233,8 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
 def _code(tokenizer: Tokenizer) -> str:
     """Return the source code that turns text into tokens.
 
-    The source code is part of the key of the cache. Without it, the cache would identify functions and classes only by their
-    names, and return tokens that an earlier version of the code has produced.
+    The source code is part of the key of the cache. Without the source code in the key, the cache would identify functions and
+    classes only by their names. The cache could then return tokens that an earlier version of the code produced.
     """
     return inspect.getsource(_tokenise) + inspect.getsource(sources.json_text) + inspect.getsource(type(tokenizer))
 
@@ -231,10 +243,10 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
     """Tokenise documents. Documents without text are left out.
 
     Args:
-        texts: the texts of the documents, or lines of JSON that contain them.
+        texts: the texts of the documents, or lines of JSON that contain the texts.
         tokenizer: the tokenizer that encodes the documents.
-        code: the source code of this function, which is only a part of the key of the cache.
-        json_column: the name under which a line of JSON contains the text, or None if `texts` are not lines of JSON.
+        code: the result of `_code`. This function does not use the argument, but the cache includes it in its key.
+        json_column: the name under which each line of JSON contains its text. None if `texts` are not lines of JSON.
 
     Returns:
         The columns of TOKENS.
@@ -247,9 +259,10 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
 
 @contextmanager
 def _rank_zero_first() -> Iterator[None]:
-    """Run the body first on rank 0, which fills the cache and shows the progress, and then on the other ranks.
+    """Run the body on rank 0 first, and then on the other ranks.
 
-    The other ranks wait without a time limit. A collective would have a time limit, so they poll the store instead.
+    Rank 0 fills the cache and shows the progress. The other ranks wait without a time limit. They poll the store, because a
+    collective would have a time limit.
     """
     store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:

@@ -1,6 +1,6 @@
-"""The sources of documents: Python's standard library, text files, JSON lines, Parquet files, and the Hugging Face hub.
+"""Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
-The library `datasets` reads the files of every source. It returns one row per document, and caches the rows.
+The library `datasets` reads the files of every source. The library returns one row per document, and caches the rows.
 """
 
 import glob
@@ -32,7 +32,8 @@ def read_documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
         ConfigError: a file or the column is missing, or the column does not contain text.
         Exception: a file or a dataset cannot be read. The type of the error depends on the reader.
     """
-    # Releases of `datasets` before 4 would otherwise ask, or read an environment variable, whether to run code of a dataset.
+    # Some datasets contain code. Without this setting, releases of `datasets` before 4 would ask the user, or read an
+    # environment variable, to decide whether to run such code.
     datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
     rows, column = _read(config)
     if column not in rows.features:
@@ -49,8 +50,8 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
         case "text":
             return _text_files(files(config), config.split, errors="strict"), "text"
         case "jsonl":
-            # The JSON reader of `datasets` requires that all files have the same columns. Therefore lines are read as text
-            # here, and parsed when they are tokenised.
+            # The JSON reader of `datasets` requires that all files have the same columns. Therefore each line is read as text
+            # here, and `json_text` parses the line before it is tokenised.
             return _text_files(files(config), config.split, errors="strict", sample_by="line"), "text"
         case "parquet":
             return _parquet_column(config), config.column
@@ -70,7 +71,7 @@ def _parquet_column(config: DataConfig) -> datasets.Dataset:
     try:
         return datasets.load_dataset("parquet", data_files=names, split=config.split, columns=[config.column])
     except Exception:
-        # The message of the reader does not say which file lacks the column.
+        # If a file lacks the text column, the error of the reader does not name the file. Find this file for the error message.
         for file in itertools.chain.from_iterable(map(glob.glob, names)):
             columns = pyarrow.parquet.read_schema(file).names
             if config.column not in columns:
@@ -88,7 +89,7 @@ def files(config: DataConfig) -> list[str]:
     """Return the files that `data.path` matches.
 
     Returns:
-        The sorted absolute paths. Characters that have a meaning for glob are escaped.
+        The sorted absolute paths. In each path, characters with a special meaning in glob patterns are escaped.
 
     Raises:
         ConfigError: data.path is missing, is a folder, or matches no file.
@@ -106,18 +107,20 @@ def files(config: DataConfig) -> list[str]:
 
 
 def _hub_name(config: DataConfig) -> str:
-    # `datasets` interprets a name without an owner as a reader of local files. One of these readers unpickles its files, which
-    # may run any code.
+    # `datasets` interprets a name without an owner as the name of a reader for local files. One of these readers unpickles
+    # files, and unpickling may run any code. Therefore the name must have an owner.
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", config.path or "") or Path(config.path).exists():
         raise ConfigError(f"data.path={config.path} is not a dataset of the hub: it must have the form owner/name")
     return config.path
 
 
 def json_text(line: str, column: str) -> str | None:
-    """Return the text that a line of JSON contains under the name `column`, or None if the line is empty or the text is null.
+    """Return the text that a line of JSON contains under the name `column`.
+
+    The result is None if the line is empty or the text is null.
 
     Raises:
-        ConfigError: the line is not a JSON object, or it does not contain text under this name.
+        ConfigError: the line is not a JSON object, or the line does not contain text under this name.
     """
     if not line.strip():
         return None
@@ -138,11 +141,12 @@ def json_text(line: str, column: str) -> str | None:
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
     """Return whether two corpora have no document in common.
 
-    Corpora of different files are disjoint. Corpora of the same files are disjoint if their splits are.
+    Two corpora without a common file are disjoint. Two corpora with the same files are disjoint if their splits are disjoint.
+    All other corpora count as not disjoint.
 
     Args:
         training: the settings of the training text.
-        held_out: the settings of the held-out text, which has the same source.
+        held_out: the settings of the held-out text, which must have the same `source`.
         sizes: the number of documents in each split of the training text.
     """
     if training.path and training.source != "hub":
@@ -178,7 +182,7 @@ def no_text(where: str, column: str, found: object) -> ConfigError:
 
 
 def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
-    """Return the error for a corpus that cannot be read. Its message contains the first cause of `error` in one line."""
+    """Return the error for a corpus that cannot be read. The message contains the first cause of `error` in one line."""
     while error.__cause__:
         error = error.__cause__
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"

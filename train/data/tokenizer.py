@@ -1,4 +1,4 @@
-"""Tokenizers: the bytes of a text, or the tokens of a `tokenizer.json`."""
+"""The two tokenizers: one returns the bytes of a text, and the other one uses a `tokenizer.json`."""
 
 import zlib
 from pathlib import Path
@@ -29,17 +29,17 @@ class BytesTokenizer:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of `tokens`. No token raises an error, not even `eos` or a part of a character."""
+        """Return the text of `tokens`. The tokens may contain `eos` and incomplete characters."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 class JsonTokenizer:
-    """The tokenizer in a `tokenizer.json`, which the optional package `tokenizers` reads.
+    """A tokenizer that is defined by a `tokenizer.json`. The optional package `tokenizers` reads the file.
 
-    Its attributes and methods are those of BytesTokenizer.
+    This class has the same attributes and methods as BytesTokenizer.
 
     Raises:
-        ConfigError: the package is missing, the file cannot be read, or it has no end-of-text token.
+        ConfigError: the package is missing, the file cannot be read, or the file has no end-of-text token.
     """
 
     def __init__(self, path: str | Path):
@@ -53,7 +53,7 @@ class JsonTokenizer:
         names = [name for name in END_OF_TEXT if name in ids]
         if not names:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
-        # The file may contain these tokens without marking them as special.
+        # The file may contain the end-of-text tokens without marking them as special tokens.
         self._tokenizer.add_special_tokens(names)
         self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
 
@@ -75,7 +75,7 @@ def load_tokenizer(name: str) -> Tokenizer:
         name: "bytes", or the path of a `tokenizer.json`.
 
     Raises:
-        ConfigError: the package `tokenizers` is missing, the file cannot be read, or it has no end-of-text token.
+        ConfigError: the package `tokenizers` is missing, the file cannot be read, or the file has no end-of-text token.
     """
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
 
@@ -92,10 +92,10 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: 
         name: the value of `data.tokenizer`.
         tokenizer: the tokenizer.
         expected: the expected fingerprint, or None to accept any tokenizer.
-        why: why this fingerprint is expected, for the message of the error.
+        why: the reason for expecting this fingerprint. The error message contains the reason.
 
     Raises:
-        ConfigError: the tokenizer has another fingerprint.
+        ConfigError: the tokenizer has a different fingerprint.
     """
     if expected is not None and tokenizer.fingerprint != expected:
         raise ConfigError(f"data.tokenizer={name}, but {why}: token ids would mean other text; set data.tokenizer to that file")
@@ -108,6 +108,6 @@ def _read(path: str | Path):
         return Reader.from_file(str(Path(path).expanduser()))
     except ImportError as error:
         raise ConfigError(f"data.tokenizer={path} requires the package `tokenizers`: pip install tokenizers") from error
-    except Exception as error:  # The package raises errors of no other type.
+    except Exception as error:  # The package `tokenizers` raises only errors of the type Exception.
         reason = str(error).splitlines()[0]
         raise ConfigError(f"data.tokenizer={path}: {reason}; it must be `bytes` or the path of a tokenizer.json") from error

@@ -1,12 +1,15 @@
-"""Model FLOPs of a training step, and the peak of a device. Their quotient is the model FLOPs utilisation (MFU).
+"""Compute the model FLOPs of a training step and the model FLOPs utilisation (MFU).
 
-A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. The forward pass needs one
-multiply-add per token and weight of a matrix. It needs two multiply-adds per (query, key) pair and dimension of a head, in
-Q K^T and in P V. The FLOPs of a training step are therefore
+The MFU is the quotient of the model FLOPs per second and the peak FLOP/s of a device.
+
+A multiply-add counts as 2 FLOPs, and the backward pass needs twice the FLOPs of the forward pass. In every matrix, the forward
+pass needs one multiply-add per token and weight. In attention, the forward pass needs two multiply-adds per (query, key) pair
+and element of a head: one for Q K^T and one for P V. The FLOPs of a training step are therefore
 
     6 * weights * tokens  +  12 * head_dim * heads * layers * pairs
 
-Only pairs that the mask allows count, even if a kernel computes more. Recomputation in the backward pass does not count.
+Only the pairs that the mask allows are counted, even if a kernel computes more pairs. Recomputation in the backward pass is not
+counted.
 """
 
 import re
@@ -15,7 +18,7 @@ import torch
 
 from ringattn.train.model.gpt import GPT
 
-# The dense bf16 FLOP/s of GPUs, from NVIDIA's data sheets. The first pattern that matches the name of a GPU applies to it.
+# The dense bf16 FLOP/s of GPUs, from NVIDIA's data sheets. If several patterns match the name of a GPU, the first one applies.
 PEAK_FLOPS = (
     (r"GB200", 2500e12),
     (r"B200", 2250e12),
@@ -30,9 +33,9 @@ PEAK_FLOPS = (
 
 
 def matmul_parameters(model: GPT) -> int:
-    """Return the number of weights that tokens are multiplied with, on all ranks together.
+    """Return the total number of weights, over all ranks, that take part in matrix products with tokens.
 
-    These are the weights of all matrices. The embedding counts only if it is also the output matrix.
+    All matrices take part in such products, except for an embedding that is not also the output matrix.
     """
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
     return matrices - (0 if model.head is None else model.embedding.numel())
@@ -52,12 +55,12 @@ def step_flops(model: GPT, tokens: int, pairs: int) -> int:
 
 
 def utilisation(flops_per_s: float, peak: float | None) -> dict[str, float | None]:
-    """Return the rates of one device: `tflops_per_rank`, and `mfu`, which is None if the `peak` FLOP/s is unknown."""
+    """Return two rates of one device: `tflops_per_rank` and `mfu`. If `peak` (FLOP/s) is None, `mfu` is None as well."""
     return {"tflops_per_rank": flops_per_s / 1e12, "mfu": flops_per_s / peak if peak else None}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the dense bf16 FLOP/s of one device, or None for a CPU and for a GPU that is not in PEAK_FLOPS."""
+    """Return the dense bf16 FLOP/s of one device. The result is None if PEAK_FLOPS does not contain the device."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -1,12 +1,13 @@
-"""The architecture of the GPT: RMSNorm, rotary positions, grouped query heads, SwiGLU.
+"""The GPT, with RMSNorm, rotary position embeddings, grouped query heads and SwiGLU.
 
-The model receives attention as a function. It therefore runs on any shard of a sequence and uses no process group:
+The model receives attention as a function. The model itself therefore uses no process group, and it runs on any shard of a
+sequence. The function for attention has the signature
 
     attend(q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, D)) -> (B, N, Hq, D)
 
-One function serves all layers, or each layer has its own, for example with a KV cache. The model also receives a function
-`finish` that processes the last hidden states. It runs inside `forward`, where sharded parameters are gathered, and it can
-compute the loss in chunks, so that the logits of all tokens never exist at once.
+One function can serve all layers, or each layer can have its own function, for example with a KV cache. The model also receives
+a function `finish`, which processes the last hidden states. `forward` calls `finish` while sharded parameters are gathered.
+`finish` can compute the loss in chunks, so that the logits of all tokens never exist at the same time.
 """
 
 import math
@@ -24,12 +25,15 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
-    """Return the rows of the embedding: the larger of `vocab_size` and the model's own size, rounded up to a multiple of 64."""
+    """Return the number of rows of the embedding.
+
+    This number is the larger of `vocab_size` and `config.vocab_size`, rounded up to a multiple of 64.
+    """
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + SwiGLU(norm(x))."""
+    """One layer. It computes x + attention(norm(x)), and then x + SwiGLU(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -66,7 +70,8 @@ class Block(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         return self.after(x, attend(*self.before(x, cos, sin)))
 
-    # `before` and `after` process every token independently, so they can be compiled although attention communicates.
+    # `before` and `after` process every token independently and do not communicate, so torch.compile can compile them.
+    # Attention communicates, and is not compiled.
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the rotated queries, the rotated keys, and the values."""
@@ -88,7 +93,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token embedding, blocks, norm, and an output matrix. The vocabulary is padded to a multiple of 64."""
+    """A GPT with a token embedding, blocks, a norm and an output matrix. The vocabulary is padded to a multiple of 64."""
 
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
@@ -100,7 +105,7 @@ class GPT(nn.Module):
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the parameters outside the blocks. Blocks initialise their own."""
+        """Initialise the parameters outside the blocks. Each block initialises its own parameters."""
         nn.init.normal_(self.embedding, std=0.02, generator=generator)
         if self.head is not None:
             nn.init.normal_(self.head, std=0.02, generator=generator)

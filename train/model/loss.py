@@ -1,4 +1,7 @@
-"""Cross-entropy from hidden states, in chunks of tokens, so that the logits of a long sequence never exist at once."""
+"""Compute the cross-entropy from hidden states in chunks of tokens.
+
+Only the logits of one chunk exist at a time, because the logits of a long sequence would need too much memory.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache
@@ -16,11 +19,11 @@ CHUNK = 2048
 def cross_entropy(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, num_valid: int, chunk: int = CHUNK, compiled: bool = False
 ) -> Tensor:
-    """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] over its labels / num_valid.
+    """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The sum of this loss over all ranks and micro-steps of an optimizer step is the mean over their valid tokens, even if ranks
-    have different numbers of tokens. The backward pass recomputes the logits, which costs a fourth matrix product in addition
-    to the usual three.
+    The sum of these parts over all ranks and micro-steps of an optimizer step is the mean loss of all valid tokens. The sum is
+    correct even if ranks have different numbers of tokens. The backward pass recomputes the logits. Recomputing the logits
+    costs a fourth matrix product in addition to the usual three matrix products.
 
     Args:
         hidden: (B, N, dim).
@@ -28,8 +31,8 @@ def cross_entropy(
         labels: int64 (B, N), the correct next tokens. A token with the label IGNORE does not contribute.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
-        chunk: the number of tokens per chunk. The logits of a chunk need about 14 * chunk * V bytes, or 4 to 8 * chunk * V
-            bytes if compiled.
+        chunk: the number of tokens per chunk. The logits of a chunk need about 14 * chunk * V bytes without torch.compile, and
+            4 to 8 * chunk * V bytes with torch.compile.
         compiled: whether `torch.compile` fuses the operations between the matrix products.
 
     Returns:
@@ -50,14 +53,15 @@ def token_losses(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss is the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of logits is softmax - onehot."""
+    """Computes the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of the logits is softmax - onehot."""
 
     @staticmethod
     def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled):
         lse, losses = _chunked_losses(hidden, head, labels, vocab_size, chunk, compiled)
         ctx.save_for_backward(hidden, head, labels, lse)
         ctx.vocab_size, ctx.chunk, ctx.compiled = vocab_size, chunk, compiled
-        # Each chunk is summed by itself, because an fp32 sum over all tokens of a long sequence would be less accurate.
+        # The losses of each chunk are summed separately, because one fp32 sum over all tokens of a long sequence would be less
+        # accurate.
         return sum(part.sum() for part in losses.split(chunk))
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Rotary position embeddings (RoPE): pairs of dimensions are rotated by angles that grow with the position of a token.
+"""Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
-The product of a query and a key then depends on the distance between them. For sequences that are longer than those a model was
-trained on, `rope_factor` slows down the pairs with low frequencies, so that they meet no angle outside the trained range. Pairs
-with high frequencies, which distinguish nearby tokens, stay as they are.
+After the rotation, the product of a query and a key depends on the distance between their positions. A model can be extended to
+longer sequences than those of its training. For this purpose, `rope_factor` reduces the low frequencies, so that their angles
+stay within the range of the training. Pairs with high frequencies distinguish nearby tokens, so these frequencies do not
+change.
 """
 
 import math
@@ -12,17 +13,17 @@ from torch import Tensor
 
 from ringattn.train.config import ModelConfig
 
-# A pair keeps its frequency if it makes more than this many rotations within rope_trained_len tokens. Between one rotation and
-# this number, the frequency is interpolated.
+# A pair of dimensions keeps its frequency if it makes more than this number of rotations within rope_trained_len tokens. If a
+# pair makes between one rotation and this number of rotations, its frequency is interpolated.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
 def rope(positions: Tensor, config: ModelConfig) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
-    Pair i at position p is rotated by the angle p * rope_theta ** (-2 i / D). With a `rope_factor`, the angle is multiplied by
-    `slowdown`. With yarn, cos and sin are also multiplied by `yarn_scale`. Angles are computed in fp64, because in fp32 the
-    angles at a position of one million are wrong by up to 0.06.
+    Pair i at position p is rotated by the angle p * rope_theta ** (-2 i / D). If `rope_factor` is set, the angle is multiplied
+    by the result of `slowdown`. If `rope_scaling` is "yarn", cos and sin are also multiplied by the result of `yarn_scale`.
+    Angles are computed in fp64. At a position of one million, angles in fp32 would be wrong by up to 0.06.
     """
     dim = config.resolved_head_dim
     frequency = config.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
@@ -43,7 +44,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
     """Return the factors (D / 2,) by which the frequencies of the pairs are multiplied.
 
-    The factor is 1 for high frequencies and 1 / rope_factor for low frequencies. In between, it is interpolated.
+    The factor is 1 for high frequencies and 1 / rope_factor for low frequencies. For frequencies in between, the factor is
+    interpolated.
 
     The method "llama3" interpolates by the number of rotations within rope_trained_len, as Llama 3.1 does. The method "yarn"
     (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, from the pair that makes MAX_ROTATIONS rotations
@@ -62,11 +64,14 @@ def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _pair_of(rotations: float, config: ModelConfig) -> float:
-    """Return the (fractional) index of the pair that makes this many rotations within rope_trained_len tokens."""
+    """Return the index of the pair that makes `rotations` rotations within rope_trained_len tokens. The index is fractional."""
     positions_per_radian = config.rope_trained_len / (2 * math.pi * rotations)
     return config.resolved_head_dim / 2 * math.log(positions_per_radian) / math.log(config.rope_theta)
 
 
 def yarn_scale(factor: float) -> float:
-    """Return the factor by which yarn multiplies queries and keys, so that attention over more tokens stays as sharp."""
+    """Return the factor by which yarn multiplies queries and keys.
+
+    With this factor, the softmax of attention stays as sharp over many tokens as it was over fewer tokens.
+    """
     return 0.1 * math.log(factor) + 1

@@ -1,4 +1,4 @@
-"""Estimates of the GPU memory that a rank needs. A run that cannot fit is rejected before anything large is allocated."""
+"""Estimate the GPU memory that a rank needs. A run that does not fit is rejected before it allocates any large tensor."""
 
 import torch
 
@@ -9,21 +9,21 @@ from ringattn.train.parallel.mesh import Mesh
 
 GIB = 2**30
 
-# If the parameters of all blocks need at most this many bytes, they stay gathered between the forward and the backward pass.
-# Sharding them again would save little memory and would cost a second all-gather per micro-step.
+# If the parameters of all blocks together need at most this many bytes, the parameters stay gathered between the forward and
+# the backward pass. Sharding the parameters again would save little memory, and would cost a second all-gather per micro-step.
 SMALL_MODEL = GIB
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed in the backward pass. The rest is a reserve,
 # because estimates are rough and the GPU may also be used by other processes.
 COMFORTABLE_FRACTION = 0.85
 
-# FSDP gathers the parameters of consecutive blocks together until they reach this many bytes. Smaller all-gathers would take
-# more time to launch on the host than to transfer.
+# FSDP gathers the parameters of several consecutive blocks in one all-gather, until the parameters reach this many bytes. The
+# host would take longer to launch a smaller all-gather than the interconnect takes to transfer its data.
 GROUP_BYTES = 2**26
 
 
 def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
-    """Return whether FSDP shards gathered parameters again after the forward pass, and gathers them again for the backward."""
+    """Return whether FSDP shards the parameters again after the forward pass, and gathers them again for the backward."""
     return model.layers * _block_bytes(model, bf16) > SMALL_MODEL
 
 
@@ -48,12 +48,12 @@ def tokens_per_rank(config: Config, mesh: Mesh) -> int:
 def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: bool, recompute: bool) -> dict[str, float]:
     """Estimate the bytes that a rank needs.
 
-    The estimate follows from shapes alone. It does not include fragmentation or workspaces of kernels.
+    The estimate depends only on shapes. The estimate does not include memory fragmentation and the workspaces of kernels.
 
     Args:
         config: the settings of the run.
-        mesh: the mesh of all ranks. If ranks exchange heads, each block saves its attention output before and after the
-            all-to-all.
+        mesh: the mesh of all ranks. If ranks exchange heads by all-to-all, each block saves its attention output twice: before
+            and after the all-to-all.
         vocab_size: the number of tokens that the tokenizer has.
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of
@@ -61,7 +61,7 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
         recompute: whether the blocks save only their input and their attention output for the backward pass.
 
     Returns:
-        The bytes by purpose.
+        A dict that maps each purpose of memory to a number of bytes.
     """
     model, size = config.model, 2 if bf16 else 4
     block = _block_parameters(model)
@@ -69,7 +69,7 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
     vocab_parameters = logits_dim * model.dim * (1 if model.tie_embeddings else 2)
     sharded_bytes = 16 * (model.layers * block + vocab_parameters) / mesh.all.size()
 
-    # FSDP holds two groups of blocks at a time: it uses one group while it communicates the next one.
+    # Two groups of blocks are gathered at a time, because FSDP communicates the next group while the current group computes.
     gathered_gradients = min(2 * blocks_per_group(model, bf16), model.layers)
     gathered_parameters = gathered_gradients if reshard_after_forward(model, bf16) else model.layers
     gathered_bytes = size * (vocab_parameters + gathered_parameters * block)
@@ -78,7 +78,8 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
     tokens = config.trainer.batch_size * tokens_per_rank(config, mesh)
     attention_outputs = 2 if mesh.ulysses.size() > 1 else 1
     saved, checkpointed = _saved_bytes_per_token(model, size, attention_outputs, compiled)
-    # While the backward pass recomputes a block, that block holds everything which it would otherwise have saved.
+    # With recomputation, every block saves only its checkpointed tensors. The backward pass recomputes one block at a time.
+    # During this recomputation, the block needs as much memory as it would save without recomputation.
     activation_bytes = tokens * (model.layers * checkpointed + saved if recompute else model.layers * saved)
 
     query_dim, key_value_dim = _attention_dims(model)
@@ -92,22 +93,25 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return the elements of a token's queries, and of its keys and values together."""
+    """Return two numbers of elements per token: those of the queries, and those of the keys and values together."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 
 def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int, compiled: bool) -> tuple[int, int]:
-    """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
+    """Return the bytes per token that a block saves for its backward pass.
 
     Args:
         model: the settings of the model.
         size: the bytes of an element.
         attention_outputs: how many times a block saves its attention output.
         compiled: whether torch.compile fuses the operations before and after attention.
+
+    Returns:
+        The bytes without activation checkpointing, and the bytes with activation checkpointing.
     """
     query_dim, key_value_dim = _attention_dims(model)
     # Eager PyTorch saves the residual stream twice, the outputs of both norms, q, k and v before and after the rotation, the
-    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v once, and three tensors of SwiGLU.
+    # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v only once, and only three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
     if not compiled:
         elements += query_dim + key_value_dim + model.resolved_ffn_dim
@@ -119,7 +123,7 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
 
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
-    """Return whether a run that needs this much would leave too little free memory on a GPU. A CPU always has enough."""
+    """Return True if a run that needs this memory would leave too little free memory on a GPU. For a CPU, return False."""
     return sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
 
 
@@ -127,7 +131,7 @@ def check(needed: dict[str, float], device: torch.device) -> None:
     """Check that the estimated memory fits into the memory of the GPU. On a CPU, nothing is checked.
 
     Raises:
-        ConfigError: the memory does not fit. The message lists the memory by purpose.
+        ConfigError: the GPU has less memory than the estimate. The message lists the memory by purpose.
     """
     total = _total_memory(device)
     if sum(needed.values()) > total:

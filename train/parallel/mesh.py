@@ -1,7 +1,8 @@
-"""The mesh of data-parallel x ring x Ulysses ranks.
+"""Build the mesh of data-parallel x ring x Ulysses ranks.
 
-A batch is split over the mesh in two ways. Its sequences are split over the "dp" axis. The tokens of each sequence are split
-over the other two axes. Attention runs as a ring over the "ring" axis, and the ranks of the "ulysses" axis exchange heads.
+The sequences of a batch are split over the "dp" axis of the mesh. The tokens of each sequence are split over the "ring" axis
+and the "ulysses" axis. Attention runs as a ring over the "ring" axis. The ranks of the "ulysses" axis exchange heads by
+all-to-all.
 """
 
 import os
@@ -15,18 +16,18 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ringattn.comm import watchdog
 
-# The timeout of a hop, in seconds, that the user has set in the environment. It takes precedence over the settings.
+# The timeout of a hop, in seconds, from the environment variable. This timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
 class Mesh(NamedTuple):
-    """The mesh of all ranks, as one-dimensional meshes along each axis and along combined axes.
+    """The mesh of all ranks. Each attribute is a one-dimensional mesh along one axis or along combined axes.
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence, that is the flattened ring and ulysses axes.
+        sequence: the ranks that share one sequence. This mesh combines the ring axis and the ulysses axis.
         ring: the ranks among which blocks of one sequence circulate.
-        ulysses: the ranks that exchange heads with each other.
+        ulysses: the ranks that exchange heads with each other by all-to-all.
         all: all ranks.
     """
 
@@ -41,12 +42,12 @@ class Mesh(NamedTuple):
 def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
     """Build the mesh.
 
-    Ranks that exchange heads have consecutive numbers, so they are usually on the same host.
+    Ranks that exchange heads by all-to-all have consecutive numbers, so they are usually on the same host.
 
     Args:
         device_type: "cuda" or "cpu".
         sequence: the number of ranks that share a sequence.
-        ulysses: the number of these ranks that exchange heads. It divides `sequence`.
+        ulysses: the number of ranks per all-to-all, which must divide `sequence`.
     """
     shape = dist.get_world_size() // sequence, sequence // ulysses, ulysses
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "ring", "ulysses"))
@@ -54,9 +55,9 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set how long a collective or a hop of a ring may take before its ranks fail.
+    """Set the timeout of collectives and of the hops of a ring. If a collective or a hop exceeds the timeout, its ranks fail.
 
-    If the user has set the timeout of a hop in the environment, that timeout stays in effect for hops.
+    If the user has set the timeout of a hop in the environment, the timeout of hops does not change.
     """
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)

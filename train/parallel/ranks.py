@@ -1,4 +1,4 @@
-"""The ranks of a job: their process group, how they agree on a value or an error, and the device of each."""
+"""Set up the ranks of a job: create the process group, pick the device of each rank, and synchronise values and errors."""
 
 import logging
 import os
@@ -17,24 +17,25 @@ from ringattn.train.parallel.mesh import build_mesh
 
 log = logging.getLogger(__name__)
 
-# How long a collective may take until `mesh.set_timeout` sets another limit. Tokenising a corpus may take most of it.
+# The timeout of collectives before `mesh.set_timeout` sets a different timeout. This timeout is long, because tokenising a
+# corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
-# How long a rank tries to connect to the store that torchrun hosts.
+# A rank tries for at most this long to connect to the key-value store that torchrun hosts.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
-# The environment variable with which cuBLAS selects workspaces that give the same bits in every run.
+# This environment variable makes cuBLAS select workspaces that give the same bits in every run.
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How the ranks were launched.
+    """The circumstances under which the ranks were launched.
 
     Attributes:
         store: the key-value store of all ranks of this attempt.
-        attempt: how often torchrun has started the ranks of this launch, from 1.
-        time: the local time of the first attempt; "" on other ranks than rank 0.
+        attempt: the number of times that torchrun has started the ranks of this launch, including this time.
+        time: the local time of the first attempt on rank 0; "" on all other ranks.
     """
 
     store: dist.Store
@@ -45,10 +46,12 @@ class Launch:
 def connect_ranks() -> Launch:
     """Initialise the default process group with the ranks of torchrun, or with this process as the only rank.
 
-    Tensors on GPUs use NCCL and tensors on CPUs use gloo. The group can therefore be created before the settings are read.
+    The group uses NCCL for tensors on GPUs and gloo for tensors on CPUs. It can therefore be created before the settings are
+    read, when the device of the run is not yet known.
     """
     if "RANK" in os.environ:
-        # The store of torchrun runs before the ranks do. If it does not respond, torchrun has died.
+        # torchrun starts its store before it starts the ranks. If the store does not respond, torchrun has died, so the timeout
+        # can be short.
         by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         timeout = TORCHRUN_TIMEOUT if by_torchrun else START_TIMEOUT
         job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -63,7 +66,7 @@ def connect_ranks() -> Launch:
 
 
 def disconnect_ranks() -> None:
-    """Destroy the default process group, and forget the meshes that were built on it."""
+    """Destroy the default process group, and remove its meshes from the cache of `build_mesh`."""
     build_mesh.cache_clear()
     dist.destroy_process_group()
 
@@ -80,8 +83,8 @@ def sync_errors() -> Iterator[None]:
     """Raise a ConfigError of one rank on all ranks.
 
     All ranks run the body of the `with` statement. If the body raises a ConfigError on some ranks, every rank raises the error
-    of the lowest of them. For example, a file that only one rank cannot read ends all ranks with the same message, and no rank
-    waits forever for the others. Without a process group, an error is raised as usual.
+    of the lowest of these ranks. For example, if only one rank cannot read a file, all ranks end with the same message, and no
+    rank waits forever for another rank. Without a process group, an error is raised as usual.
     """
     own = None
     try:
@@ -99,10 +102,10 @@ def sync_errors() -> Iterator[None]:
 def set_deterministic(deterministic: bool) -> None:
     """Switch PyTorch's deterministic algorithms on or off.
 
-    Operations without a deterministic variant print a warning and run as usual.
+    If an operation has no deterministic variant, PyTorch prints a warning and runs the operation as usual.
     """
     if deterministic:
-        # cuBLAS reads the variable when CUDA is initialised, so later changes have no effect.
+        # cuBLAS reads the environment variable when CUDA is initialised. Later changes of the variable have no effect.
         if not torch.cuda.is_initialized():
             os.environ.setdefault(CUBLAS_WORKSPACE, ":4096:8")
         elif CUBLAS_WORKSPACE not in os.environ and dist.get_rank() == 0:
@@ -110,7 +113,8 @@ def set_deterministic(deterministic: bool) -> None:
                 "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
                 f"CUDA: set {CUBLAS_WORKSPACE}=:4096:8 before the launch"
             )
-        # Filling new tensors would cost time, and every kernel writes all elements of its outputs.
+        # By default, deterministic mode fills new tensors with a value. Filling takes time, and it is not needed here, because
+        # every kernel writes all elements of its outputs.
         torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
 
@@ -121,9 +125,9 @@ def ranks_per_host() -> int:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device of this rank, and make it the current device.
+    """Return the device of this rank, and make this device the current device.
 
-    On CPUs, the ranks of a host divide its cores among themselves.
+    On CPUs, the ranks of a host divide the cores of the host among themselves.
 
     Args:
         name: the value of `trainer.device`: "auto", "cuda" or "cpu".
