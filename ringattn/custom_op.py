@@ -1,9 +1,9 @@
-"""Turn an attention call into one operator: a single node for a compiler, with autograd and a fake implementation.
+"""Register attention calls as operators, which a compiler treats as single nodes, with autograd and a fake implementation.
 
-Each public call registers its forward and its backward function here, together with the record that holds its settings (see
-`ringattn.spec`). A call then runs through the following functions:
+The module of each public call registers a forward function, a backward function and the type of the record that holds the
+settings (see `ringattn.spec`). A public call then runs the following functions one inside the other:
 
-    public call -> `register`'s call -> autograd -> the forward function -> `ringattn.ring` -> the kernels
+    public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
 This file uses the low-level functions of `torch.library`. `torch.library.custom_op` would cost about 0.1 ms per call on the
 host, which is as much time as the kernels need for a short sequence.
@@ -23,7 +23,7 @@ from ringattn.checkpointing import reuse_or_compute
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
-# The types of fields whose name in a schema differs from their name in Python.
+# The names of types in operator schemas, for the types that have a different name in Python.
 _SCHEMA_TYPES = {Tensor | None: "Tensor?", int: "SymInt", list[int]: "SymInt[]"}
 Results = tuple[Tensor, Tensor, list[Tensor]]
 
@@ -31,7 +31,7 @@ Results = tuple[Tensor, Tensor, list[Tensor]]
 def _inputs_and_results(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, extra: list[Tensor], spec: Any
 ) -> list[Tensor]:
-    """Return the tensors that an operator without extra tensors saves for its backward pass."""
+    """Return the tensors to save for the backward pass of an operator without extra tensors."""
     return [q, k, v, out, lse]
 
 
@@ -55,24 +55,25 @@ def register(
     fake_forward: Callable[..., Results] = _fake_results,
     fake_backward: Callable[..., tuple[Tensor, ...]] = _fake_gradients,
 ) -> Callable[..., Results]:
-    """Register `ringattn::name`(q, k, v, settings) -> (out, lse, extra), differentiable in q, k and v, and return a function
-    that calls it.
+    """Register the operator `ringattn::name`, and return a function that calls the operator.
 
-    q is (B, Nq, Hq, D), k is (B, Nk, Hkv, D) and v is (B, Nk, Hkv, Dv). out is (B, Nq, Hq, Dv) in q's dtype. lse is (B, Nq, Hq)
-    in fp32, or fp64 for fp64 inputs. extra is a list of further tensors that the backward pass needs. It is empty for most
-    operators.
+    The operator has the signature (q, k, v, settings) -> (out, lse, extra), and is differentiable in q, k and v. The shapes are
+    q (B, Nq, Hq, D), k (B, Nk, Hkv, D), v (B, Nk, Hkv, Dv), out (B, Nq, Hq, Dv) and lse (B, Nq, Hq). out has q's dtype, and lse
+    is fp32, or fp64 for fp64 inputs. `extra` is a list of further tensors that the backward pass needs. Most operators have no
+    extra tensors.
 
     Args:
         name: the name of the operator.
-        spec_type: a NamedTuple with the settings. Its fields, flattened, become arguments of the operator.
+        spec_type: a NamedTuple with the settings. The flattened fields become arguments of the operator, see `flatten`.
         forward: forward(q, k, v, spec) -> (out, lse, extra).
         backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse is None if lse has no
             gradient.
-        pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes, for
-            `torch.utils.flop_counter`.
+        pairs: pairs(batch, num_queries, num_keys, spec) returns how many (query, key) pairs of one head the call computes.
+            `torch.utils.flop_counter` uses this number.
         to_save: to_save(q, k, v, out, lse, extra, spec) returns the tensors that the backward pass receives as `saved`. The
-            first two of them must be queries and keys.
-        fake_forward, fake_backward: like `forward` and `backward`, but they compute only shapes and dtypes.
+            first tensor must contain queries, and the second tensor must contain keys.
+        fake_forward, fake_backward: functions with the arguments of `forward` and `backward`, which return tensors of the right
+            shapes and dtypes without computing attention.
     """
     _define(name, spec_type)
     operator = getattr(torch.ops.ringattn, name).default
@@ -80,18 +81,18 @@ def register(
 
     def gradients(ctx, dout, dlse):
         saved = list(ctx.saved_tensors[: ctx.count])
-        # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The
-        # kernels need a dout.
+        # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The kernels
+        # need a tensor, so None is replaced by zeros.
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
-        # Without a compiler or a dispatch mode, the function is called directly. This saves the time of the
-        # dispatcher on the host.
+        # Without a compiler or a dispatch mode, the backward function is called directly. A direct call saves the time that the
+        # dispatcher needs on the host.
         if _is_plain(*saved, dout):
             return backward(saved, dout, dlse, ctx.spec)
         return backward_operator(saved, dout, dlse, *flatten(ctx.spec))
 
     def results(q, k, v, spec):
-        # autograd has already recorded this call. Without the guard, the operator would enter its Autograd kernel
-        # again and recurse without end.
+        # autograd has already recorded this call. Without the guard, the operator would call its Autograd kernel again, and the
+        # recursion would never end.
         with torch._C._AutoDispatchBelowAutograd():
             return forward(q, k, v, spec) if _is_plain(q, k, v) else operator(q, k, v, *flatten(spec))
 
@@ -102,13 +103,13 @@ def register(
             # computing attention a second time.
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
-            # lse rarely has a gradient. If autograd materialised a gradient of zeros for lse, each backward pass would pay for
-            # an allocation, a kernel and a read.
+            # lse rarely has a gradient. If autograd materialised a gradient of zeros for lse, each backward pass would need an
+            # additional allocation, an additional kernel and an additional read.
             ctx.set_materialize_grads(False)
             # The extra tensors are outputs only because a compiler must see them. These outputs never have gradients.
             ctx.mark_non_differentiable(*extra)
-            # Tensors of the spec are saved as well, so that autograd raises an error if they are modified before the backward
-            # pass.
+            # The tensors of the spec are saved as well, so that autograd raises an error if a caller modifies these tensors
+            # before the backward pass.
             ctx.save_for_backward(*saved, *[x for x in flatten(spec) if isinstance(x, Tensor)])
             ctx.spec, ctx.count, ctx.shape = spec, len(saved), out.shape
             return out, lse, *extra
@@ -117,8 +118,9 @@ def register(
         def backward(ctx, dout, dlse, *_):
             if not torch.is_grad_enabled():
                 return *gradients(ctx, dout, dlse), None
-            # With create_graph=True, a caller may request second derivatives, which must raise an error instead of being
-            # silently zero. If q, k and v are not saved, only the leaf below connects the gradients to the graph.
+            # With create_graph=True, a caller may request second derivatives. Such a request must raise an error, because the
+            # second derivatives would otherwise be zeros without a warning. If q, k and v are not saved, only the following
+            # leaf connects the gradients to the graph.
             with torch.no_grad():
                 grads = gradients(ctx, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
@@ -129,22 +131,23 @@ def register(
         return out, lse, extra
 
     def call(q, k, v, spec):
-        # A compiler needs to see the operator. In eager mode, the dispatcher would only lead to autograd, so it is skipped.
+        # A compiler needs to see the operator. In eager mode, the dispatcher would only call `differentiable`, so this function
+        # calls `differentiable` directly.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *flatten(spec))
-        # A dispatch mode, such as FakeTensorMode or FlopCounterMode, is active. The spec of the call may still
-        # contain real tensors.
+        # If a dispatch mode such as FakeTensorMode or FlopCounterMode is active, the spec of the call may still contain real
+        # tensors, which a fake-tensor mode rejects.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *flatten(spec)))
             spec = unflatten(spec_type, settings)
         return differentiable(q, k, v, spec)
 
     def with_spec(function):
-        # Operators take flat arguments, because a schema can contain only tensors, numbers, strings and lists. The functions
-        # take a spec, after three arguments with tensors.
+        # Operators have flat arguments, because a schema can contain only tensors, numbers, strings and lists. The registered
+        # functions have a spec as their fourth argument, after three arguments with tensors.
         return lambda *arguments: function(*arguments[:3], unflatten(spec_type, arguments[3:]))
 
-    # Composite kernels run on every device. The functions choose the kernel of the device themselves.
+    # Composite kernels of the dispatcher run on every device. The functions themselves choose a kernel that suits the device.
     _library.impl(name, with_spec(forward), "CompositeExplicitAutograd")
     _library.impl(name, with_spec(differentiable), "Autograd")
     _library.impl(f"{name}_backward", with_spec(backward), "CompositeExplicitAutograd")
@@ -156,7 +159,7 @@ def register(
 
 @cache
 def schema(spec_type: type) -> str:
-    """Return the arguments of an operator, in the notation of operator schemas, that carry the fields of a spec."""
+    """Return the arguments of an operator that contain the fields of a spec, in the notation of operator schemas."""
     hints = get_type_hints(spec_type).items()
     types = {kind: _SCHEMA_TYPES.get(kind) or kind.__name__ for _, kind in hints}
     return ", ".join(schema(kind) if _is_spec(kind) else f"{types[kind]} {name}" for name, kind in hints)
@@ -172,8 +175,8 @@ def flatten(spec: tuple) -> tuple:
 
 def unflatten(spec_type: type, values: list | tuple) -> Any:
     """Return the spec whose flattened fields are `values`."""
-    # The fields are consumed in the order in which `flatten` produced them, so one iterator serves the nested specs
-    # as well.
+    # The fields are consumed in the order in which `flatten` produced them, so one iterator is enough for a spec and the specs
+    # inside it.
     remaining = iter(values)
 
     def build(kind: type) -> Any:
@@ -200,12 +203,13 @@ def _define(name: str, spec_type: type) -> None:
 
 
 def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> None:
-    """Count FLOPs in the same way as torch's own attention.
+    """Register the formulas with which `torch.utils.flop_counter` counts the FLOPs of the operator.
 
-    The forward pass has two matrix products per pair, and the backward pass with its recomputation has five.
+    FLOPs are counted in the same way as for torch's own attention. The forward pass has two matrix products per pair. The
+    backward pass has five matrix products per pair, including the recomputation of the scores.
     """
 
-    # Masks are real tensors even if q, k and v are fake ones, so the pairs can always be counted.
+    # The tensors of a mask have values even if q, k and v are fake tensors, so the pairs can always be counted.
     pairs = unset_fake_temporarily()(pairs)
 
     @register_flop_formula(getattr(torch.ops.ringattn, name), get_raw=True)
@@ -221,7 +225,7 @@ def _register_flops(name: str, spec_type: type, pairs: Callable[..., float]) -> 
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Return (dq, dk, dv) unchanged. A derivative of them with respect to the arguments that follow raises an error."""
+    """Return (dq, dk, dv) unchanged, and raise an error if a caller differentiates these gradients."""
 
     @staticmethod
     def forward(ctx, dq, dk, dv, *_):
@@ -233,7 +237,10 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Whether the operator can be skipped, because no compiler, dispatch mode, tensor subclass or meta tensor needs it."""
+    """Return whether a function can be called directly, without its operator.
+
+    The operator is needed for compilers, dispatch modes, tensor subclasses and meta tensors.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
@@ -245,23 +252,23 @@ def _is_plain(*tensors: Tensor) -> bool:
 def _to_fake_mode(arguments: tuple) -> tuple:
     """Convert real tensors, such as the documents of a mask, to fake tensors if a fake-tensor mode is active.
 
-    A fake-tensor mode rejects real tensors.
+    The conversion is necessary, because a fake-tensor mode rejects real tensors.
     """
     mode = detect_fake_mode()
     if mode is None:
         return arguments
-    # Fake tensors that are made as constants keep their values, which the FLOP formulas read.
+    # With make_constant=True, a fake tensor keeps its values. The FLOP formulas read these values.
     convert = partial(mode.fake_tensor_converter.from_real_tensor, mode, make_constant=True)
     return tuple(convert(x) if isinstance(x, Tensor) and not isinstance(x, FakeTensor) else x for x in arguments)
 
 
-_kept_for_graphs: dict[int, object] = {}  # by id
+_kept_for_graphs: dict[int, object] = {}  # the objects that are never released, by their id
 
 
 def keep_for_graph(thing: object, device: torch.device) -> None:
-    """Never release `thing`, which holds tensors on `device`, if a CUDA graph is being captured.
+    """If a CUDA graph is being captured, keep `thing`, which holds tensors on `device`, until the process ends.
 
-    A graph is replayed with the addresses that a call used when it was captured, so the memory at these addresses must stay
+    A replay of the graph uses the addresses that the call used during the capture, so the memory at these addresses must stay
     allocated.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

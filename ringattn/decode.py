@@ -1,9 +1,9 @@
 """Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
 
-The queries are the same on all ranks. Every rank computes their partial state (m, l, o) against its shard of the cache. The
-shard is divided into several splits, so that few queries can fill a GPU. Then all partial states are merged. Each rank first
-merges the states of its splits as a tree. Then the ranks merge their states in log2(P) steps, in which each message contains
-one state (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values never move.
+The queries are the same on all ranks. Every rank computes the partial state (m, l, o) of the queries for its shard of the
+cache. The shard is divided into several splits, so that there are enough tiles to fill a GPU even if there are only a few
+queries. Each rank first merges the states of its splits as a tree. Then every rank sends its merged state to all other ranks,
+and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
 """
 
 from functools import lru_cache, partial, reduce
@@ -21,19 +21,19 @@ from ringattn.mask import check_window
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
-MAX_SPLITS = 64  # per shard; the length of a shard is a multiple of MAX_SPLITS, so that every number of splits divides it
-MIN_SPLIT_ROWS = 256  # keys per split; with fewer keys, merging the splits takes longer than it saves
+MAX_SPLITS = 64  # splits per shard; every number of splits divides MAX_SPLITS, which divides the length of a shard
+MIN_SPLIT_ROWS = 256  # minimum keys per split; with fewer keys, merging the splits would take longer than splitting saves
 UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in use
-PROGRAMS = 256  # number of tiles, over queries, heads and splits, that fill a GPU
+PROGRAMS = 256  # the number of tiles (of all queries, heads and splits together) that fill a GPU
 
 
 class KVCache:
     """One rank's shard of the keys and values of a growing sequence.
 
-    `prefill` keeps the keys that a ring pass has computed on this rank, in any layout. `append` adds each new block of tokens
-    to the rank that holds the fewest tokens. If the shards had equal lengths before, their lengths differ by at most one block
-    afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. Memory is allocated once, when
-    the first keys arrive. The memory of tokens that `truncate` removes is reused.
+    `prefill` stores the keys and values of this rank's shard, in any layout. `append` adds each new block of tokens to the rank
+    that holds the fewest tokens. If the shards had equal lengths before `append`, their lengths differ by at most one block
+    afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. The cache allocates its memory
+    once, when it receives the first keys. New tokens reuse the memory of the tokens that `truncate` has removed.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -41,8 +41,8 @@ class KVCache:
 
         Args:
             capacity: the maximum number of tokens in the caches of all ranks together.
-            rank, ranks: this rank, and the number of ranks that the sequence is sharded over.
-            block: the number of consecutive new tokens that one rank holds. Shards differ by at most this many tokens.
+            rank, ranks: this rank, and the number of ranks over which the sequence is sharded.
+            block: the number of consecutive new tokens that `append` adds to one rank before it chooses the next rank.
 
         Raises:
             ValueError: the capacity or the block is less than one token, or there is no such rank.
@@ -54,19 +54,19 @@ class KVCache:
                 "least 1, and rank between 0 and ranks - 1"
             )
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
-        self.length = 0  # tokens in the caches of all ranks together
-        self.rows = [0] * ranks  # tokens in the cache of each rank
-        self._received = block  # tokens of the current block that were appended already; the next token starts a new block
+        self.length = 0  # number of tokens in the caches of all ranks together
+        self.rows = [0] * ranks  # number of tokens in the cache of each rank
+        self._received = block  # number of tokens in the current block; the first token starts a new block
         self._owners: list[int] = []  # the rank that holds each token
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Store this rank's keys and values of a whole sequence as the first tokens of this cache.
 
-        The cache passes no gradients.
+        No gradients flow through the cache.
 
         Args:
-            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as `ring_attention` receives them.
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): this rank's tokens, as for `ring_attention`.
             layout: the layout of the sequence.
 
         Raises:
@@ -93,9 +93,10 @@ class KVCache:
         self._owners = owners.tolist()
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add the next tokens: k (B, N, Hkv, D) and v (B, N, Hkv, Dv).
+        """Add the next tokens of the sequence. All ranks pass the same tokens, and each rank stores its own part of the tokens.
 
-        The tokens are the same on all ranks, and each rank stores its own part.
+        Args:
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens.
 
         Raises:
             ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens, or
@@ -105,11 +106,11 @@ class KVCache:
         self._reserve(k, v, k.shape[1], 0)
         k, v = k.detach(), v.detach()
         for i in range(k.shape[1]):
-            # Every rank runs this loop over all tokens, also over the
-            # tokens of other ranks, so that all ranks count the same rows.
+            # Every rank runs this loop over all tokens, including the tokens of other ranks, so that `rows` and `length` are
+            # the same on all ranks.
             if self._received < self.block:
                 owner = self._owners[-1]
-            else:  # On a tie, index() picks the lowest rank, so that all ranks choose the same one.
+            else:  # If several ranks have the fewest rows, index() returns the lowest of these ranks on every rank.
                 owner, self._received = self.rows.index(min(self.rows)), 0
             if owner == self.rank:
                 row = self.rows[owner]
@@ -120,10 +121,10 @@ class KVCache:
             self._owners.append(owner)
 
     def truncate(self, length: int) -> None:
-        """Remove the newest tokens, so that the first `length` remain. All ranks must make the same call; no messages are sent.
+        """Remove the newest tokens, so that the first `length` tokens remain.
 
-        Use this method to remove tokens that speculative decoding has proposed and then rejected, or to generate an answer a
-        second time.
+        All ranks must make the same call. The ranks exchange no messages. Use this method to remove tokens that speculative
+        decoding has proposed and then rejected, or to generate an answer a second time.
 
         Raises:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
@@ -134,19 +135,19 @@ class KVCache:
         for owner in self._owners[length:]:
             self.rows[owner] -= 1
         del self._owners[length:]
-        # The next token starts a new block, because the block of the removed tokens may have been incomplete.
+        # The next token starts a new block, because it is unknown how many tokens of the current block remain.
         self._received = self.block
         if self._k is not None:
-            # A kernel may load unused rows before it masks them, so removed rows must be zeros again.
+            # A kernel may load unused rows before it masks these rows, so the removed rows must become zeros again.
             removed = slice(self.rows[self.rank], before)
             self._k[:, removed] = self._v[:, removed] = 0
             self._positions[removed] = UNUSED
 
     @property
     def shard(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(k, v, positions) of this rank, including allocated rows that are not in use.
+        """The tensors (k, v, positions) of this rank, including allocated rows that are not in use.
 
-        The first `rows[rank]` rows are in use, in the order of their positions. Positions are int64 on the CPU.
+        The first `rows[rank]` rows are in use, and are sorted by position. `positions` is int64 on the CPU.
 
         Raises:
             ValueError: the cache has never held a token.
@@ -156,15 +157,19 @@ class KVCache:
         return self._k, self._v, self._positions
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
-        """Check that new tokens fit. On the first call, and while the cache is empty, allocate at least `rows` rows."""
+        """Check that new tokens suit the cache, and allocate its memory if necessary.
+
+        Memory is allocated on the first call. If the cache is empty but its memory has fewer than `rows` rows, new memory is
+        allocated.
+        """
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
-            # -(-n // m) rounds up. One block is added, because shards may differ in length
-            # by one block. Then the length is rounded up to a multiple of MAX_SPLITS.
+            # -(-n // m) is n / m rounded up. One block is added, because the lengths of the shards may differ by one block. The
+            # second line rounds the length up to a multiple of MAX_SPLITS.
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
-            # A kernel may load unused rows before it masks them. They must be zeros, because 0 * NaN is not 0.
+            # A kernel may load unused rows before it masks these rows. The unused rows must be zeros, because 0 * NaN is not 0.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
@@ -185,19 +190,20 @@ def decode_attention(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Compute causal attention of the newest tokens to a cache that already contains them. Every rank of `group` calls it.
+    """Compute causal attention of the newest tokens. The cache must already contain the keys and values of these tokens.
 
-    The result is exact and has the same bits on all ranks, because states are fp32 and are merged in the order of the ranks.
-    This function computes no gradients. The settings of a group's first calls are compared between the ranks. The queries
-    themselves are never compared. If the ranks sample tokens, all ranks must use the same seed.
+    Every rank of `group` must call this function. The result is exact attention. States are fp32 (fp64 for fp64 inputs). All
+    ranks merge the states in the order of the ranks, so the result has the same bits on all ranks. This function computes no
+    gradients. In the first call for a group, the ranks compare their settings. The ranks never compare the queries. If the
+    ranks sample tokens, all ranks must use the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens of the cache, which are the same on all ranks; Hkv divides Hq. The
-            dtype is fp16, bf16, fp32 or fp64, and is the dtype of the cache.
+        q: (B, N, Hq, D), the queries of the last N tokens of the cache. All ranks pass the same queries. Hkv must divide Hq.
+            The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache.
         cache: this rank's shard of the cache.
-        group: the ranks that the cache is sharded over; None for this process alone.
-        window: the number of keys that a query attends to, counted back from its own position, which is included; None for all
-            keys.
+        group: the ranks over which the cache is sharded; None for this process alone.
+        window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys before
+            this position; None for all keys.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -205,25 +211,25 @@ def decode_attention(
         out (B, N, Hq, Dv) in q's dtype, on every rank.
 
     Raises:
-        ValueError: the group has a different number of ranks than the cache, the queries do not fit the cache, a setting is
-            invalid, or the first calls differ between ranks.
+        ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
+            invalid, or the settings of the first call differ between the ranks.
     """
     scale = resolve_scale(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
     if group is not None:
         connect.compare_first_calls(group.group_name, "decode", partial(_as_call, q, cache, window, scale))
-    # An empty batch needs no kernels and no messages. All ranks see the same q, so all ranks return here.
+    # An empty batch needs no kernels and no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
     at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
-    # Positions are sorted, and unused rows have the largest possible position. Two binary
-    # searches therefore find the rows whose positions lie in the window of each query.
-    first = at - min(window or cache.length, cache.length) + 1  # a window may be larger than int64
+    # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
+    # whose positions lie in the window of each query.
+    first = at - min(window or cache.length, cache.length) + 1  # min() is necessary, because a window may exceed int64
     bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
     if len(q) == 1:
-        # Leave out rows that are not in use. This is possible only for one batch entry, because the remaining rows of several
-        # batch entries would not be contiguous.
+        # The kernels skip most of the rows that are not in use, because k and v are shortened here. k and v can be shortened
+        # only if there is one batch entry, because the remaining rows of several batch entries would not be contiguous.
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
@@ -257,13 +263,13 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
-    """Return the state of q (B, N, Hq, D) after attending to rows of k and v.
+    """Return the state of the queries q (B, N, Hq, D) after they have attended to rows of k and v.
 
     Query i attends to the rows from bounds[0][i] to bounds[1][i] - 1.
     """
     batch, num_rows, key_heads = k.shape[:3]
-    # Treat the query heads of a key head as rows of queries. The kernel then reads each key only once for all of these heads,
-    # and a tile of queries contains more rows that are in use.
+    # All query heads that use the same key head become rows of queries. The kernel then reads each key only once for all of
+    # these heads, and a tile of queries contains fewer unused rows.
     grouped = q.unflatten(2, (key_heads, -1)).transpose(2, 3)
     num_splits = _num_splits(batch * key_heads, num_rows)
     length = num_rows // num_splits
@@ -281,27 +287,39 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scal
 def _intervals(
     lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
 ) -> Intervals:
-    """Return the intervals of each split, for `batch` entries and `group` rows per query; a split has `length` keys."""
-    # Every split counts its keys from 0, so the start of the split is subtracted from the
-    # bounds. Clamping leaves an empty interval if a query attends to no key of the split.
+    """Return the intervals of each split.
+
+    Args:
+        lo, hi: the interval of each query, whose bounds are row numbers of the shard.
+        group: the number of rows per query, which is the number of query heads per key head.
+        batch, num_splits: the numbers of batch entries and of splits.
+        length: the number of keys of a split.
+        device: the device of the intervals.
+    """
+    # Every split counts its keys from 0, so the start of the split is subtracted from the bounds. If a query attends to no key
+    # of a split, clamping makes both bounds equal, so the interval is empty.
     begin = torch.arange(num_splits, device="cpu")[:, None] * length
     bounds = (torch.tensor(x, device="cpu").repeat_interleave(group) - begin for x in (lo, hi))
     return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
 
 
 def _num_splits(programs: int, rows: int) -> int:
-    """Return the number of splits, a power of two, with which `programs` tiles per split fill a GPU.
+    """Return the number of splits into which `rows` rows are divided.
 
-    A split has at least MIN_SPLIT_ROWS rows if there is more than one split.
+    The number is a power of two. Each split has `programs` tiles. There are only as many splits as are needed to fill a GPU. If
+    there is more than one split, each split has at least MIN_SPLIT_ROWS rows.
     """
-    # bit_length() - 1 is the exponent of the largest power of two
-    # that is not above `wanted`. If `wanted` is 0, one split remains.
+    # bit_length() - 1 is the exponent of the largest power of two that is at most `wanted`. If `wanted` is 0, the function
+    # returns one split.
     wanted = min(PROGRAMS // programs, rows // MIN_SPLIT_ROWS, MAX_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)
 
 
 def _merge_splits(state: PartialState) -> PartialState:
-    """Merge the states along dimension 1, whose size is a power of two, by merging pairs of neighbours until one is left."""
+    """Merge the states along dimension 1, whose size must be a power of two.
+
+    Each iteration merges pairs of neighbours, until one state remains.
+    """
     while state.m.shape[1] > 1:
         state = PartialState(*(x[:, 0::2] for x in state)).merge(PartialState(*(x[:, 1::2] for x in state)))
     return PartialState(*(x[:, 0] for x in state))
@@ -311,13 +329,13 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
     """Return the merged state of all ranks, on every rank.
 
     Every rank sends its state to all other ranks in one exchange. All ranks then merge the states in the order of the ranks, so
-    they compute the same bits.
+    all ranks compute the same bits.
     """
     rank, size = rank_and_size(group)
     if size == 1:
         return state
-    # A state is packed into one tensor, so that there is one message per pair of ranks. With few queries, the latency of
-    # messages dominates.
+    # m, l and o are packed into one tensor, so that each rank sends one message to each other rank. If there are few queries,
+    # the time of the exchange depends mainly on the number of messages.
     own = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
     packed = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
     others = [peer for peer in range(size) if peer != rank]

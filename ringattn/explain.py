@@ -1,4 +1,4 @@
-"""Explain in words what a call of `ring_attention` would do on each hop, and why its schedule was chosen."""
+"""Describe in a text what a call of `ring_attention` would do on each hop, and why the call would choose its schedule."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ringattn.planning.schedule import Message, RankStep
 from ringattn.planning.workload import Work, backward_work, forward_work, head_chunk
 from ringattn.spec import check_choices, check_layout
 
-CIRCULATING = {  # what circulates, and what returns to its owner
+CIRCULATING = {  # (names of the tensors that circulate, names of the tensors that return to their owner)
     ("forward", "kv"): ("k, v", ""),
     ("forward", "state"): ("q", "m, l, o"),
     ("backward", "kv"): ("k, v", "dk, dv"),
@@ -35,16 +35,17 @@ def explain(
 ) -> str:
     """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
 
-    The text also lists what every hop moves, and whether the communication of the hop is hidden by computation.
+    For every hop, the text also lists the messages, and says whether computation hides the time of these messages.
 
-    Attention itself is not computed. Times are estimates from a table of link and kernel speeds, see
+    This function does not compute attention. The times in the text are estimates from a table of link and kernel speeds, see
     `ringattn.planning.cost_model`.
 
     Args:
         q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so the
             tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
-        group: the ring; None for a hypothetical ring on one host, over NVLink or, with transport="p2p", over NCCL.
-        rank: the rank whose hops are described; None for this rank, or for rank 0 without a group.
+        group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
+            NVLink, or by NCCL with transport="p2p".
+        rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
         ValueError: the layout has a different number of ranks than the group, `rank` is not a rank of the layout, the tensors
@@ -65,11 +66,11 @@ def explain(
     check_mask(mask)
     check_tensors(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
-    # The plan is only described. On the CPU, its intervals occupy no GPU memory, and a GPU is not required.
+    # No kernel uses this plan, so its intervals are on the CPU. They occupy no GPU memory, and `explain` needs no GPU.
     plan = get_plan(mask, layout, rank, torch.device("cpu"))
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
-        # All chunks have equal shapes, so describing the first chunk describes all of them.
+        # All chunks have the same shapes, so the description of the first chunk is valid for every chunk.
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
         lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; this is one")
     for work in (forward_work(q, k, v), backward_work(q, k, v)):
@@ -108,7 +109,7 @@ def _describe_direction(plan: Plan, work: Work, joined: Interconnect, schedule: 
 
 
 def _reason(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> str:
-    """Compare both schedules for the whole ring."""
+    """Return a line that compares the times and the bytes of both schedules, and states the reason for the choice."""
     texts = []
     for name in ("kv", "state"):
         hops = plan.costs(name, work, joined)
@@ -138,7 +139,8 @@ def _describe_time(cost: HopCost) -> str:
     text = f"{1e6 * cost.compute:.0f} us of kernels"
     if not cost.bytes:
         return text
-    # Communication and computation of a hop start at the same time, so only the difference of their times is visible.
+    # The communication and the computation of a hop start at the same time. The communication therefore adds time only if it
+    # takes longer than the computation.
     exposed = cost.communication - cost.compute
     hidden = "hidden" if exposed <= 0 else f"{1e6 * exposed:.0f} us of it not hidden"
     return f"{text}, while {cost.bytes / 2**20:,.1f} MiB move in {1e6 * cost.communication:.0f} us, {hidden}"

@@ -1,6 +1,7 @@
-"""Which positions of the sequence a rank holds. In every layout a shard is a sorted list of global positions.
+"""Layouts, which determine the positions of the sequence that each rank holds.
 
-The following table shows which rank holds each of twelve positions, for P = 3 ranks:
+In every layout, the shard of a rank is a sorted list of positions of the whole sequence. The following table shows which rank
+holds each of twelve positions, for P = 3 ranks:
 
     contiguous   0 0 0 0 1 1 1 1 2 2 2 2      rank r holds chunk r of P; under a causal mask the last rank has the most work
     zigzag       0 0 1 1 2 2 2 2 1 1 0 0      rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask
@@ -8,8 +9,9 @@ The following table shows which rank holds each of twelve positions, for P = 3 r
     assigned     1 1 0 0 2 2 0 0 1 1 2 2      chunks of equal length, each assigned to a rank; see `ringattn.load_balance`
 
 If the number of chunks does not divide the sequence length S, the lengths of the chunks differ by at most one position. In an
-assigned layout, the last chunk may be shorter instead. A rank may hold no position at all. A layout over R ranks can be `split`
-for groups of U ranks: each rank of a group then holds a slice of the shard of one rank.
+assigned layout, all chunks have the same length, except for the last chunk, which may be shorter. A rank may hold no position
+at all. `Layout.split` turns a layout over R ranks into a layout over R x U ranks. Each of the U ranks of a group then holds a
+slice of a shard of the original layout.
 """
 
 import warnings
@@ -31,7 +33,7 @@ KINDS = ("contiguous", "zigzag", "striped")
 class Layout:
     """A sequence of `seq_len` positions, divided into one shard for each of `ranks` ranks.
 
-    `kind`, `seq_len` and `ranks` determine the layout completely, so that an operator can carry a layout as a string and two
+    `kind`, `seq_len` and `ranks` determine the layout completely, so that an operator can receive a layout as a string and two
     integers. `kind` is one of KINDS, or "assigned-<rows>:<rank>,<rank>,...", which lists the rank that holds each chunk of
     <rows> rows. If the layout is split for groups of U ranks, `kind` ends with "/<U>".
     """
@@ -43,7 +45,8 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
             try:
-                # index() accepts integers of numpy and torch as well. A frozen dataclass forbids normal assignment.
+                # index() also accepts integers of numpy and torch. object.__setattr__ is necessary, because a frozen dataclass
+                # forbids normal assignment.
                 object.__setattr__(self, name, index(getattr(self, name)))
             except TypeError:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be an integer") from None
@@ -105,7 +108,7 @@ class Layout:
 
     @property
     def parts(self) -> int:
-        """How many ranks hold the shard of one rank of `whole`; 1 if the layout is not split."""
+        """The number of ranks among which each shard of `whole` is divided; 1 if the layout is not split."""
         return int(self.kind.partition("/")[2] or 1)
 
     @property
@@ -115,12 +118,12 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The kind without the owners of chunks, for logs."""
+        """A short name for logs: the kind of the layout without the list of the ranks that hold the chunks."""
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # The cached positions must be an ordinary tensor with values, even if the first call comes from inference mode or from a
-    # compiler. A later call may save them for a backward pass or read their values.
+    # A caller may save the cached positions for a backward pass or read their values. Therefore the cached tensor must be an
+    # ordinary tensor with values, even if the first call is made in inference mode or by a compiler.
     @cached(maxsize=256)
     @torch.inference_mode(False)
     @unset_fake_temporarily()
@@ -174,7 +177,7 @@ class Layout:
             raise ValueError(f"rank={rank}: the layout has {self.ranks} ranks, so it must be 0 to {self.ranks - 1}")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return a rank's rows of a whole sequence `x`, which has `seq_len` rows along dimension `dim`.
+        """Return the rows of `x` that `rank` holds. `x` is a whole sequence, with `seq_len` rows along dimension `dim`.
 
         Raises:
             ValueError: `x` does not have `seq_len` rows, or the layout has no rank `rank`.
@@ -187,13 +190,15 @@ class Layout:
         return x.index_select(dim, self.positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
-        """Return the whole sequence, in order, on every rank: the inverse of `shard`. It is not differentiable.
+        """Return the whole sequence on every rank, with the rows in the order of their positions.
+
+        This method is the inverse of `shard`. It is not differentiable.
 
         Args:
             x: either this rank's rows, which are gathered over `group`, or a list with the rows of every rank. A list needs no
                 group.
-            group: the group of all ranks of the layout; None for the default group. In attention calls, None stands for this
-                process alone instead.
+            group: the group of all ranks of the layout; None for the default group of torch.distributed. (In attention calls
+                such as `ring_attention`, group=None has a different meaning: this process alone.)
             dim: the dimension of the rows.
 
         Raises:
@@ -206,7 +211,7 @@ class Layout:
         if (given := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
-        # The concatenated positions are a permutation of the sequence. argsort returns the inverse permutation.
+        # The concatenated positions of all ranks are a permutation of 0 to S - 1. argsort returns the inverse permutation.
         order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
@@ -222,8 +227,8 @@ class Layout:
         if x.shape[dim] != rows[rank := dist.get_rank(group)]:
             raise ValueError(f"dimension {dim} has {x.shape[dim]} rows but the shard of rank {rank} has {rows[rank]}")
         x = x.movedim(dim, 0)
-        # all_gather requires tensors of equal shape, but shards may differ
-        # in length. Therefore every shard is padded to the longest one.
+        # all_gather requires tensors of equal shape, but shards may differ in length. Therefore every shard is padded to the
+        # length of the longest shard.
         padded = x.new_zeros(max(rows), *x.shape[1:])
         padded[: len(x)] = x
         gathered = [torch.empty_like(padded) for _ in rows]
@@ -233,7 +238,7 @@ class Layout:
 
 @cached(maxsize=16)  # every call of a layer parses the same few strings
 def _chunks(kind: str) -> tuple[int, list[int]]:
-    """Return the rows of a chunk and the owners of all chunks, from "assigned-<rows>:<rank>,<rank>,..."."""
+    """Parse "assigned-<rows>:<rank>,<rank>,...". Return the number of rows of a chunk, and the list of the ranks."""
     rows, _, owners = kind.removeprefix("assigned-").partition(":")
     return int(rows), [int(owner) for owner in owners.split(",")]
 
@@ -244,8 +249,8 @@ def _rows(layout: Layout, rank: int) -> int:
     """Return `len(layout.positions(rank))`."""
     if layout.parts > 1:
         whole, part = layout.whole.rows(rank // layout.parts), rank % layout.parts
-        # The difference of two rounded bounds divides the rows into
-        # parts whose lengths differ by at most one and sum to `whole`.
+        # Each part ends at the rounded bound at which the next part begins. The lengths of the parts therefore differ by at
+        # most one, and their sum is `whole`.
         return (part + 1) * whole // layout.parts - part * whole // layout.parts
     if layout.kind.startswith("assigned-"):
         size, owners = _chunks(layout.kind)
@@ -253,6 +258,6 @@ def _rows(layout: Layout, rank: int) -> int:
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
-        # -((r - S) // P) is (S - r) / P rounded up, the number of positions r, r + P, r + 2P, ... below S.
+        # -((r - S) // P) is (S - r) / P rounded up. This is the number of the positions r, r + P, r + 2P, ... that are below S.
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in layout._bounds(rank))

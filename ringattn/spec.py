@@ -1,4 +1,4 @@
-"""AttentionSpec: the settings of one attention call as one record, and the validation of the public calls.
+"""This module defines `AttentionSpec`, the record of the settings of an attention call, and validates public calls.
 
 A public call validates its arguments once, turns them into an `AttentionSpec`, and passes the spec on to the operator
 (`ringattn.custom_op`). All functions below the public call read the settings by name and do not validate them again.
@@ -21,24 +21,24 @@ from ringattn.planning.rank_plan import SCHEDULES
 class AttentionSpec(NamedTuple):
     """The settings of one attention call, as tensors, numbers and strings.
 
-    Operators receive masks, layouts and groups in this form, because a compiler can trace tensors, numbers and strings. Field
-    order and types define the schema of the operators, see `ringattn.custom_op.schema`.
+    Operators receive masks, layouts and groups as these fields, because a compiler can trace tensors, numbers and strings. The
+    order and the types of the fields define the schema of the operators, see `ringattn.custom_op.schema`.
     """
 
     documents: Tensor  # lengths of the packed documents of all batch entries, int64 on the CPU; empty without documents
     is_causal: bool
-    window: int  # keys that a query may attend to; 0: no window
+    window: int  # the window of the mask, in tokens; 0 stands for no window
     layout: str  # `Layout.kind`
-    seq_len: int  # positions of the whole sequence
+    seq_len: int  # number of positions of the whole sequence
     ranks: int  # number of ranks of the ring
-    scale: float  # multiplies the scores before the softmax
+    scale: float  # factor on the scores before the softmax
     group: str = ""  # name of the process group of the ring; "" for a ring of one
     schedule: str = "auto"  # "state", "kv" or "auto"
     transport: str = "auto"  # "nvlink", "p2p" or "auto"
     dropout_p: float = 0.0
     seed: int = 0  # seed of the dropout
-    first_head: int = 0  # index of the first query head among all heads, for the dropout
-    backend: str = "auto"  # kernels, see `ringattn.kernels.dispatch`
+    first_head: int = 0  # index of the first query head among all heads of the layer; only the dropout uses this index
+    backend: str = "auto"  # name of the kernels, see `ringattn.kernels.dispatch`
     precision: str = "ieee"  # precision of matrix products of fp32 inputs, "ieee" or "tf32"
 
     @classmethod
@@ -66,35 +66,39 @@ class AttentionSpec(NamedTuple):
 def count_pairs(
     batch: int, seq_len: int, documents: Tensor, is_causal: bool, window: int, num_queries: int | None = None
 ) -> float:
-    """Return the number of (query, key) pairs per head, summed over all batch entries. The mask is given as operators carry it.
+    """Return the number of (query, key) pairs per head, summed over all batch entries.
 
     Args:
-        batch: the number of batch entries. If there is one list of documents, it applies to all batch entries.
+        batch: the number of batch entries. If there is one list of documents, this list applies to all batch entries.
         seq_len: the number of keys.
-        documents, is_causal, window: see `AttentionSpec`.
-        num_queries: the number of queries, which are the last ones of the sequence; None for one query per position.
+        documents, is_causal, window: the mask, as the fields of `AttentionSpec`.
+        num_queries: the number of queries, which are the last tokens of the sequence; None for one query per position.
     """
     lengths = documents.tolist() if documents.numel() else ()
     counts = Mask.from_lengths(is_causal, window or None, lengths, seq_len).pairs(seq_len, num_queries)
-    # There is either one count for all batch entries or one count per batch entry. The mean is correct in both cases.
+    # `counts` contains either one number for all batch entries or one number per batch entry. In both cases, the total is
+    # `batch` times the mean.
     return batch * sum(counts) / len(counts)
 
 
 def resolve_scale(q: Tensor, scale: float | None) -> float:
-    """Return the softmax scale: `scale`, or D ** -0.5 for None.
+    """Return `scale` as a float, or the default scale D ** -0.5 if `scale` is None.
 
     Raises:
         ValueError: the scale is a tensor that requires a gradient.
     """
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by it and pass scale=1.0")
-    # If q has no dimensions or an empty head dim, this line must not fail. The validation that follows rejects such a q with a
-    # better message.
+    # This line must not fail if q has no dimensions or if the head dim is 0. The validation that follows raises an error with a
+    # better message for such a q.
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast the tensors to the dtype of `torch.autocast` if autocast is enabled, like torch's own attention. fp64 stays fp64."""
+    """Cast the tensors to the autocast dtype if `torch.autocast` is enabled, as torch's own attention does.
+
+    fp64 tensors are not cast.
+    """
     device = tensors[0].device
     if not under_autocast(device):
         return tensors
@@ -112,7 +116,7 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
 
 
 def check_choices(schedule: str, transport: str) -> None:
-    """Raise ValueError unless schedule and transport have known names."""
+    """Raise ValueError unless `schedule` is in SCHEDULES and `transport` is in TRANSPORTS."""
     for name, value, known in (("schedule", schedule, SCHEDULES), ("transport", transport, TRANSPORTS)):
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: it must be one of {', '.join(known)}")

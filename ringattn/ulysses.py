@@ -1,14 +1,14 @@
-"""Ulysses x ring: an all-to-all inside groups of U ranks, and a ring across R groups (Jacobs et al. 2023, DeepSpeed-Ulysses).
+"""Ulysses attention: an all-to-all inside groups of U ranks, and a ring of R ranks across the groups.
 
-A rank holds N tokens of all heads. An all-to-all among the U ranks of its group gives each rank the tokens of all U ranks for
-Hq / U heads. These tokens are one shard of the ring's layout. Attention runs on a ring of R ranks, and a second all-to-all
-returns the outputs:
+(The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses.) A rank holds N tokens of all heads. In an all-to-all,
+each of the U ranks of a group receives the tokens of all U ranks for Hq / U heads. These tokens are one shard of the layout of
+the ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
-The all-to-all moves fewer bytes than a ring as long as there are many heads. The ring scales to more ranks than there are
-heads. The heads are processed in chunks: attention works on one chunk while the next chunk arrives and the previous chunk
-returns.
+As long as there are many heads, the all-to-all sends fewer bytes than a ring. The number of heads limits U, but not R. The
+heads are processed in chunks: attention computes one chunk while the next chunk arrives and the outputs of the previous chunk
+return.
 """
 
 import warnings
@@ -55,30 +55,30 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
-    The call is differentiable.
+    The call is differentiable. Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
 
-    Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
-
-    If there are fewer key heads than U, or if query heads of several ranks use the same key head, the key head is sent to each
-    of these ranks. The gradients of these copies return in the dtype of the inputs and are then summed.
+    If there are fewer key heads than U, or if query heads of several ranks use the same key head, a copy of the key head is
+    sent to each of these ranks. The ranks return the gradients of the copies in the dtype of the inputs, and these gradients
+    are then added.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
-        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. Dtypes and devices as for `ring_attention`.
+        k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. The dtypes and devices must be as for `ring_attention`.
         layout: the layout over the R x U ranks, such as `Layout.zigzag(S, R).split(U)`.
         mask: which keys each position may attend to; the same on all ranks.
-        ulysses_group: the U ranks of the all-to-all; None for this rank alone, U = 1.
-        ring_group: the R ranks of the ring; None for this rank alone, R = 1.
+        ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
+        ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         scale, dropout_p, seed, schedule, backend, precision: as for `ring_attention`.
-        transport: as for `ring_attention`; it is used for the ring and for the all-to-all.
+        transport: the transport of the ring and of the all-to-all, one of the names that `ring_attention` accepts.
         return_lse: also return the log-sum-exp of the scores.
-        recompute_all_to_all: save q, k and v as they were passed, and repeat the all-to-all in the backward pass. By default,
-            the results of the all-to-all are saved instead. Repeating the all-to-all takes more time, but saves memory if q, k
-            and v are saved or recomputed anyway.
+        recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward
+            pass. By default, the results of the all-to-all are saved instead. Repeating the all-to-all takes more time. This
+            setting saves memory if q, k and v are saved or recomputed anyway.
         exchange_again: deprecated name of `recompute_all_to_all`.
 
     Returns:
-        out (B, N, Hq, Dv) in q's dtype. With `return_lse` (out, lse), where lse (B, N, Hq) is fp32 (fp64 for fp64 inputs).
+        out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
+        inputs).
 
     Raises:
         ValueError: U does not divide the number of query heads, the layout is split for a number of ranks other than U, or
@@ -96,18 +96,18 @@ def ulysses_attention(
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
     options |= dict(schedule=schedule, transport=transport)
-    # With one rank per Ulysses group there is no all-to-all, so this call is a plain ring call, without chunks and copies of
-    # key heads.
+    # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
+    # and is the same as a call of ring_attention.
     if size == 1:
         return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options)
-    # Copying key heads before the operator lets autograd sum the gradients of the copies.
+    # The key heads are copied before the operator is called, so that autograd adds the gradients of the copies.
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)
     attention = AttentionSpec.create(
         mask,
         layout.whole,
         group="" if ring_group is None else ring_group.group_name,
-        # Rank u of the Ulysses group attends with the heads from u * Hq / U on, whichever ranks hold the tokens.
+        # Rank u of the Ulysses group computes the Hq / U heads that start at head u * Hq / U.
         first_head=rank * (q.shape[2] // size),
         **options | dict(dropout_p=float(dropout_p)),
     )
@@ -116,7 +116,8 @@ def ulysses_attention(
         ulysses_group=ulysses_group.group_name,
         with_lse=return_lse,
         recompute_all_to_all=recompute_all_to_all,
-        # All ranks of the ring must use the same number of chunks, so it depends on the mean tokens per rank of the ring.
+        # All ranks of the ring must use the same number of chunks. The number therefore depends on the mean number of tokens
+        # per rank of the ring, and not on the tokens of this rank.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
         attention=attention,
     )
@@ -136,7 +137,10 @@ class UlyssesSpec(NamedTuple):
 
 
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
-    """Check that the heads, the layout and the tokens suit the groups. Each group is given as (this rank, number of ranks)."""
+    """Check that the heads, the layout and the tokens suit the groups.
+
+    `ring` and `ulysses` describe the two groups. Each of them is a tuple (this rank, number of ranks).
+    """
     if q.shape[2] % ulysses[1]:
         raise ValueError(
             f"{q.shape[2]} query heads cannot be divided among the {ulysses[1]} ranks of the Ulysses group: use a smaller "
@@ -155,27 +159,27 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
 
 class _HeadChunks:
-    """The all-to-alls of one call, in both directions, with the heads of each rank in chunks."""
+    """The all-to-alls of one call, to heads and back to tokens. The heads of each rank are divided into chunks."""
 
     def __init__(self, tokens: Sequence[int], transport: Transport, chunks: int) -> None:
         self.tokens, self.ranks, self.rank, self.chunks = TokenSlice(tuple(tokens)), transport.size, transport.rank, chunks
         self.all_to_all = connect.open_all_to_all(transport)
 
     def to_heads(self, *tensors: Tensor) -> list[Exchange]:
-        """Create for each chunk the exchange that collects all tokens of its heads, for tensors like these."""
+        """Create one exchange per chunk. The exchange of a chunk collects all tokens of the heads of this chunk.
+
+        Only the shapes and dtypes of the tensors matter.
+        """
         total, shares = sum(self.tokens.counts), self.ranks * self.chunks
-        # All exchanges are created before the first send, because `AllToAll.start` requires this. A receive buffer
-        # can then be allocated once for all of them.
+        # `AllToAll.start` requires that all exchanges are created before the first send. One allocation of the receive buffer
+        # is then large enough for all exchanges.
         blocks = [tuple(_resized(x, total, x.shape[2] // shares) for x in tensors) for _ in range(self.chunks)]
         return [self.all_to_all.start(block, (total,) * self.ranks) for block in blocks]
 
     def receive(self, exchanges: list[Exchange], *tensors: Tensor) -> Iterator[Tensors]:
-        """Send the chunks of the tensors, and yield each chunk when it has arrived.
-
-        The next chunk is sent before a chunk is yielded.
-        """
-        # Chunk i + 1 is sent before chunk i is waited for, so its messages are in flight while attention works on
-        # chunk i.
+        """Send the chunks of the tensors, and yield each chunk when it has arrived."""
+        # Chunk i + 1 is sent before this rank waits for chunk i. The messages of chunk i + 1 are therefore in flight while
+        # attention computes chunk i.
         for chunk in range(self.chunks + 1):
             if chunk < self.chunks:
                 exchanges[chunk].send(tensors, HeadSlice(self.ranks, self.chunks, chunk), self.tokens)
@@ -183,7 +187,10 @@ class _HeadChunks:
                 yield exchanges[chunk - 1].wait()
 
     def to_tokens(self, *tensors: Tensor) -> Exchange:
-        """Create the exchange that collects this rank's tokens of all heads, for tensors like these."""
+        """Create the exchange that collects this rank's tokens of all heads.
+
+        Only the shapes and dtypes of the tensors matter.
+        """
         counts = self.tokens.counts
         return self.all_to_all.start(tuple(_resized(x, counts[self.rank], x.shape[2]) for x in tensors), counts, self.chunks)
 
@@ -197,27 +204,27 @@ def _resized(x: Tensor, tokens: int, heads: int) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Results:
-    """Return out, lse and the tensors to save.
+    """Return out, lse and the tensors to save for the backward pass.
 
-    Saved per chunk: the gathered q, k and v unless they are recomputed, then out and lse.
+    For each chunk, `saved` contains the gathered q, k and v (unless the all-to-all is recomputed), followed by out and lse.
     """
     call = partial(spec.attention.as_call, q, k, v)
     ring = Ring.of(spec.attention, q.device, call)
     transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
-    # Both directions are created before the first send. The results of a chunk return while later chunks are
-    # computed, so both directions are in flight at the same time.
+    # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
+    # arrive, so messages of both directions are in flight at the same time.
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved, lses = [], []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # This chunk computes while `transport` moves other chunks.
+        # `transport` sends other chunks while the kernels compute this chunk. If it uses SMs, the kernels must share the SMs.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)
         saved += [out, lse] if spec.recompute_all_to_all else [*block, out, lse]
         lses.append(lse)
-    # After `finish`, the other ranks may write into the receive buffer of this rank again, so everything must have been
-    # received before.
+    # After `finish`, the other ranks may write into the receive buffer of this rank again. Therefore this rank first waits for
+    # all messages of this call.
     (out,) = outputs.wait()
     heads.all_to_all.finish()
     lse = _lse_to_tokens(torch.cat(lses, 2), spec) if spec.with_lse else lses[0].new_empty(0)
@@ -228,13 +235,13 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
     inputs: Tensors = ()
     if spec.recompute_all_to_all:
         inputs, saved = tuple(saved[:3]), saved[3:]
-    # Saved per chunk: (out, lse) if the all-to-all is recomputed, and otherwise (q, k, v, out, lse).
+    # For each chunk, `saved` contains (out, lse) if the all-to-all is recomputed, and (q, k, v, out, lse) otherwise.
     per_chunk = 2 if spec.recompute_all_to_all else 5
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     ring = Ring.of(spec.attention, dout.device)
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
-        # lse may have a gradient on some ranks only, but all ranks must take part in the all-to-all.
+        # If lse has a gradient on only some of the ranks, the other ranks must still take part in the all-to-all of dlse.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec).chunk(spec.chunks, 2)]
     transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
@@ -243,7 +250,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
     for chunk, (*block, upstream) in enumerate(heads.receive(outputs, *inputs, dout)):
         *saved_block, out, lse = chunks[chunk]
-        # The gathered q, k and v of this chunk were either received just now or saved in the forward pass.
+        # The gathered q, k and v of this chunk were either received in this pass (`block`) or saved in the forward pass.
         block = block or saved_block
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         results = chunk_ring.backward(*block, out, lse, upstream, dlses[chunk])
@@ -255,7 +262,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
 
 def _like_output(q: Tensor, v: Tensor) -> Tensor:
     """Return a tensor that has the shape of the output but occupies almost no memory."""
-    # Only the shape is read. Expanding a scalar creates a tensor of any shape with a single element of memory.
+    # Callers read only the shape and the dtype. An expanded scalar can have any shape, and its memory contains one element.
     return q.new_empty(()).expand(*q.shape[:3], v.shape[3])
 
 
@@ -266,9 +273,9 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
-    """All-to-all from (B, sum of tokens, Hq / U) to (B, N, Hq).
+    """Send the lse (B, sum of tokens, Hq / U) of some heads in an all-to-all, and return the lse (B, N, Hq) of some tokens.
 
-    Its pieces have only a few bytes, so they are packed into point-to-point messages.
+    The slices of lse have only a few bytes, so this all-to-all uses point-to-point messages.
     """
     heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
@@ -277,7 +284,7 @@ def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
 
 
 def _lse_to_heads(lse: Tensor, spec: UlyssesSpec) -> Tensor:
-    """The inverse of `_lse_to_tokens`."""
+    """Send lse (B, N, Hq) in an all-to-all, and return (B, sum of tokens, Hq / U): the inverse of `_lse_to_tokens`."""
     heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
     ((gathered,),) = heads.receive(heads.to_heads(lse), lse)
     return gathered
@@ -290,7 +297,7 @@ def _fake_results(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_
     results = [_like_output(block[0], v).contiguous(), block[0].new_empty(block[0].shape[:3], dtype=lse_dtype)]
     chunk = results if spec.recompute_all_to_all else [*block, *results]
     lse = q.new_empty(q.shape[:3] if spec.with_lse else 0, dtype=lse_dtype)
-    # Outputs of an operator must not share memory with each other, so every chunk gets its own copies.
+    # The outputs of an operator must not share memory, so the tensors are copied for every chunk.
     return _like_output(q, v).contiguous(), lse, [x.clone() for _ in range(spec.chunks) for x in chunk]
 
 

@@ -1,16 +1,19 @@
-"""The all-to-all of Ulysses (heads <-> sequence). It converts between some tokens of all heads and all tokens of some heads.
+"""The all-to-all of Ulysses (heads <-> sequence).
 
-Every rank of a group sends a slice of its tensors to each other rank, and writes the received slices into its own tensors
-(Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a tensor that belongs to a rank:
+Before an all-to-all to heads, a rank has some tokens of all heads. Afterwards, the rank has all tokens of some heads. The
+all-to-all to tokens is the inverse operation. Every rank of a group sends a slice of its tensors to each other rank, and writes
+the received slices into its own tensors (Jacobs et al. 2023, https://arxiv.org/abs/2309.14509). A `Slice` selects the part of a
+tensor that belongs to a rank:
 
-                      rank a takes for rank b           rank b writes what comes from rank a
+                      rank a sends to rank b            rank b writes the slice of rank a
     to heads          a's tokens of b's heads           to the rows of a's tokens
     to tokens         b's tokens of a's heads           to the columns of a's heads
 
-An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors, from one or several
-messages of every rank. With several messages, attention can work on some heads while other heads are in flight.
+An `AllToAll` contains all exchanges of one call of attention. An `Exchange` fills one set of tensors. Every rank sends one or
+several messages for this set. With several messages, attention can compute some heads while other heads are in flight.
 
-`PointToPointAllToAll` below uses sends and receives. `ringattn.comm.nvlink_all_to_all` writes into the memory of other GPUs.
+`PointToPointAllToAll` in this module uses sends and receives. `ringattn.comm.nvlink_all_to_all` writes into the memory of other
+GPUs.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,7 @@ from torch import Tensor
 from ringattn.comm.transport import Addressed, MessageTransport, Tensors, Wait, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
-LABEL = "all-to-all"  # the name of these hops in messages of the watchdog
+LABEL = "all-to-all"  # the name of the hops of an all-to-all in messages of the watchdog
 
 
 class HeadSlice(NamedTuple):
@@ -53,40 +56,46 @@ Slice = HeadSlice | TokenSlice
 
 
 class Exchange(Protocol):
-    """A set of tensors that is filled by messages of all ranks."""
+    """An exchange that fills a set of tensors with messages of all ranks."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send slice `take(x, r)` of each tensor x of `block` to each rank r, which writes it to slice `put(y, sender)`.
+        """Send a slice of each tensor of `block` to each rank.
 
-        The tensors of `block` must not be modified before `AllToAll.finish`.
+        Rank r receives the slice `take(x, r)` of each tensor x of `block`. Rank r writes this slice into the slice
+        `put(y, sender)` of its tensor y. The tensors of `block` must not be modified before `AllToAll.finish`.
         """
 
     def wait(self) -> Tensors:
-        """Return the tensors when all sends of this rank were started and all messages have arrived."""
+        """Wait until all messages have arrived, and return the filled tensors.
+
+        This rank must have started all its sends before this call.
+        """
 
 
 class AllToAll(Protocol):
     """All exchanges of one call. Every rank must create the same exchanges in the same order."""
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> Exchange:
-        """Create the exchange that fills the contiguous tensors `into`, each (B, n, ...) with n = lengths[rank], by `sends`
-        sends.
+        """Create an exchange. A call must create all its exchanges before its first send.
 
-        A call must create all its exchanges before its first send.
+        Args:
+            into: the contiguous tensors to fill, each of shape (B, n, ...) with n = lengths[rank].
+            lengths: the number of tokens n on each rank.
+            sends: how many times each rank calls `Exchange.send` to fill the tensors.
         """
 
     def finish(self) -> None:
         """Wait, on the host or on the current CUDA stream, until all sent tensors may be modified."""
 
 
-@lru_cache(maxsize=64)  # every exchange requests these messages
+@lru_cache(maxsize=64)  # the result is cached, because every exchange needs it
 def expected_messages(rank: int, lengths: tuple[int, ...]) -> tuple[Message, ...]:
-    """Return the messages that `rank` waits for. The watchdog names them in its reports."""
+    """Return the messages for which `rank` waits. The watchdog lists these messages in its reports."""
     return tuple(Message("part", peer, peer, rank, range(n)) for peer, n in enumerate(lengths) if peer != rank)
 
 
 class PointToPointAllToAll:
-    """An all-to-all by point-to-point messages: one exchange of messages for each send."""
+    """An all-to-all that uses point-to-point messages. Each send is one exchange of messages."""
 
     def __init__(self, transport: MessageTransport) -> None:
         self.transport = transport
@@ -96,13 +105,13 @@ class PointToPointAllToAll:
         return _PointToPointExchange(self.transport, into, lengths)
 
     def finish(self) -> None:
-        """Return at once: `Exchange.wait` has already waited for the sends."""
+        """Return immediately, because `Exchange.wait` has already waited for the sends."""
 
 
 class _PointToPointExchange:
     def __init__(self, transport: MessageTransport, into: Tensors, lengths: tuple[int, ...]) -> None:
         self.transport, self.into, self.lengths = transport, into, lengths
-        self.completions: list[Callable[[], Tensors]] = []  # one per send: waits for its messages and unpacks them
+        self.completions: list[Callable[[], Tensors]] = []  # one function per send, which waits for and unpacks its messages
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         rank = self.transport.rank
@@ -112,7 +121,8 @@ class _PointToPointExchange:
             put(y, rank).copy_(take(x, rank))
         sent = [(take(x, peer).contiguous(), peer) for peer in peers for x in block]
         targets = [(put(y, peer), peer) for peer in peers for y in self.into]
-        # Slices are strided, but messages must be contiguous: receive into buffers and copy afterwards.
+        # Slices are strided, but messages must be contiguous. Therefore messages are received into contiguous tensors, and
+        # these tensors are copied into the slices afterwards.
         received = [(torch.empty_like(y, memory_format=torch.contiguous_format), peer) for y, peer in targets]
         wait = self._start(sent, received)
 
@@ -125,9 +135,9 @@ class _PointToPointExchange:
         self.completions.append(complete)
 
     def _start(self, sent: Addressed, received: Addressed) -> Wait:
-        """Start an exchange of messages. If it cannot start because a rank is gone, the error names that rank."""
-        # Starting an exchange and completing it are two separate hops for the
-        # watchdog. The first hop ends as soon as all messages are issued.
+        """Start an exchange of messages. If the exchange cannot start because a rank is gone, the error names this rank."""
+        # The watchdog treats the start and the completion of an exchange as two separate hops. The first hop ends as soon as
+        # all messages are issued.
         number, messages = len(self.completions), expected_messages(self.transport.rank, self.lengths)
         hop = self.transport.watchdog.start(LABEL, number, number + 1, messages)
         try:

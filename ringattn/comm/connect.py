@@ -1,8 +1,8 @@
 """Choose the transport for a process group, and compare the first calls of its ranks.
 
-The first call for a group is a handshake over the job's key-value store. Every rank publishes its host, its GPU, its speed and
-the settings of its call. Then all ranks read the same information, so all ranks choose the same transport. If the calls differ
-between ranks, every rank raises an error instead of hanging or returning wrong results.
+The first call for a group starts a handshake over the job's key-value store. Every rank publishes its host, its GPU, its speed
+and the settings of its call. Then all ranks read the same information, so all ranks choose the same transport. If the calls of
+the ranks differ, every rank raises an error. Without the handshake, the ranks could hang or return wrong results.
 """
 
 import json
@@ -27,15 +27,15 @@ from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 from ringattn.planning.cost_model import attention_flops, interconnect
 
 Group = dist.ProcessGroup | SimulatedRank
-Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
+Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by their names
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
-TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # environment variable that replaces "auto"
+TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
 log = logging.getLogger(__name__)
 
 
 def rank_and_size(group: Group | None) -> tuple[int, int]:
-    """Return this rank's index in `group` and the number of ranks; (0, 1) for None.
+    """Return the index of this rank in `group` and the number of ranks of `group`. For None, return (0, 1).
 
     Raises:
         ValueError: `group` is neither a process group nor a simulated rank.
@@ -65,16 +65,17 @@ def connect(
     over the process group.
 
     Args:
-        group_name: `ProcessGroup.group_name`. Operators carry groups by name, so that a compiler can trace them.
+        group_name: `ProcessGroup.group_name`. Operators receive the name of a group, because a compiler cannot trace a group.
         device: the device of the tensors, or None.
-        transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. "p2p" uses
-            sends and receives of the process group. "auto" chooses NVLink if all ranks are GPUs of one host that can access
-            each other's memory, unless the environment variable RINGATTN_TRANSPORT names another transport.
-        call: returns the settings of this call, which must be the same on all ranks. The settings are compared only once, in
-            the handshake.
+        transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. With "p2p",
+            the process group sends and receives messages. With "auto", the environment variable RINGATTN_TRANSPORT chooses the
+            transport. If the variable is not set, NVLink is chosen if all ranks are GPUs of one host that can access each
+            other's memory, and "p2p" is chosen otherwise.
+        call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
+            only once, in the handshake.
 
     Raises:
-        ValueError: the transport is unknown or unavailable, or the first calls differ between ranks.
+        ValueError: the transport is unknown or unavailable, or the settings of the first call differ between ranks.
         RingFault: a rank of the group did not make its first call within the timeout.
     """
     if not group_name:
@@ -87,13 +88,14 @@ def connect(
     if device is None:
         return P2PTransport(group)
     key = group_name, device, transport
-    # One lock per key: a thread that waits for the ranks of one group must not block threads with other groups. Several threads
-    # may create a lock for the same key, but `setdefault` is atomic, so all of them get the same one.
+    # There is one lock per key, because a thread that waits for the ranks of one group must not block threads that use other
+    # groups. If several threads create a lock for the same key, all of them receive the same lock, because `setdefault` is
+    # atomic.
     with _locks.setdefault(key, threading.Lock()):
-        # Group names are reused after a process group was destroyed, so
-        # the cached connection is valid only for the same group object.
+        # A new process group may have the name of a destroyed group. Therefore a cached connection is valid only for the same
+        # group object.
         if key not in _connections or _connections[key][0] is not group:
-            if key in _connections:  # a destroyed group had the same name
+            if key in _connections:  # a group that has been destroyed had the same name
                 _connections[key][1].watchdog.stop()
             _connections[key] = group, _handshake(group, device, transport, call() if call else {})
         return _connections[key][1]
@@ -104,7 +106,7 @@ _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def open_all_to_all(transport: Transport) -> AllToAll:
-    """Return the all-to-all of one call over `transport`: copies over NVLink, or point-to-point messages."""
+    """Return the all-to-all of one call, which copies over NVLink or sends point-to-point messages, as `transport` does."""
     if isinstance(transport, MessageTransport):
         return PointToPointAllToAll(transport)
     from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
@@ -113,12 +115,17 @@ def open_all_to_all(transport: Transport) -> AllToAll:
 
 
 def compare_first_calls(group_name: str, kind: str, call: Callable[[], Call]) -> None:
-    """Compare the first calls of this kind between the ranks of a process group.
+    """Compare the settings of the first call of a given kind between the ranks of a process group.
 
     All ranks of the group must call this function.
 
+    Args:
+        group_name: the name of the process group.
+        kind: the kind of the call, such as "decode". Later calls of the same kind are not compared.
+        call: a function that returns the settings of the call.
+
     Raises:
-        ValueError: the calls differ.
+        ValueError: the settings differ.
         RingFault: a rank made no call within the timeout.
     """
     if not group_name or group_name in SIMULATED_RANKS:
@@ -136,8 +143,8 @@ class _Identity(NamedTuple):
     """The information about a rank that the other ranks need."""
 
     host: str
-    gpu: str  # the UUID of its GPU, or "none"
-    flops: float  # speed of attention, FLOP/s
+    gpu: str  # the UUID of the rank's GPU, or "none"
+    flops: float  # the rank's speed of attention, FLOP/s
 
 
 def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, call: Call) -> Transport:
@@ -151,7 +158,8 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     store = _group_store(group, f"{device.type}/{transport}")
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device))]
     _compare_calls(store, group, call)
-    # Only some ranks may notice that NVLink is unavailable, but all of them must choose the same transport.
+    # Some ranks may find that NVLink is unavailable while other ranks do not. The ranks exchange the reasons, because all ranks
+    # must choose the same transport.
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
@@ -159,8 +167,8 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     name = "nvlink" if wanted != "p2p" and not reason else "nccl" if device.type == "cuda" else "gloo"
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
-    # The slowest rank determines the speed of a ring, and all
-    # ranks must assume the same speed to choose the same schedule.
+    # The slowest rank determines the speed of a ring. All ranks must use the same speed in the cost model, so that they choose
+    # the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     route = "direct" if joined.all_pairs else "relayed"
     log.info("ring of %d ranks over %s (%s), hops are %s", group.size(), name, why, route)
@@ -178,13 +186,14 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     """Return the store of a group, with a prefix that separates the keys of ringattn from all other keys."""
     store = _get_process_group_store(group)
-    # A clone has its own connection, so that a watchdog which waits for a key never delays other users of the store.
+    # A clone of the store has its own connection. A watchdog that waits for a key therefore never delays other users of the
+    # store.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
 def _identity(device: torch.device) -> _Identity:
-    # The host name alone does not identify a machine, because containers of one image may share it.
+    # The host name alone does not identify a machine, because several containers of one image may have the same host name.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     host = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
@@ -192,8 +201,8 @@ def _identity(device: torch.device) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. A rank with an empty `call` takes part without being compared."""
-    # A rank that enters the handshake without a call, for example from `explain`, has no settings to compare.
+    """Raise ValueError if the calls of the ranks differ. The call of a rank is not compared if it is empty."""
+    # If a rank calls `connect` without a call, for example in `explain`, there are no settings of this rank to compare.
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -210,14 +219,14 @@ def _shorten(value: object) -> str:
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list:
-    """Return the values of all ranks, by rank. The store carries them as JSON, because no transport exists yet.
+    """Return a list with the value of each rank. The ranks exchange the values as JSON over the store.
 
     Raises:
         RingFault: a rank published no value within the timeout.
     """
     keys, timeout = [f"{key}/{rank}" for rank in range(group.size())], timeout_seconds()
-    # Every rank publishes its value before it waits for the values
-    # of the other ranks. Otherwise all ranks would wait forever.
+    # Every rank publishes its own value before it waits for the values of the other ranks. Otherwise all ranks would wait
+    # forever.
     store.set(keys[group.rank()], json.dumps(value))
     try:
         store.wait(keys, timedelta(seconds=timeout))
@@ -233,7 +242,7 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
 
 
 def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
-    """Return why the ranks cannot write into each other's memory, as far as this rank can tell, or "" if they can."""
+    """Return the reason why the ranks cannot write into each other's memory, or "" if this rank knows no reason."""
     hosts, gpus = {rank.host for rank in ranks}, [rank.gpu for rank in ranks]
     if device.type != "cuda":
         return f"the tensors are on {device.type}"
@@ -243,8 +252,8 @@ def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
         return f"the ranks are on {len(hosts)} hosts"
     if len(set(gpus)) < len(gpus):
         return "two ranks use the same GPU"
-    # CUDA_VISIBLE_DEVICES may hide the GPUs of other ranks, and a device index means
-    # different GPUs in different processes. Therefore GPUs are compared by UUID.
+    # Each process may have a different value of CUDA_VISIBLE_DEVICES. This variable may hide the GPUs of other ranks, and the
+    # same device index may stand for different GPUs in different processes. Therefore GPUs are compared by UUID.
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     if not set(gpus) <= set(local):
         return "not every rank can see the GPUs of all others"

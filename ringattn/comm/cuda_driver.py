@@ -1,8 +1,8 @@
-"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and flags that a stream sets or waits for.
+"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
 
-None of these operations occupies an SM, and all of them run in the order of a stream. Addresses refer to device memory,
-including memory of other GPUs that is mapped in this process. Streams are raw handles, `torch.cuda.Stream.cuda_stream`. A flag
-is a 32-bit word.
+A stream can set a flag, and can wait until a flag is set. A flag is a 32-bit word. None of these operations occupies an SM. The
+operations of one stream run in order. An address refers to device memory, which may be memory of another GPU that is mapped in
+this process. The functions expect streams as raw handles, `torch.cuda.Stream.cuda_stream`.
 """
 
 import ctypes
@@ -12,15 +12,16 @@ from functools import cache, lru_cache
 _DEVICE = 2  # CU_MEMORYTYPE_DEVICE
 _WORD_MASK = 0xFFFFFFFF
 _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
-# A wait compares for equality (CU_STREAM_WAIT_VALUE_EQ). A write uses the default, which is visible to all devices.
+# A wait ends when the flag equals the given value (CU_STREAM_WAIT_VALUE_EQ). A write has the default option, with which all
+# devices can see earlier work of the stream before they can see the flag.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
-# The driver accepts fewer than 256 operations per call. An even number keeps a wait together with the write that clears its
-# flag.
+# The driver accepts fewer than 256 operations per call. The maximum is an even number, so that a wait and the write that clears
+# the flag are always in the same call.
 _MAX_OPERATIONS = 254
 
 
 class _Operation(ctypes.Structure):
-    """CUstreamBatchMemOpParams, 48 bytes: one operation that waits for a 32-bit value or writes a 32-bit value."""
+    """The driver's CUstreamBatchMemOpParams (48 bytes): one operation, which waits for or writes a 32-bit value."""
 
     _fields_ = [
         ("kind", ctypes.c_uint32),
@@ -32,7 +33,7 @@ class _Operation(ctypes.Structure):
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D, the description of a strided copy between two device addresses."""
+    """The driver's CUDA_MEMCPY2D: the description of a strided copy between two device addresses."""
 
     _fields_ = [
         (f"{side}{name}", kind)
@@ -54,7 +55,7 @@ def _driver() -> ctypes.CDLL:
     # The library is loaded on first use, because machines without a GPU have no driver.
     driver = ctypes.CDLL("libcuda.so.1")
     pointer, stream, uint = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint
-    # ctypes would pass addresses as 32-bit integers without these types. All functions return an error code, an int.
+    # Without these types, ctypes would pass addresses as 32-bit integers. All functions return an error code of type int.
     driver.cuMemcpyAsync.argtypes = pointer, pointer, ctypes.c_size_t, stream
     driver.cuMemcpy2DAsync_v2.argtypes = ctypes.POINTER(_Copy2D), stream
     driver.cuStreamWriteValue32_v2.argtypes = stream, pointer, ctypes.c_uint32, uint
@@ -73,12 +74,14 @@ def copy(target: int, source: int, count: int, stream: int) -> None:
 
 
 def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, count: int, stream: int) -> None:
-    """Copy `count` pieces of `width` bytes with a copy engine. Consecutive pieces are one pitch apart on each side."""
-    # Contiguous pieces are one plain copy, which is cheaper to describe and to execute.
+    """Copy `count` pieces of `width` bytes with a copy engine.
+
+    The starts of consecutive pieces are `source_pitch` bytes apart in the source and `target_pitch` bytes apart in the target.
+    """
+    # Contiguous pieces are copied by one plain copy, because a plain copy takes less time on the host and on the GPU.
     if target_pitch == source_pitch == width or count == 1:
         return copy(target, source, count * width, stream)
-    # The cached description must not be modified, because other copies use
-    # it as well. Therefore the addresses are written into a copy of it.
+    # Other copies use the same cached description. Therefore the addresses are written into a duplicate of the description.
     description = _Copy2D.from_buffer_copy(_copy_2d(target_pitch, source_pitch, width, count))
     description.target, description.source = target, source
     _check("to copy rows", _driver().cuMemcpy2DAsync_v2(description, stream))
@@ -88,7 +91,7 @@ def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, wi
 def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _Copy2D:
     """Return the description of a copy, without the addresses of the source and the target.
 
-    The description is cached, because filling in all of its fields takes as long as the call of the driver.
+    The description is cached, because setting all of its fields takes as long as the call of the driver.
     """
     pitches = {"target_pitch": target_pitch, "source_pitch": source_pitch}
     return _Copy2D(source_kind=_DEVICE, target_kind=_DEVICE, width=width, count=count, **pitches)
@@ -106,12 +109,15 @@ def set_flags(addresses: Sequence[int], stream: int) -> None:
 
 
 def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
-    """Let later work of the stream wait until each flag is 1, and reset each flag to 0."""
+    """Make later work of the stream wait until each flag is 1. The stream then resets each flag to 0."""
     _run_in_order([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))], stream)
 
 
 def _run_in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """Enqueue steps (_WAIT or _WRITE, address, value) with as few driver calls, and graph nodes, as possible."""
+    """Enqueue the operations `steps` with as few driver calls as possible, and therefore with as few graph nodes as possible.
+
+    A step is a tuple (_WAIT or _WRITE, address, value).
+    """
     for first in range(0, len(steps), _MAX_OPERATIONS):
         some = steps[first : first + _MAX_OPERATIONS]
         operations = [(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in some]

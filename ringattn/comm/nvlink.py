@@ -1,6 +1,6 @@
 """Ring passes over NVLink: copy engines write into the memory of other GPUs, and flags signal the arrival of the data.
 
-Every rank has one *receive buffer*, which all layers and calls use. The buffer lies in memory that the other ranks have mapped
+Every rank has one *receive buffer*, which all layers and calls use. The other ranks have mapped the memory of this buffer
 (torch symmetric memory). The following diagram shows one message from rank A to rank B:
 
     A's side stream                                         B's main stream
@@ -9,19 +9,21 @@ Every rank has one *receive buffer*, which all layers and calls use. The buffer 
       set B's "arrived" flag  ----------------------------->  kernels read the slot
                                                               set A's "credit" flag: the slot may be reused
 
-No kernel communicates, no SM is occupied by communication, and the host never waits.
+Communication uses no kernels and no SMs, and the host never waits.
 
-Two kinds of flags prevent a slot from being overwritten while it is read. The slots of one kind of message are used in turn,
-and before a sender reuses a slot, it waits for the *credit* flag that the reader sets. At the beginning of a pass, every rank
-sets a *ready* flag for the ranks that will send blocks to it. This flag means that the rank has finished reading the messages
-of the previous pass. Results need no such flag. A result goes to the rank that the block came from, and that rank has already
-begun the pass.
+Two kinds of flags prevent a sender from overwriting a slot while the receiver still reads the slot. The first kind are *credit*
+flags. The messages of one kind use their slots in turn. The receiver sets a credit flag when it has read a slot, and a sender
+waits for this flag before it reuses the slot. The second kind are *ready* flags. At the beginning of a pass, every rank sets a
+ready flag for each rank that will send a block to it. This flag means that the receiver has finished reading the messages of
+the previous pass. Results need no ready flags, because a result is sent to the rank from which the block was received, and this
+rank has already begun the pass.
 
 Flags are 0 or 1, and there is one flag for each message. The stream that waits for a flag also clears the flag. Flags therefore
 work in the same way when a pass is issued and when a CUDA graph replays the pass.
 
-No deadlock is possible. Each rank issues its work step by step, and the other ranks issue all work that a step waits for in the
-same step or in an earlier step. This argument holds even if a GPU runs all its streams one after the other.
+No deadlock is possible. Each rank issues its work step by step. If the work of step t waits for work of another rank, the other
+rank issues that work in step t or in an earlier step. Therefore no deadlock is possible even if a GPU runs the work of its
+streams one after the other.
 """
 
 import logging
@@ -47,19 +49,19 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# The purposes of flags. Every kind of message has one flag of each purpose in every step, but only the ready flags of blocks
-# in the first step are used.
+# The purposes of flags. Every kind of message has one flag of each purpose in every step. Of the ready flags, only those of
+# blocks in the first step are used.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# If all results of a pass need at most 1 GiB, every result gets its own slot, and one kernel sums all results at the end of the
-# pass.
+# If all results that a rank receives in a pass need at most 1 GiB, every result has its own slot. One kernel then sums all
+# results at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# A kind of message has three slots if its messages have at most this size, so that a message may arrive two steps early. Larger
-# messages have two slots.
+# Blocks, or results, use three slots in turn if each of these messages has at most 128 MiB. A message may then arrive two steps
+# early. Larger messages use two slots in turn.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
-MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # sends of one all-to-all call: every chunk of heads is sent to other ranks and returned
-MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
-ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple of this number
+MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # maximum sends of one call with an all-to-all: each chunk of heads is sent and returned
+MAX_CACHED_ROUTES = 64  # the cache is limited, because packed documents create a new schedule in every training step
+ALIGNMENT = 256  # bytes; the start of every tensor in a receive buffer is a multiple of this number
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
@@ -69,27 +71,28 @@ def padded_bytes(x: Tensor, rows: int) -> int:
 
 
 class ReceiveBuffer:
-    """Memory of this rank that other ranks write into, and the addresses at which this rank has mapped all ranks' buffers.
+    """The memory of this rank into which other ranks write, and the addresses of the buffers of all ranks.
 
-    All ranks make the same requests in the same order, so their buffers grow at the same time.
+    The addresses are those at which this rank has mapped the buffers. All ranks call `reserve` with the same sizes in the same
+    order, so the buffers of all ranks grow at the same time.
 
     Args:
         transport: the transport between the ranks.
-        user: what the buffer is used for, such as "the ring", in log messages and error messages.
+        user: a name for the user of the buffer, such as "the ring", for log messages and error messages.
         before_release: a function that is called before the memory is released.
     """
 
     def __init__(self, transport: "NvlinkTransport", user: str, before_release: Callable[[], None] = lambda: None) -> None:
         self.transport, self.user, self.before_release = transport, user, before_release
         self.memory: Tensor | None = None
-        self.addresses: list[int] = []  # by rank
-        self._kept: set[Tensor] = set()  # memory whose address is part of a CUDA graph
+        self.addresses: list[int] = []  # the address of the buffer of each rank
+        self._kept: set[Tensor] = set()  # memory that is never released, because a CUDA graph contains its address
 
     def reserve(self, count: int) -> None:
         """Make the buffer at least `count` bytes long.
 
         Raises:
-            RuntimeError: the buffer is too small and a CUDA graph is being captured, in which nothing can be allocated.
+            RuntimeError: the buffer is too small, and no memory can be allocated, because a CUDA graph is being captured.
         """
         if self.memory is not None and self.memory.numel() >= count:
             return
@@ -98,26 +101,26 @@ class ReceiveBuffer:
                 f"{self.user} has not run with these shapes yet, so its memory cannot be part of a CUDA graph: call it once "
                 "before the capture"
             )
-        self.transport.synchronise()  # after this no rank writes to the old memory
+        self.transport.synchronise()  # after this call, no rank writes into the old memory
         self.before_release()
         self.memory = None
-        # -(-n >> 21) rounds up, as -(-n // 2**21) does.
-        count = max(1, -(-count >> 21)) << 21  # whole pages of 2 MiB
+        # -(-n >> 21) is n / 2**21 rounded up.
+        count = max(1, -(-count >> 21)) << 21  # a whole number of pages of 2 MiB
         log.info("rank %d: %d MiB of receive buffer for %s over NVLink", self.transport.rank, count >> 20, self.user)
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """Never release the current memory, even if the buffer grows, if a CUDA graph that contains its address is captured."""
+        """If a CUDA graph is being captured, never release the current memory, because the graph contains its address."""
         if torch.cuda.is_current_stream_capturing():
             self._kept.add(self.memory)
 
 
 class Send(NamedTuple):
-    """One outgoing message: the addresses that its tensors are copied to, and the flags that belong to it."""
+    """One outgoing message, the addresses to which its tensors are copied, and the addresses of the flags of the message."""
 
     message: Message
-    # A block waits for the ready flag of its receiver. A message whose slot was used before waits for the credit flag of the
-    # slot.
+    # A send of a block waits for the ready flag of its receiver. If an earlier message of the pass has used the same slot, the
+    # send waits for the credit flag of the slot.
     wait_flags: list[int]
     targets: list[int]
     arrived: int
@@ -125,28 +128,29 @@ class Send(NamedTuple):
 
 @dataclass
 class RouteStep:
-    """One step of a pass on this rank."""
+    """The sends, the received tensors and the flags of this rank in one step of a pass."""
 
-    # The flags to set when the local steps of all earlier steps are done: ready flags in the first step, credits in the others.
+    # The flags that this rank sets when the local steps of all earlier steps are done. In the first step, these are ready
+    # flags. In all other steps, they are credit flags.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # the tensors of each incoming message in the receive buffer
-    arrived: list[int] = field(default_factory=list)  # the flags that are set when they have arrived
+    arrived: list[int] = field(default_factory=list)  # the "arrived" flags of the incoming messages
 
     @property
     def sends_results(self) -> bool:
         return any(send.message.kind == "result" for send in self.sends)
 
 
-Route = tuple[list[RouteStep], bool]  # what one rank sends, receives and signals in a pass; whether it keeps all results
+Route = tuple[list[RouteStep], bool]  # the steps of one rank in a pass, and whether the pass keeps all results
 
 
 class Slots:
-    """The position of each message of a schedule in the receive buffers, in bytes. It is the same on all ranks."""
+    """The position of each message of a schedule in the receive buffers, in bytes. All ranks compute the same positions."""
 
     def __init__(self, schedule: Schedule, templates: Templates) -> None:
         self.templates = templates
-        self.arrivals: dict[tuple[int, str], list[tuple[int, Message]]] = {}  # by (rank, kind): (step, message), in order
+        self.arrivals: dict[tuple[int, str], list[tuple[int, Message]]] = {}  # (step, message) in order, by (rank, kind)
         self.offsets: dict[Message, int] = {}
         self.counts: dict[str, int] = {}  # number of slots for each kind of message
         self.keeps_results = False
@@ -168,21 +172,22 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return the offset of each tensor of a message in its slot, followed by the end of the last tensor."""
+        """Return the offset of each tensor of a message from the start of its slot, followed by the end of the last tensor."""
         sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
         return list(accumulate(sizes, initial=0))
 
 
 class NvlinkTransport:
-    """The transport of a ring of GPUs of one host that can write into each other's memory. It runs direct schedules.
+    """The transport of a ring of GPUs that can write into each other's memory. All GPUs must be in one host.
 
-    The constructor waits for all ranks of the group.
+    This transport runs direct schedules. The constructor waits for all ranks of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, joined: Interconnect, watchdog: Watchdog) -> None:
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
-        # Blocks and results use separate streams, so that a block does not wait behind a result that is not yet computed.
+        # Blocks and results use separate streams, so that the copy of a block does not wait for a result that is not computed
+        # yet.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._allocate()
 
@@ -191,22 +196,23 @@ class NvlinkTransport:
         self._routes: dict[tuple, Route] = {}
         self.receive_buffer = ReceiveBuffer(self, "the ring", before_release=self._routes.clear)
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
-        # Recorded when everything that the next sends of a pass read has been computed.
+        # This event is recorded when all tensors of the next sends of a pass have been computed.
         self.computed = torch.cuda.Event()
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
-        # Each row contains one flag per writer: first the rows of the ring, then one row for each send of an all-to-all, and at
-        # last the ready flags of the all-to-all.
+        # The flags are a table with one column per writer. The first rows are for ring passes. Then there is one row for each
+        # send of an all-to-all. The last row contains the ready flags of the all-to-all.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
-        # All buffers are ready before the first all-to-all, which waits for
-        # the ready flags without an earlier call that could set them.
+        # An all-to-all waits for the ready flags that the previous call has set. There is no call before the first all-to-all,
+        # so the ready flags are set here.
         self._flags[-self.size :] = 1
         self.synchronise()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
-        """Allocate zeros that all ranks map. Return them, and the address at which this rank has mapped each rank's zeros.
+        """Allocate a tensor of zeros that all ranks map. This method waits for all ranks.
 
-        The method waits for all ranks.
+        Returns:
+            The tensor of this rank, and a list with the address at which this rank has mapped the tensor of each rank.
         """
         shared = symmetric.empty(count, dtype=dtype, device=self.device).zero_()
         handle = symmetric.rendezvous(shared, self.group.group_name)
@@ -216,8 +222,8 @@ class NvlinkTransport:
 
     def synchronise(self) -> None:
         """Wait until the GPUs of all ranks have finished all their work."""
-        # The first synchronisation completes the work of this rank before the barrier.
-        # The second one completes the barrier itself, which NCCL runs on the GPU.
+        # The first synchronisation waits for the work of this rank. The second synchronisation waits for the barrier, which
+        # NCCL runs on the GPU.
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)
@@ -228,14 +234,15 @@ class NvlinkTransport:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def _flag(self, rank: int, purpose: int, kind: str, t: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank`, for the message of `kind` that `writer` sends or reads at step
-        `t`.
+        """Return the address of a flag in the memory of `rank`.
+
+        The flag belongs to the message of `kind` that `writer` sends or reads in step `t`.
         """
         row = (len(PURPOSES) * KINDS.index(kind) + purpose) * self._max_steps + t
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of a flag in the memory of `rank` that `writer` sets for send `number` of an all-to-all.
+        """Return the address of the flag that `writer` sets for send `number` of an all-to-all, in the memory of `rank`.
 
         The number MAX_SENDS stands for the ready flag.
         """
@@ -244,14 +251,13 @@ class NvlinkTransport:
     def begin(self, schedule: Schedule, templates: Templates) -> "_NvlinkPass":
         """Start a pass of a direct schedule, see `ringattn.comm.transport.Transport.begin`."""
         assert len(schedule.steps) <= self._max_steps, "a direct schedule has at most two steps more than there are ranks"
-        # The number of tokens is not a part of the key, because the
-        # schedule already determines the rows of every message.
+        # The key does not contain the number of tokens, because the schedule already determines the rows of every message.
         shapes = tuple((x.shape[0], x.shape[2:], x.dtype) for kind in KINDS for x in templates[kind])
         if (schedule, shapes) not in self._routes:
             slots = Slots(schedule, templates)
             self.receive_buffer.reserve(slots.total_bytes)
-            # Routes are cheap to rebuild, so the whole cache is
-            # cleared instead of tracking which route was used last.
+            # Creating a route takes little time. Therefore the whole cache is cleared when it is full, and the cache need not
+            # track which routes were used recently.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
             self._routes[schedule, shapes] = self._plan_steps(schedule, slots), slots.keeps_results
@@ -259,7 +265,8 @@ class NvlinkTransport:
         return _NvlinkPass(self, *self._routes[schedule, shapes])
 
     def _plan_steps(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
-        # Credits of the last messages belong to up to two steps after the last step of the schedule.
+        # The credit flags of the last messages are set up to two steps after the last step of the schedule, so the route has
+        # two additional steps.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         for t, step in enumerate(schedule.by_rank[self.rank]):
             steps[t].sends = [self._plan_send(t, message, slots) for message in step.outgoing]
@@ -268,7 +275,8 @@ class NvlinkTransport:
         for kind in KINDS:
             queue = slots.arrivals.get((self.rank, kind), [])
             for (t, _), (next_t, message) in zip(queue, queue[slots.counts[kind] :], strict=False):
-                # Kernels read a block in the step after its arrival. A result is merged at the end of the step it arrives in.
+                # Kernels read a block in the step after its arrival. A result is merged at the end of the step in which the
+                # result arrives.
                 done = t + (2 if kind == "block" else 1)
                 steps[done].flags.append(self._flag(message.src, CREDIT, kind, next_t, self.rank))
         sources = [message.src for _, message in slots.arrivals.get((self.rank, "block"), [])]
@@ -303,18 +311,18 @@ class _NvlinkPass:
     def __init__(self, transport: NvlinkTransport, steps: list[RouteStep], keeps_results: bool) -> None:
         self.transport, self.steps, self.keeps_results = transport, steps, keeps_results
         self.main = torch.cuda.current_stream(transport.device)
-        # Blocks were computed by earlier work of the main stream, so
-        # the side stream must wait for that work before it copies them.
+        # Earlier work of the main stream computes the blocks. The side stream must wait for this work before it copies the
+        # blocks.
         transport.computed.record(self.main)
         transport.streams["block"].wait_event(transport.computed)
-        # Results in flight, each with the event after which its memory may be reused.
+        # The results in flight. The memory of a result may be reused after the event next to the result.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
         cuda_driver.set_flags(step.flags, self.main.cuda_stream)
-        # The memory of a sent result may be reused once the copy has finished.
-        # Waiting for all but the newest result keeps one copy in flight.
+        # The memory of a sent result may be reused when its copy has finished. The main stream waits for the copies of all
+        # results except the newest one, so one copy remains in flight.
         while len(self.sending) > 1:
             event, _ = self.sending.popleft()
             self.main.wait_event(event)
@@ -338,15 +346,15 @@ class _NvlinkPass:
             self.sending.append((sent, block))
 
     def _wait(self, t: int) -> list[Tensors]:
-        # The event is recorded after the kernels of this step, because the next step sends their results.
+        # If the next step sends results, the event is recorded after the kernels of this step, which compute these results.
         if self.steps[t + 1].sends_results:
             self.transport.computed.record(self.main)
         cuda_driver.wait_and_clear_flags(self.steps[t].arrived, self.main.cuda_stream)
         return self.steps[t].received
 
     def end(self) -> None:
-        # After the pass, the caching allocator may give the memory of sent tensors to
-        # later work of the main stream. Therefore the main stream waits for all copies.
+        # After the pass, later work of the main stream may reuse the memory of the sent tensors. Therefore the main stream
+        # waits until all copies have finished.
         for event, _ in self.sending:
             self.main.wait_event(event)
         self.sending.clear()
@@ -354,7 +362,7 @@ class _NvlinkPass:
 
 
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
-    """Copy the given rows of x (B, N, ...) to address `target`. If x has no other rows, copy x as a whole."""
+    """Copy the given rows of x (B, N, ...) to address `target`. If x has no other rows, copy the whole tensor at once."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
     if x.shape[1] == len(rows):
         return cuda_driver.copy(target, x.data_ptr(), x.nbytes, stream)

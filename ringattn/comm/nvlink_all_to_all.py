@@ -1,16 +1,17 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
-Every rank has one receive buffer for this purpose, which all layers and calls use. An exchange owns a region of the buffer,
-which has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads from its own
-tensors, without packing them, to their final position in that region, and then sets a flag. When all flags of an exchange are
-set, the whole region is copied into ordinary tensors. Kernels read these tensors, and autograd can save them.
+Every rank has one receive buffer for all-to-alls, which all layers and calls use. Each exchange uses its own region of the
+buffer. A region has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads from
+its own tensors directly to their final position in the region, without packing the tokens first, and then sets a flag. When all
+flags of an exchange are set, the whole region is copied into ordinary tensors. Kernels read these tensors, and autograd can
+save them.
 
 Flags are 0 or 1, and the stream that waits for a flag also clears the flag. Flags therefore work in the same way when a call is
-issued and when a CUDA graph replays the call. The owner of a receive buffer sets its *ready* flag at the end of each call.
-Other ranks write into the buffer only after this flag is set.
+issued and when a CUDA graph replays the call. The owner of a receive buffer sets *ready* flags at the end of each call. Other
+ranks write into the buffer only after the owner has set these flags.
 
-No deadlock is possible. If the work of a send waits for a different rank, that rank issues the awaited work at the same send or
-at an earlier send.
+No deadlock is possible. All sends of a call are numbered. If the work of send i waits for work of another rank, the other rank
+issues that work at its own send i or at an earlier send.
 """
 
 from functools import lru_cache
@@ -24,14 +25,14 @@ from ringattn.comm.all_to_all import LABEL, Slice, expected_messages
 from ringattn.comm.nvlink import MAX_SENDS, NvlinkTransport, padded_bytes
 from ringattn.comm.transport import Tensors
 
-READY = MAX_SENDS  # number of the ready flags, which follow the flags of the sends
+READY = MAX_SENDS  # the number that stands for the ready flags, which follow the flags of the sends
 
 
 class StridedCopy(NamedTuple):
     """A copy of `count` pieces of `width` bytes.
 
-    Offsets count from the start of a tensor or of a region. A pitch is the distance between the starts of consecutive pieces.
-    All numbers except `count` are in bytes.
+    `target` and `source` are offsets from the start of a region and of a tensor. A pitch is the distance between the starts of
+    consecutive pieces. All numbers except `count` are in bytes.
     """
 
     target: int
@@ -49,13 +50,13 @@ Sizes = tuple[int, ...]
 def _strided_copies(
     take: Slice, put: Slice, shape: Sizes, strides: Sizes, heads: Sizes, lengths: Sizes, element_size: int, rank: int
 ) -> list[list[StridedCopy]]:
-    """Return the copies that send slices of a tensor of `rank` to each receiving rank, with one copy per batch entry.
+    """Return, for each receiving rank, the list of copies that send a slice of a tensor. There is one copy per batch entry.
 
     Args:
         take, put: as for `Exchange.send`.
         shape, strides: the shape (B, N, H, D) and the strides of the tensor to send. The heads of a token are contiguous.
-        heads: (H, D) of the tensor to fill, which is contiguous, (B, n, H, D) with n = lengths[receiver].
-        lengths: the number of tokens of the tensor to fill on each rank.
+        heads: (H, D) of the contiguous tensor to fill, which has the shape (B, n, H, D) with n = lengths[receiver].
+        lengths: for each rank, the number of tokens of the tensor to fill.
         element_size: bytes per element.
         rank: the sender.
     """
@@ -63,7 +64,7 @@ def _strided_copies(
     def offset_and_pitch(x: Tensor, entry: int) -> tuple[int, int]:
         return x[entry].storage_offset() * element_size, x.stride(1) * element_size
 
-    # Slicing tensors on the meta device computes offsets and strides without memory.
+    # Slices of tensors on the meta device have offsets and strides, but these tensors occupy no memory.
     source_tensor = torch.empty_strided(shape, strides, device="meta")
     copies = []
     for peer, length in enumerate(lengths):
@@ -81,28 +82,28 @@ class NvlinkAllToAll:
     def __init__(self, transport: NvlinkTransport) -> None:
         self.transport, self.receive_buffer = transport, transport.all_to_all_buffer
         self.main = torch.cuda.current_stream(transport.device)
-        # The first stream sends to other ranks. The second stream copies this rank's own slices, and copies finished exchanges
-        # into ordinary tensors.
+        # The send stream copies slices to other ranks. The local stream copies this rank's own slices, and copies finished
+        # exchanges into ordinary tensors.
         self.send_stream, self.local_stream = (transport.streams[kind] for kind in ("block", "result"))
-        self.computed = torch.cuda.Event()  # recorded when the tensors of the next send have been computed
+        self.computed = torch.cuda.Event()  # this event is recorded when the tensors of the next send have been computed
         self.num_sends = self.total_bytes = 0
-        self.sent: list[Tensors] = []  # keeps the sent tensors alive
+        self.sent: list[Tensors] = []  # this list keeps the sent tensors alive
 
     def start(self, into: Tensors, lengths: tuple[int, ...], sends: int = 1) -> "_NvlinkExchange":
         """See `AllToAll.start`."""
         offsets = []
         for x in into:
             offsets.append(self.total_bytes)
-            # All ranks use the same offsets, so that a sender knows the offset in the buffer of every receiver. Therefore a
-            # region has the size that the rank with the most tokens needs.
+            # All ranks use the same offsets, so that a sender knows the offsets in the buffer of every receiver. Therefore the
+            # size of a region is the size that the rank with the most tokens needs.
             self.total_bytes += padded_bytes(x, max(lengths))
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Return the number of a new send, and let the side streams wait for everything computed so far."""
+        """Return the number of a new send, and make the side streams wait for all earlier work of the main stream."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
-            # At the first send, all exchanges of the call exist and the total size is known.
+            # All exchanges of the call exist before the first send, so the total size of their regions is known here.
             self.receive_buffer.reserve(self.total_bytes)
             self.receive_buffer.keep_for_graph()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
@@ -113,12 +114,11 @@ class NvlinkAllToAll:
         return number
 
     def finish(self) -> None:
-        """See `AllToAll.finish`. It also allows the other ranks to write into this rank's receive buffer again."""
+        """See `AllToAll.finish`. This method also sets the ready flags of this rank's receive buffer for the next call."""
         self.main.wait_stream(self.send_stream)
         self.main.wait_stream(self.local_stream)
         self.sent.clear()
-        # The ready flags come last, because the other ranks may
-        # overwrite the receive buffer as soon as they see them.
+        # The ready flags are set last, because the other ranks may overwrite the receive buffer as soon as the flags are set.
         flags = [self.transport.all_to_all_flag(peer, READY, self.transport.rank) for peer in self.transport.others]
         cuda_driver.set_flags(flags, self.main.cuda_stream)
 
@@ -131,7 +131,7 @@ class _NvlinkExchange:
     ) -> None:
         self.all_to_all, self.into, self.lengths, self.offsets = all_to_all, into, lengths, offsets
         self.num_sends = sends
-        self.awaited: list[int] = []  # numbers of the sends so far
+        self.awaited: list[int] = []  # the numbers of the sends that this exchange has started
         self.complete = torch.cuda.Event()
         self.hop = None
 
@@ -156,7 +156,7 @@ class _NvlinkExchange:
                 for target, target_pitch, source, source_pitch, width, count in of_tensor[peer]:
                     cuda_driver.copy_rows(region + target, target_pitch, tensor + source, source_pitch, width, count, stream)
 
-        # Every rank starts with the rank after it, so that no two ranks write to the same GPU at the same time.
+        # Rank r starts with rank r + 1, so that no two ranks write to the same GPU at the same time.
         for peer in (*others[transport.rank :], *others[: transport.rank]):
             copy_to(peer, stream)
         cuda_driver.set_flags([transport.all_to_all_flag(peer, number, transport.rank) for peer in others], stream)
@@ -167,11 +167,11 @@ class _NvlinkExchange:
             self._copy_out()
 
     def _copy_out(self) -> None:
-        """Copy the region into the tensors when all messages have arrived."""
+        """Issue the copies of the region into the tensors. The copies wait until all messages have arrived."""
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         rank, stream, last = transport.rank, all_to_all.local_stream, self.awaited[-1]
-        # The watchdog requires hops to finish in the order in which they start. Exchanges are waited for in the order of their
-        # last sends, so the hop starts here.
+        # The watchdog requires that hops finish in the order in which they start. The main stream waits for the exchanges in
+        # the order of their last sends. Therefore the hop of an exchange starts at its last send.
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)

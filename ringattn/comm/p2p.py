@@ -9,12 +9,12 @@ from ringattn.planning.cost_model import Interconnect, interconnect
 
 
 class P2PTransport(MessageTransport):
-    """A transport over isend and irecv of a process group. NCCL launches all messages of a step as one kernel.
+    """A transport that uses isend and irecv of a process group. NCCL sends and receives all messages of a step in one kernel.
 
     Args:
         group: the ranks of the ring.
-        joined: the interconnect of the ranks, for the cost model; None if no ring pass will run.
-        watchdog: the watchdog of the hops; None for exchanges that are not watched.
+        joined: the interconnect between the ranks, for the cost model; None if the transport is not used for ring passes.
+        watchdog: the watchdog of the hops; None if no watchdog watches the exchanges.
     """
 
     def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
@@ -24,8 +24,8 @@ class P2PTransport(MessageTransport):
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
         operations = [
-            # P2POp expects global ranks, even if the group has fewer ranks than the job. The sender and the receiver know the
-            # size of a message, so both of them leave out the same empty messages.
+            # P2POp expects global ranks, even if the group has fewer ranks than the job. Both the sender and the receiver of a
+            # message know its size, so both of them skip a message that is empty.
             dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
             for start, messages in ((dist.isend, sends), (dist.irecv, receives))
             for tensor, peer in messages
@@ -40,11 +40,11 @@ class P2PTransport(MessageTransport):
         return wait
 
     def warm_up(self, device: torch.device) -> None:
-        """Let NCCL open the connections that a ring will use.
+        """Make NCCL open the connections that a ring will use.
 
-        Opening connections takes seconds. Without this function, that time would be a part of the first hop.
+        NCCL needs seconds to open connections. Without this method, this time would be a part of the first hop.
         """
-        # The blocks of a relayed ring use only the connections to both neighbours.
+        # Relayed blocks use only the connections between neighbours.
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))

@@ -1,4 +1,4 @@
-"""A simulated ring of any size in one process, whose ranks are threads, for tests and for studies of schedules."""
+"""A simulated ring for tests and for studies of schedules. Its ranks are threads of one process, and it can have any size."""
 
 import itertools
 import threading
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class SimulatedRing:
-    """The state that the ranks of a simulated ring share: the semaphore for computing, and the messages between the ranks."""
+    """The state that all ranks of a simulated ring use: the semaphore for computing, and the messages between the ranks."""
 
     _ids = itertools.count()
 
@@ -23,9 +23,9 @@ class SimulatedRing:
         # Ranks hold this semaphore while they compute and release it while they wait for a message.
         self.compute_slots = threading.Semaphore(1 if in_turns else size)
         self.name = f"simulated-{next(self._ids)}"
-        self.messages: dict[tuple[int, int, int], Tensor] = {}  # by sender, receiver and number
-        self.ended: set[int] = set()  # ranks that will send no more messages
-        self.changed = threading.Condition()  # is notified when `messages` or `ended` changes
+        self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
+        self.ended: set[int] = set()  # the ranks that will send no more messages
+        self.changed = threading.Condition()  # this condition is notified when `messages` or `ended` changes
 
     def send(self, src: int, dst: int, number: int, message: Tensor) -> None:
         """Send message `number` from `src` to `dst`."""
@@ -37,8 +37,7 @@ class SimulatedRing:
         """Return message `number` from `src` to `dst`. Other ranks compute while this rank waits for the message."""
         key = src, dst, number
         if key not in self.messages:
-            # A rank that waits for a message gives up its right to compute.
-            # Otherwise the sender could never produce the message.
+            # A rank that waits for a message releases the semaphore. Otherwise the sender could not compute the message.
             self.compute_slots.release()
             try:
                 with self.changed:
@@ -50,25 +49,25 @@ class SimulatedRing:
         return self.messages.pop(key)
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Wake the ranks that wait for a message of `ranks`, because these ranks will send no more messages."""
+        """Record that `ranks` will send no more messages, and wake the other ranks that wait for such messages."""
         with self.changed:
             self.ended.update(ranks)
             self.changed.notify_all()
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring. Public calls accept it as their process group, and it is also the transport of the rank."""
+    """One rank of a simulated ring. The object is the transport of the rank. Public calls accept it as a process group."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
         self.group_name = f"{ring.name}/{rank}"
         self.interconnect = interconnect("simulated")._replace(all_pairs=ring.all_pairs)
-        # The messages between two ranks are numbered, so that several exchanges may be in flight and complete in any order.
+        # The messages between two ranks are numbered, so that several exchanges may be in flight and may complete in any order.
         self.sent, self.expected = ([itertools.count() for _ in range(ring.size)] for _ in range(2))
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Send copies of the tensors at once. The returned function receives the messages."""
-        # Senders may modify their tensors right after the exchange, so the messages contain copies.
+        # The messages contain copies, because senders may modify their tensors immediately after the exchange.
         for tensor, dst in sends:
             self.ring.send(self.rank, dst, next(self.sent[dst]), tensor.clone())
         expected = [(tensor, src, next(self.expected[src])) for tensor, src in receives]
@@ -80,7 +79,8 @@ class SimulatedRank(MessageTransport):
         return wait
 
 
-# The ranks of all running simulated rings, by the name that operators carry in place of the name of a process group.
+# The ranks of all running simulated rings, by `group_name`. An operator receives this name instead of the name of a process
+# group.
 SIMULATED_RANKS: dict[str, SimulatedRank] = {}
 
 
@@ -94,17 +94,17 @@ def simulate(
         function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad or torch.autocast, do not apply
             inside these threads: enter them in `function`.
         all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
-        in_turns: whether only one rank computes while the others wait for messages or for their turn. With in_turns=False, many
-            threads compute at the same time, which is several times slower and is not supported by some kernels. in_turns=False
-            is required only if ranks wait for each other by other means than messages of the ring.
+        in_turns: whether only one rank computes at a time, while all other ranks wait for messages or for their turn. With
+            in_turns=False, many threads compute at the same time. This is several times slower, and some kernels do not support
+            it. in_turns=False is required only if ranks wait for each other by other means than messages of the ring.
 
     Raises:
         BaseException: the first exception that a rank raised, after all ranks have ended.
     """
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
-    # When one rank fails, the other ranks fail as well because of
-    # missing messages. The first failure is therefore the cause.
+    # When one rank fails, other ranks also fail, because they wait for messages that this rank never sends. The first failure
+    # is therefore the cause.
     failures: list[BaseException] = []
 
     def run(rank: int) -> None:
@@ -114,7 +114,7 @@ def simulate(
             with ring.compute_slots:
                 results[rank] = function(rank, group)
             ring.end([rank])
-        except BaseException as failure:  # SystemExit as well: otherwise the other ranks would wait forever
+        except BaseException as failure:  # includes SystemExit, after which the other ranks would otherwise wait forever
             failures.append(failure)
             ring.end(range(ranks))
         finally:

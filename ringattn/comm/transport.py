@@ -9,9 +9,10 @@ A transport is one rank's connection to the other ranks of a ring. It carries ou
         incoming = wait()                        # blocks that the next step computes with
     ring_pass.end()
 
-`MessageTransport` turns each step into one exchange of tensors. `ringattn.comm.p2p` implements it for NCCL and gloo, and
-`ringattn.comm.simulated` for threads of one process. `ringattn.comm.nvlink` does not exchange messages, because it writes
-directly into the memory of other GPUs. `ringattn.comm.connect` chooses the transport for a process group.
+`MessageTransport` turns each step into one exchange of tensors. `ringattn.comm.p2p` implements this class for NCCL and gloo,
+and `ringattn.comm.simulated` implements this class for threads of one process. `ringattn.comm.nvlink` does not exchange
+messages, because it writes directly into the memory of other GPUs. `ringattn.comm.connect` chooses the transport for a process
+group.
 """
 
 from collections.abc import Callable
@@ -26,20 +27,20 @@ from ringattn.planning.schedule import Message, RankStep, Schedule
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
-Templates = dict[str, Tensors]  # for each kind of message, tensors that have the shapes and dtypes of its messages
-WaitForBlocks = Callable[[], list[Tensors]]  # waits for the incoming messages of a step and returns their blocks
-Wait = Callable[[], None]  # returns when all received tensors hold their data and all sent tensors may be modified
-Addressed = list[tuple[Tensor, int]]  # contiguous tensors, each with the rank that it is sent to or received from
+Templates = dict[str, Tensors]  # examples of a block and of a result; receive buffers have their shapes and dtypes
+WaitForBlocks = Callable[[], list[Tensors]]  # a function that waits for the messages of a step and returns their blocks
+Wait = Callable[[], None]  # a function that waits until all messages have arrived and all sent tensors may be modified
+Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends, and (contiguous tensor, sender) for receives
 
-# The number of results that a pass may keep until its end instead of adding each result when it arrives. Every kept result
-# needs memory.
+# The maximum number of results that a pass keeps until its end. If more results return to a rank, each result is merged when it
+# arrives, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
-    """Return the given rows (dimension 1) of each tensor as views.
+    """Return views of the given rows (dimension 1) of each tensor.
 
-    A block that already has this many rows is returned as is.
+    A tensor that has only len(rows) rows already contains exactly the given rows, and is returned unchanged.
     """
     return tuple(x if len(rows) == x.shape[1] else x[:, rows.start : rows.stop] for x in block)
 
@@ -47,14 +48,14 @@ def take_rows(block: Tensors, rows: range) -> Tensors:
 class RingPass(Protocol):
     """One run of a schedule on one rank."""
 
-    keeps_results: bool  # whether results that return to this rank stay valid until `end`, however many follow
+    keeps_results: bool  # whether all results that return to this rank remain valid until `end`
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
-        """Start step t: send one block per outgoing message and receive one per incoming message, in their order.
+        """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
-        A block to send is contiguous, and has either the rows of its message or all rows of its owner. The block must not be
-        modified before exchange t + 2 starts. The returned function waits for the incoming blocks and returns them. These
-        blocks remain valid until exchange t + 2 starts.
+        `outgoing` contains one block for each outgoing message of the step, in the order of the messages. A block to send must
+        be contiguous, and has either the rows of its message or all rows of its owner. It must not be modified before exchange
+        t + 2 starts. The received blocks remain valid until exchange t + 2 starts.
         """
 
     def end(self) -> None:
@@ -70,11 +71,11 @@ class Transport(Protocol):
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
-        """Start a pass of `schedule`. All ranks of the ring must call it."""
+        """Start a pass of `schedule`. All ranks of the ring must call this method."""
 
 
 def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
-    """Return communicate(). Replace an error of the network by a `RingFault` that names the missing rank."""
+    """Return communicate(). If the network raises an error, raise a `RingFault` that names the missing rank instead."""
     try:
         return communicate()
     # OutOfMemoryError is a RuntimeError, but it is not an error of the network.
@@ -95,7 +96,7 @@ def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -
 
 
 class MessageTransport(Transport):
-    """A transport that sends and receives single tensors. Subclasses implement `exchange`."""
+    """A transport that sends and receives single tensors. Subclasses implement the method `exchange`."""
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, and return a function that waits for them.
@@ -110,7 +111,7 @@ class MessageTransport(Transport):
 
 
 class _MessagePass:
-    """A pass in which every step is one exchange of messages."""
+    """A ring pass in which every step is one exchange of messages."""
 
     def __init__(self, transport: MessageTransport, steps: tuple[RankStep, ...], templates: Templates) -> None:
         self.transport, self.steps, self.templates = transport, steps, templates
@@ -120,9 +121,9 @@ class _MessagePass:
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
-        # Every step receives into new tensors, so no flags are needed to protect a buffer that is still read.
+        # Every step receives into new tensors. A message therefore never overwrites tensors that kernels still read.
         received = [self._allocate(message) for message in step.incoming]
-        # The tensors of one message are sent one after the other, and the receiver lists them in the same order.
+        # The tensors of a message are sent one after the other. The receiver lists these tensors in the same order.
         sends = [
             (x.contiguous(), message.dst)
             for message, block in zip(step.outgoing, outgoing, strict=True)

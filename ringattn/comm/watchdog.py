@@ -1,9 +1,9 @@
-"""A watchdog that ends the whole run with one message if a rank dies or hangs. It names the rank, the hop and the operation.
+"""A watchdog that ends the whole run if a rank dies or hangs. One message names the rank, the hop and the operation.
 
-Every hop is recorded when it is issued and when it has finished. On a GPU, the stream itself writes the number of the last
-finished hop to host memory, so reading the number requires no CUDA call. A thread on each rank publishes heartbeats in the
-job's store. A heartbeat shows that the rank is alive and how many hops it has finished. If a hop does not finish in time, the
-thread finds out which rank is behind, prints this diagnosis, and ends the process.
+The watchdog records every hop when the hop is issued and when the hop has finished. On a GPU, the stream writes the number of
+the last finished hop to host memory, so the watchdog can read this number without a CUDA call. A thread on each rank publishes
+heartbeats in the job's store. A heartbeat shows that the rank is alive, and contains the number of its finished hops. If a hop
+does not finish in time, the thread finds out which rank is behind, prints this diagnosis, and ends the process.
 """
 
 import atexit
@@ -26,16 +26,16 @@ from ringattn.planning.schedule import Message
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = "RINGATTN_TIMEOUT"  # environment variable: the seconds that a hop may take
+TIMEOUT = "RINGATTN_TIMEOUT"  # name of the environment variable with the seconds that a hop may take
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds that a process has to end by itself after the reason is known
+GRACE = 5.0  # seconds after a verdict in which a process may end by itself, before the watchdog ends it
 _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
 
 def timeout_seconds() -> float:
-    """Return the timeout of a hop in seconds: RINGATTN_TIMEOUT, or 600.
+    """Return the timeout of a hop in seconds: the value of the environment variable RINGATTN_TIMEOUT, or 600 by default.
 
     Raises:
         ValueError: the value is not a positive, finite number.
@@ -51,11 +51,11 @@ def timeout_seconds() -> float:
 
 
 class RingFault(RuntimeError):
-    """A rank of the ring does not respond."""
+    """The exception for a rank of the ring that does not respond."""
 
 
 class Hop:
-    """A hop in progress. Its description is composed only when it is printed or published."""
+    """A hop in progress. The text that describes the hop is composed only when the text is printed or published."""
 
     __slots__ = ("number", "label", "step", "steps", "incoming", "since")
 
@@ -83,12 +83,12 @@ class NoWatchdog:
 
 
 class _Heartbeat(NamedTuple):
-    """The progress that a rank published last. The defaults describe a rank that has published none."""
+    """The latest heartbeat of a rank. The default values describe a rank that has published no heartbeat."""
 
-    clock: float = 0.0  # changes with every heartbeat
-    issued: int = 0  # hops
-    finished: int = 0  # hops
-    latest: str = "its start"  # the hop issued last
+    clock: float = 0.0  # the time of the heartbeat on the clock of the rank; every heartbeat has a different value
+    issued: int = 0  # number of issued hops
+    finished: int = 0  # number of the last finished hop
+    latest: str = "its start"  # description of the hop that was issued last
 
 
 class Watchdog:
@@ -99,7 +99,7 @@ class Watchdog:
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
         self.store, self.rank, self.size = store, rank, size
-        timeout_seconds()  # an invalid timeout raises an error here, before the ring is used
+        timeout_seconds()  # this call raises an error for an invalid timeout before the ring is used
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
         self.latest: Hop | str = _Heartbeat().latest
@@ -107,8 +107,8 @@ class Watchdog:
         self.device = device.index if device.index is not None or not self.on_gpu else torch.cuda.current_device()
         # The memory is pinned, so that the GPU can write the number of the last finished hop into it.
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
-        self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of a hop
-        self._progress = (0, time.monotonic())  # the last value of this counter, and when it changed
+        self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of the last finished hop
+        self._progress = (0, time.monotonic())  # the latest known value of `_last_finished`, and the time of its last change
         self._lock = threading.Lock()  # held while hops are removed from `in_flight`
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True)
@@ -116,7 +116,10 @@ class Watchdog:
         atexit.register(self.stop)
 
     def start(self, label: str, step: int, steps: int, incoming: tuple[Message, ...]) -> Hop | None:
-        """Record that a hop is issued. Return None while a CUDA graph is captured, because its replays are not watched."""
+        """Record that a hop is issued, and return the hop.
+
+        While a CUDA graph is being captured, return None, because replays of the graph are not watched.
+        """
         if self.on_gpu and torch.cuda.is_current_stream_capturing():
             return None
         self.issued += 1
@@ -125,30 +128,33 @@ class Watchdog:
         return hop
 
     def finished(self, hop: Hop | None) -> None:
-        """Record the end of the hop. On a GPU, the hop ends when all work issued so far to the current stream has finished."""
+        """Record that the hop ends. On a GPU, the hop ends when all earlier work of the current stream has finished."""
         if hop is None:
             return
         if self.on_gpu:
-            # This code runs at every hop, so it uses the raw handle of the stream. torch.cuda.current_stream would create an
-            # object.
+            # This code runs for every hop and must be fast, so it uses the raw handle of the stream. torch.cuda.current_stream
+            # would create an object.
             stream = torch._C._cuda_getCurrentRawStream(self.device)
             cuda_driver.write_flag(ctypes.addressof(self._last_finished), hop.number, stream)
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def cancel(self, hop: Hop | None) -> None:
-        """Forget a hop, because an exception ended the pass and this rank no longer waits for it."""
+        """Stop watching a hop for which this rank no longer waits, for example because an exception has ended the pass."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
             self.in_flight.remove(hop)
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return the exception to raise if an error ended this hop, which names the missing rank; None without a hop."""
+        """Return the exception to raise if an error has ended `hop`. The exception names the missing rank.
+
+        If `hop` is None, return None.
+        """
         return None if hop is None else RingFault(self._diagnose(hop))
 
     def stop(self) -> None:
-        """Stop watching.
+        """Stop the thread, and wait until it has ended.
 
-        The thread is joined, because the process would abort if Python exited while the thread is inside a call of the store.
+        Without this wait, Python might exit while the thread is inside a call of the store, which would abort the process.
         """
         self._stopped.set()
         self._thread.join(GRACE)
@@ -158,8 +164,8 @@ class Watchdog:
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
             with self._lock:
                 hop = self._overdue_hop()
-            # The store ends together with the rank that hosts it, and its clients then raise various exceptions. These
-            # exceptions do not end this process, because the hop in progress will become overdue anyway.
+            # The store ends together with the rank that hosts the store. Calls of the store then raise various exceptions. The
+            # thread ignores these exceptions, because the hop in progress will become overdue anyway.
             with suppress(Exception):
                 self._send_heartbeat()
                 if self.store.check(["verdict"]):
@@ -170,10 +176,10 @@ class Watchdog:
                 self._exit(self._diagnose(hop))
 
     def _overdue_hop(self) -> Hop | None:
-        """Return the oldest hop in progress if no hop has finished for longer than the timeout."""
+        """Return the oldest hop in progress if no hop has finished within the timeout, and None otherwise."""
         last, now = self._last_finished.value, time.monotonic()
-        # The counter wraps around at 2**32. A hop is finished if its
-        # number is at most half of the range behind the counter.
+        # The counter wraps around at 2**32. A hop is finished if the counter minus the number of the hop, modulo 2**32, is less
+        # than half of this range.
         while self.in_flight and (last - self.in_flight[0].number) % _COUNTER_RANGE < _COUNTER_RANGE // 2:
             self.in_flight.popleft()
         if last != self._progress[0] or not self.in_flight:
@@ -189,29 +195,29 @@ class Watchdog:
     def _diagnose(self, hop: Hop) -> str:
         """Return one sentence that names the rank that is behind.
 
-        The first rank that reaches a diagnosis publishes it for all ranks.
+        The first rank that finds a diagnosis publishes this diagnosis as the verdict for all ranks.
         """
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):
                 return self.store.get("verdict").decode()
-            # compare_set stores the text only if no other rank has stored a verdict in the
-            # meantime, and returns the stored text. All ranks therefore print the same verdict.
+            # compare_set stores the text only if no other rank has stored a verdict in the meantime. compare_set returns the
+            # stored text. All ranks therefore print the same verdict.
             text = f"ringattn: {self._find_culprit(hop)}; {waiting}"
             return self.store.compare_set("verdict", "", text).decode() or text
         except Exception:
             return f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}"
 
     def _find_culprit(self, hop: Hop) -> str:
-        """Describe the rank that is dead, or else the rank that has issued or finished the fewest hops."""
-        # A clock that changes during the observation proves that the
-        # rank is alive. Clocks of different hosts are never compared.
+        """Describe all dead ranks. If all ranks are alive, describe the rank that has issued or finished the fewest hops."""
+        # If the clock in the heartbeats of a rank changes during the observation, the rank is alive. Clocks of different hosts
+        # are never compared.
         before = self._read_heartbeats()
         deadline = time.monotonic() + DEAD_AFTER
         alive: set[int] = set()
         while time.monotonic() < deadline and len(alive) < len(before):
             time.sleep(HEARTBEAT_INTERVAL)
-            self._send_heartbeat()  # the watchdog thread itself may be running this loop
+            self._send_heartbeat()  # `_watch` sends no heartbeats while the watchdog thread runs this loop
             alive |= {rank for rank, heartbeat in enumerate(self._read_heartbeats()) if heartbeat.clock != before[rank].clock}
         dead = [rank for rank in range(self.size) if rank not in alive and rank != self.rank]
         if dead:
@@ -233,5 +239,5 @@ class Watchdog:
 
     def _exit(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-        # sys.exit would only end this thread, and the main thread may be blocked in a CUDA call that never returns.
+        # sys.exit would end only this thread. The main thread may be blocked in a CUDA call that never returns.
         os._exit(1)
