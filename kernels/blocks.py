@@ -14,7 +14,7 @@ SIZE_UNIT = 64
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A mask over pairs of blocks.
+    """A mask over pairs of a block of queries and a block of keys.
 
     A query may attend to a key only if the pair of their blocks is kept and the key is also in the query's interval.
 
@@ -66,7 +66,7 @@ class BlockMask:
 
     def dense(self, num_queries: int, num_keys: int) -> Tensor:
         """Return the mask as a dense bool tensor (B or 1, Hq or 1, Nq, Nk). Only the reference and tests use this method."""
-        # The last block may extend past the end of the sequence.
+        # Remove the rows and columns by which the last blocks extend beyond the end of the sequence.
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
@@ -106,6 +106,6 @@ def _lists(keep: Tensor) -> Tensor:
         needs only one pointer.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
-    # A stable sort of "not kept" moves the kept columns to the front and leaves them in order.
+    # A stable sort by "not kept" moves the kept columns to the front without changing their order.
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))
     return torch.stack((counts, columns), -1)

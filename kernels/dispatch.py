@@ -35,7 +35,7 @@ TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend that computes a call, and the reason why it was selected."""
+    """The backend that computes a call, and the reason for its selection."""
 
     backend: str  # hopper | triton | blockwise | reference
     reason: str
@@ -164,7 +164,7 @@ def forward(
         Dv) in q's dtype and lse (B, Nq, Hq) in the dtype of states. All tensors are contiguous.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, or a backend that cannot run the call.
+        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     if state is not None:
@@ -231,8 +231,8 @@ def backward(
         (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together, a backend that cannot run the call, or backend "hopper"
-            under deterministic algorithms.
+        ValueError: shapes, dtypes or devices do not match, the backend cannot run the call, or the backend is "hopper" while
+            deterministic algorithms are required.
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
@@ -261,7 +261,8 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
 class IncrementalBackward:
     """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 
-    dq is accumulated in the dtype of states and rounded once. The Hopper kernels prepare the queries once for all blocks.
+    dq is accumulated in the dtype of states and rounded only once. The Hopper kernels prepare the queries only once for all
+    blocks.
 
     Args:
         q: (B, Nq, Hq, D).
@@ -302,7 +303,7 @@ class IncrementalBackward:
         dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add one block of keys to dq and return its (dk, dv).
+        """Add the contribution of one block of keys to dq, and return (dk, dv) of this block.
 
         Args:
             k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
@@ -327,7 +328,7 @@ class IncrementalBackward:
         return dk, dv
 
     def finish(self) -> Tensor:
-        """Return dq (B, Nq, Hq, D) over all blocks so far, in q's dtype."""
+        """Return dq (B, Nq, Hq, D) in q's dtype, summed over all blocks that have been added."""
         if self._hopper is not None:
             return self._hopper.finish()
         q = self._queries[0]

@@ -62,7 +62,7 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """Compute Philox-4x32: four random words for each counter.
+    """Compute four random words for each counter with Philox-4x32.
 
     Args:
         counter: four int64 tensors with values in [0, 2**32). Their shapes must be broadcastable.

@@ -4,8 +4,8 @@
 hi, the interval is empty, and the query does not attend to any key. On every shard whose positions are sorted, causal,
 sliding-window, document and full masks and their intersections have this form.
 
-A mask is a matrix of queries and keys. Functions that treat a mask and its transpose in the same way speak of rows and columns
-instead of queries and keys.
+A mask is a matrix of queries and keys. Some functions treat a mask and its transpose in the same way. They use the terms rows
+and columns instead of queries and keys.
 """
 
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ DOCUMENT_JUMP = 4
 class Intervals:
     """One mask, together with the tables that the kernels derive from it.
 
-    The tables are computed on the host when a kernel first needs them, and cached in this object. Therefore create the
+    The tables are computed on the host when a kernel first needs them, and they are cached in this object. Therefore create the
     intervals once per mask, with `Intervals.of` or `full`, and pass the same object to every call. Two different objects are
     never equal.
 
@@ -33,7 +33,7 @@ class Intervals:
         lo, hi: int32 (B or 1, rows), on the device of the kernels.
         num_keys: the number of columns.
         host: lo and hi on the CPU.
-        wait: whether the host waits until a copy to the device has arrived.
+        wait: whether the host waits until copies to the device have arrived.
         of_keys: whether the rows are keys and the columns are queries, as in a `transposed` mask.
     """
 
@@ -43,7 +43,7 @@ class Intervals:
     host: tuple[Tensor, Tensor] = field(repr=False)
     wait: bool
     of_keys: bool = False
-    # The key is the name of the method that computed a table, followed by the method's arguments.
+    # A key of this dictionary is the name of the method that computed the table, followed by the method's arguments.
     _tables: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
@@ -53,7 +53,7 @@ class Intervals:
         Args:
             lo, hi: integers (1 or B, Nq) on the CPU.
             num_keys: Nk.
-            device: where the kernels run.
+            device: the device on which the kernels run.
             wait: whether the host waits until copies to the device, including those of tables, have arrived. Otherwise the
                 copies are queued on the current stream, and the mask may only be used on this stream.
 
@@ -108,7 +108,7 @@ class Intervals:
         return self._create(bounds, num_keys, self.device, self.wait, self.of_keys)
 
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
-        """Split the rows into tiles, in the order in which programs should process them.
+        """Split the rows into tiles, and sort the tiles by the order in which programs should process them.
 
         The bounds never decrease. Therefore every column that any row of the tile [first, end) attends to lies in [lo of the
         first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
@@ -161,7 +161,7 @@ class Intervals:
         return self.num_nonempty_rows == self.lo.numel()
 
     def prepare_like(self, other: "Intervals") -> None:
-        """Compute the tables that kernels have already requested from `other` and from its transpose."""
+        """Compute all tables for this mask that kernels have already requested from the mask `other` and from its transpose."""
         for method, *arguments in other._tables:
             getattr(self, method)(*arguments)
         # A `cached_property` such as `transposed` is in the dictionary of the object only after it has been computed.
@@ -200,7 +200,7 @@ class Intervals:
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=group is not None)
             work_tiles = tile_scheduler.order_by_head_group(tiles.expand(batch, -1, -1), heads, num_head_groups)
-            # Columns 4 and 5 are num_unmasked and num_masked, whose sum is the number of steps.
+            # Columns 4 and 5 are num_unmasked and num_masked. Their sum is the number of steps.
             if skip_empty:
                 work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
             if group is None:

@@ -1,7 +1,8 @@
-"""Attention in plain PyTorch, with all scores written out: the specification of every kernel.
+"""Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-Every kernel module uses the same shapes. B is the batch size, Nq and Nk count queries and keys, Hq and Hkv count query heads
-and key heads, Hkv divides Hq, and D and Dv are head dims:
+Every kernel module uses the same shapes. B is the batch size, Nq is the number of queries, and Nk is the number of keys. Hq is
+the number of query heads, and Hkv is the number of key heads, which divides Hq. D is the head dim of q and k, and Dv is the
+head dim of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
@@ -35,7 +36,7 @@ from ringattn.kernels.interval_mask import Intervals, dense
 State = tuple[Tensor, Tensor, Tensor]  # m, l, o
 Gradients = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 Accumulators = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv to add to; None asks for a new gradient
-# delta itself, or (out, dlse) for kernels that compute delta from them.
+# A `Delta` is delta itself, or the tuple (out, dlse) for kernels that compute delta from out, dout and dlse.
 Delta = Tensor | tuple[Tensor, Tensor | None]
 
 
@@ -120,17 +121,18 @@ def _from_head_groups(x: Tensor) -> Tensor:
 
 @_without_autocast
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
-    """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
+    """Compute attention of one block of queries to one block of keys, starting from `state`.
 
     Args:
-        q: (B, Nq, Hq, D); any strides.
+        q: (B, Nq, Hq, D), with any strides.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype.
         intervals: for every query, the range [lo, hi) of keys that it may attend to.
         scale: multiplies the scores before the softmax, usually D ** -0.5.
         state: (m, l, o) of the queries over earlier keys. A kernel may overwrite these tensors with the result. None stands for
             the empty state.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
-        dropout, blocks, precision: see the module's docstring. By default there is no dropout and no block mask.
+        dropout, blocks, precision: options that the docstring of this module explains. By default, there is no dropout and no
+            block mask.
 
     Returns:
         The new state (m, l, o). With `final`, (out, lse) instead: out (B, Nq, Hq, Dv) in q's dtype and lse (B, Nq, Hq). All
@@ -167,7 +169,7 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
 ):  # fmt: skip
-    """Gradients of one block of queries and one block of keys, with the probabilities recomputed as p = exp(s - lse).
+    """Compute the gradients of one block of queries and one block of keys. Probabilities are recomputed as p = exp(s - lse).
 
     dv += p^T dout;  ds = p * (dout v^T - delta);  dq += scale * ds k;  dk += scale * ds^T q  (Dao et al. 2022, appendix B.2).
     With dropout, the p in dv and the product dout v^T are dropped and scaled, whereas delta and lse do not change.
@@ -176,7 +178,7 @@ def backward(
         q, k, v, intervals, scale, dropout, blocks, precision: as for `forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
-        delta: (B, Nq, Hq), from `row_delta`.
+        delta: (B, Nq, Hq), computed by `row_delta`.
         dq, dk, dv: accumulators with the shapes of q, k and v in the dtype of states, contiguous. The gradients are added to
             these tensors. For None, a new contiguous tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or the dtype of states.
@@ -187,7 +189,7 @@ def backward(
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))
     scores = _scores(q, k, intervals, scale, blocks)
-    # Mask p as well as the scores: a query without keys has lse = -inf, and exp(-inf + inf) is NaN.
+    # Mask p as well as the scores. If a query has no keys, its lse is -inf, and exp(-inf + inf) is NaN.
     p = torch.exp(scores - lse).masked_fill(scores == float("-inf"), 0.0)
     q, dout = _to_head_groups(q, num_key_heads), _to_head_groups(dout, num_key_heads)
     k, v = (x.to(p.dtype).permute(0, 2, 1, 3)[:, :, None] for x in (k, v))

@@ -47,7 +47,7 @@ def split_at_jumps(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
 
 
 def split_into_tiles(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor, Tensor]:
-    """Split pieces of rows [start, stop) into tiles of `rows` rows and return their (first, end).
+    """Split pieces of rows [start, stop) into tiles of `rows` rows. Return the (first, end) of all tiles.
 
     One tile of a piece may have fewer rows. With `from_end`, this is the first tile, otherwise it is the last tile.
     """
@@ -113,8 +113,8 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
 
     Args:
         tiles: int32 (B, T, 6) from `tile_table`.
-        heads: number of heads of a batch entry.
-        num_groups: number of head groups.
+        heads: the number of heads of a batch entry.
+        num_groups: the number of head groups.
 
     Returns:
         int32 (N, 8). Each row contains the six numbers of a tile, the head and the batch entry. The padding of the table is
@@ -128,7 +128,7 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
     # Sort first by head group and then by the index in the table. Heads of the same group keep their order.
     rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles, device="cpu")
     work_tiles = work_tiles[rank.flatten().argsort(stable=True)]
-    # The padding of the table has first = end = 0.
+    # Remove the padding of the table, which has first = end = 0.
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
 
 

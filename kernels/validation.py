@@ -1,8 +1,8 @@
 """Check the arguments of attention calls. A rule that several callers need is defined only once, in this module, together with
 its error message.
 
-The public calls in `ringattn` check everything a user passes with `check_tensors`, `check_scale`, `check_dropout` and
-`check_precision`, before any work starts. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
+Before any work starts, the public calls in `ringattn` check a user's arguments with `check_tensors`, `check_scale`,
+`check_dropout` and `check_precision`. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
 `check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the kernels. The
 kernel modules themselves check nothing.
 
@@ -79,7 +79,7 @@ def check_scale(scale: float) -> None:
 def check_dropout(dropout_p: float, seed: int) -> None:
     """Raise ValueError unless 0 <= dropout_p < 1 and `seed` is an integer with 0 <= seed < 2**63.
 
-    The custom operators take the seed as a signed 64-bit integer.
+    The seed is limited to this range because the custom operators take it as a signed 64-bit integer.
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
@@ -130,7 +130,7 @@ def check_inputs(
 def check_state(state: State, q: Tensor, v: Tensor) -> None:
     """Raise ValueError unless `state` is a contiguous (m, l, o) of the queries `q`, in the dtype of states.
 
-    m and l must be (B, Nq, Hq) and o (B, Nq, Hq, Dv).
+    m and l must have the shape (B, Nq, Hq), and o must have the shape (B, Nq, Hq, Dv).
     """
     rows, dtype = q.shape[:3], state_dtype(q.dtype)
     for name, x, shape in zip("mlo", state, (rows, rows, (*rows, v.shape[3])), strict=True):
@@ -147,7 +147,7 @@ def check_gradients(
     given: Accumulators,
     grad_dtype: torch.dtype | None,
 ) -> None:
-    """Check the arguments that the backward takes in addition to those of the forward.
+    """Check those arguments of the backward that the forward does not have.
 
     Args:
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).

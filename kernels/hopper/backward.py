@@ -1,4 +1,4 @@
-"""Hopper backward: `ringattn.kernels.reference.backward` for sm_90, in Gluon.
+"""The backward kernels for Hopper GPUs (sm_90), written in Gluon. They implement `ringattn.kernels.reference.backward`.
 
 This module computes FlashAttention-2 (Dao 2023, algorithm 2). The loop is pipelined as in FlashAttention-3 (Shah et al. 2024,
 section 3).
@@ -27,7 +27,7 @@ columns are queries.
                                                   |
                                                   +-- TMA reduce-add --> sums of dq in global memory
 
-One step of a consumer. The rows are its own 64 keys, except in dQ, which is a sum over all 128 keys:
+One step of a consumer. The rows of all products except dQ are the consumer's own 64 keys. dQ is a sum over all 128 keys:
 
       S = K Q^T, dP = V dO^T              issue both
       P = exp2(S - lse)                   in registers, while dP runs
@@ -80,7 +80,7 @@ from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.common import load_tile
 from ringattn.kernels.triton.launcher import launch
 
-# The number of keys of a work tile, 64 per consumer.
+# The number of keys of a work tile. Each of the two consumers computes 64 keys.
 KEYS = gl.constexpr(128)
 
 # The number of stages of Q, dO and dS. The code relies on exactly two stages, because it computes the other stage as `stage ^
@@ -185,7 +185,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     row_lse = tl.load(lse + index, mask=inside, other=float("-inf"))
     if delta is None:
         outputs = triton_common.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
-    # Store the zeros while the loads are on their way.
+    # Store the zeros while the loads are in flight.
     tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
     if delta is None:
         row_delta = triton_common.row_delta(outputs, dlse, index, inside)
@@ -214,7 +214,7 @@ def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_previous_step(empty, stage, phase):
-    """Wait until both consumers have finished the step before the one with this stage and phase.
+    """Wait until both consumers have finished the previous step, where `stage` and `phase` are those of the current step.
 
     The previous step uses the other stage. If the current stage is 1, the previous step has the same phase. If the current
     stage is 0, the previous step has the opposite phase.
@@ -360,7 +360,7 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Issue the product dS^T K over all 128 keys, for the chunk of dQ that consumer CONSUMER computes.
 
-    `stage` is the stage of the step that wrote dS, and `slot` is the slot of its keys.
+    `stage` is the stage of the step that wrote dS, and `slot` is the slot of that step's keys.
     """
     COLUMNS: gl.constexpr = CONFIG.chunk_columns
     own = CONSUMER + _opaque_zero()
@@ -393,7 +393,7 @@ def _step(
         slot: the slot of the keys of this work tile.
         previous_chunk: the chunk to which the dQ of the previous step is added.
         previous_slot: the slot of the keys that the previous step used.
-        stage, phase: the stage of this step, and the phase of its barriers.
+        stage, phase: the stage of this step, and the phase of the stage's barriers.
 
     Returns:
         grad_k and grad_v.
@@ -424,7 +424,7 @@ def _step(
     # memory that this step's dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
-    # wgmma reads shared memory through the same proxy as TMA, so dS also needs a fence.
+    # wgmma and TMA read shared memory through the same proxy, so the stores of dS also need a fence.
     fence_async_shared()
     # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads to
     # this wait. At this place, the same barrier also serves for the stores of dS.
@@ -650,12 +650,12 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
+    """Compute the gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
 
     dk and dv are bitwise identical in every run. dq is summed in no fixed order, so the last bits of its fp32 sums may differ
     from run to run.
 
-    Call `ringattn.kernels.dispatch.backward`, which checks the arguments. This function does not.
+    This function does not check its arguments. Call `ringattn.kernels.dispatch.backward`, which checks them.
 
     Args:
         q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. TMA requires that the last dimension is contiguous and
@@ -673,10 +673,11 @@ def backward(
         grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
         dropout, blocks: must be None.
         precision: ignored, because it applies to fp32 inputs only.
-        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time, as for the forward.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time.
+            `ringattn.kernels.hopper.forward.forward` explains this argument.
 
     Returns:
-        (dq, dk, dv), each either the accumulator or a new contiguous tensor.
+        (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
     """
     if q.numel() == 0 or k.numel() == 0:
         return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)
@@ -686,12 +687,12 @@ def backward(
 
 
 class IncrementalBackward:
-    """The backward of the same queries over one block of keys after another, as a ring delivers them.
+    """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 
     The queries are prepared once, before the first block. dq is finished once, after the last block.
 
     Args:
-        q, dout, lse, delta, scale, shares_sms: as for `backward`; lse is over the keys of all blocks.
+        q, dout, lse, delta, scale, shares_sms: as for `backward`. lse is over the keys of all blocks.
     """
 
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False) -> None:
@@ -703,7 +704,7 @@ class IncrementalBackward:
         self, k: Tensor, v: Tensor, intervals: Intervals, dk: Tensor | None = None, dv: Tensor | None = None,
         dropout: Dropout | None = None, grad_dtype: torch.dtype | None = torch.float32,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Add one block of keys to dq and return its (dk, dv).
+        """Add the contribution of one block of keys to dq, and return (dk, dv) of this block.
 
         Args:
             k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
@@ -753,7 +754,7 @@ class IncrementalBackward:
         return tuple(grads)
 
     def finish(self, dq: Tensor | None = None, grad_dtype: torch.dtype | None = None) -> Tensor:
-        """Return dq (B, Nq, Hq, D) over all blocks so far.
+        """Return dq (B, Nq, Hq, D), summed over all blocks that have been added.
 
         Args:
             dq: fp32 accumulator to which the gradient is added. For None, a new tensor is returned.

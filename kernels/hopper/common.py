@@ -1,7 +1,7 @@
 """Helpers of the Hopper forward and backward: differences between Triton releases, TMA descriptors, and supported cases.
 
-The kernels are written in Gluon, the tile-level language inside the triton package. Gluon renames functions from release to
-release. This module gives every renamed function a single name, and the kernels use only that name.
+The kernels are written in Gluon, the tile-level language inside the triton package. Some functions of Gluon have different
+names in different releases. This module gives every renamed function a single name, and the kernels use only that name.
 
 Vocabulary of sm_90: TMA is the hardware unit that copies tiles between global and shared memory without using registers. A TMA
 descriptor is a record of the shape, the strides and the tile size of a tensor, which TMA reads. wgmma is the matrix instruction
@@ -41,7 +41,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.8 renames the asynchronous copies from and to global memory.
+# Triton 3.8 renames the functions for asynchronous copies from and to global memory.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -65,7 +65,7 @@ class Config:
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's results (64, dim) in registers: o in the forward, dk and dv in the backward."""
+        """The register layout of a consumer's results (64, dim), which are o in the forward and dk and dv in the backward."""
         return accumulator_layout(self.dim)
 
     @property
@@ -91,11 +91,11 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
 
 @lru_cache(maxsize=256)
 def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return why the Hopper kernels cannot run with these inputs, or None if they can.
+    """Return the reason why the Hopper kernels cannot run with these inputs, or None if they can run.
 
     Args:
-        device: of all tensors, a CUDA device.
-        dtype: of q, k and v.
+        device: the CUDA device of all tensors.
+        dtype: the dtype of q, k and v.
         dims: the head dims (D, Dv).
     """
     major, minor = torch.cuda.get_device_capability(device)
@@ -170,7 +170,7 @@ def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
     """Return the descriptor with which TMA copies tiles (rows, dim) of one head of x.
 
     Args:
-        x: (B, N, H, D), from `as_addressable`.
+        x: (B, N, H, D). It must come from `as_addressable`.
         rows, dim: the size of a tile. If a tile extends beyond `x`, TMA loads 0 for the missing rows and columns and never
             stores them.
     """
@@ -190,8 +190,8 @@ tma_reduce_add = getattr(tma, "async_atomic_add", None) or _tma_reduce_add
 
 @_core.builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """Return a view of the same shared memory as a tile of another dtype, shape and layout."""
-    # Triton 3.9 makes this method public.
+    """Return a view of the shared memory of `buffer` as a tile with the given dtype, shape and layout."""
+    # In Triton 3.9 and later, the name of this method has no underscore.
     change = getattr(buffer, "reinterpret", None) or buffer._reinterpret
     return change(dtype, shape, layout, _semantic=_semantic)
 

@@ -1,4 +1,4 @@
-"""The end of a work tile in the Hopper forward: merge the incoming state, then write the new state or the output.
+"""The end of a work tile in the Hopper forward. It merges the incoming state and then writes the new state or the output.
 
     incoming state   result   what happens to o
     no               output   o / l goes through the shared memory of Q and is stored by TMA
@@ -63,7 +63,7 @@ def _row_index(row_range, results, CONFIG: gl.constexpr):
     """
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    # The tensors may have more than 2**31 elements.
+    # Compute the index in 64 bits, because the tensors may have more than 2**31 elements.
     return (batch.to(gl.int64) * results[7] + rows) * CONFIG.num_heads + head, rows < end
 
 
@@ -87,7 +87,7 @@ def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _split_columns(tile):
-    """Split an accumulator into its left and its right half. Every thread keeps its own numbers."""
+    """Split an accumulator into its left half and its right half, without moving numbers between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
 
@@ -119,7 +119,7 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _store_part(part, state_tiles, row_range, column, CONFIG: gl.constexpr):
-    """Start to add one part of o to the state in global memory, or to store it if there is no incoming state."""
+    """Start to add one part of o to the state in global memory. If there is no incoming state, start to store the part."""
     batch, head, first_row, end = row_range
     if CONFIG.has_state:
         tma_reduce_add(state_tiles, [batch, first_row, head, column], tile_view(part, state_tiles))
@@ -146,7 +146,7 @@ def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG:
 
 @gluon.jit
 def _by_output_row(numbers, CONFIG: gl.constexpr):
-    """Convert one number per row so that it can be broadcast over o."""
+    """Convert numbers (64,), one per row, to a layout in which they can be broadcast over o."""
     return gl.convert_layout(numbers, gl.SliceLayout(1, CONFIG.output_layout))[:, None]
 
 
@@ -199,7 +199,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # TMA would also write rows after the end, which belong to another work tile.
+        # TMA would also write the rows after the end of this work tile, and those rows belong to another work tile.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -265,7 +265,7 @@ def finish_work_tile(
             descriptors of state_o and out, and the others before Nq are pointers. The incoming state is read through the same
             pointers.
         row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
-        CONSUMER: number of this consumer.
+        CONSUMER: the number of this consumer.
         UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
 
     A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are

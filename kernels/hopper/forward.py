@@ -1,4 +1,4 @@
-"""Hopper forward: `ringattn.kernels.reference.forward` for sm_90, in Gluon.
+"""The forward kernel for Hopper GPUs (sm_90), written in Gluon. It implements `ringattn.kernels.reference.forward`.
 
 This kernel computes FlashAttention-2 (Dao 2023, algorithm 1). Its loop is pipelined as in FlashAttention-3 (Shah et al. 2024,
 section 3).
@@ -96,7 +96,7 @@ class Config(hopper_common.Config):
         registers: number of registers per thread of a consumer.
         ping_pong: whether consumers take turns to issue their products.
         fence_softmax: whether to use the function `fence_softmax` of `ringattn.kernels.hopper.softmax`.
-        update_ref_max: whether the reference max is updated from the first pass on. Otherwise only the retry pass updates it.
+        update_ref_max: whether all passes update the reference max. Otherwise only the retry pass updates the reference max.
     """
 
     has_state: bool
@@ -277,7 +277,7 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until the consumer before this one has issued its products."""
+    """Wait until the previous consumer has issued its products."""
     # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
     SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
@@ -286,7 +286,7 @@ def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products, by arriving at its barrier without waiting."""
+    """Let the next consumer issue its products, by arriving at the barrier of the next consumer without waiting."""
     NEXT: gl.constexpr = FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers
     ARRIVE: gl.constexpr = f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
     if CONFIG.ping_pong:
@@ -309,10 +309,10 @@ def _step(
             this step.
         row_bounds: (lo, hi, all_initialised, ref_max) from `_load_consumer_tile`.
         loop: from `ringattn.kernels.hopper.common.load_work_tile`.
-        step: number of this step, at least 1.
+        step: the number of this step, which is at least 1.
 
     Returns:
-        The carry of the next step.
+        The `carry` argument for the next step.
     """
     _, keys, values = buffers
     _, _, k_full, k_empty, v_full, v_empty = barriers
@@ -326,7 +326,7 @@ def _step(
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
     _pass_ping_pong(CONSUMER, CONFIG)
-    # Wait until at most one product, P V, is in flight. S is then complete.
+    # Wait until only one product, P V, may still be in flight. S is complete after this wait.
     scores = warpgroup_mma_wait(1, deps=(scores,))
     _release_keys(k_empty, stage, CONFIG)
     _, _, _, num_masked = loop
@@ -570,7 +570,7 @@ def _forward_kernel(
     q, k, v, state_tiles, out_tiles, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
     num_masks, num_queries, log2_scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all work tiles. The arguments are those that `forward` passes.
+    """Compute all work tiles. The function `forward` launches this kernel.
 
     Args:
         q, k, v: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
@@ -640,13 +640,14 @@ def configure(
     Args:
         dims: head dims (D, Dv).
         heads: numbers of query heads and key heads (Hq, Hkv).
-        dtype: of q, k and v.
+        dtype: the dtype of q, k and v.
         has_state, final: whether a state comes in, and whether the output is returned instead of a state.
         few_rows: whether to use TILES_FEW_ROWS.
     """
     dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
     tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
-    # fp16 cannot hold probabilities up to OVERFLOW_LIMIT, so its reference max must be updated in every step of the first pass.
+    # fp16 cannot represent probabilities up to OVERFLOW_LIMIT. In fp16, the first pass must therefore update the reference max
+    # in every step.
     update = dtype != torch.bfloat16
     config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
     # While the consumers use the state stages, the producer already loads the first keys of the next work tile into other
@@ -658,9 +659,9 @@ def forward(
     q, k, v, intervals, scale, state=None, final=False,
     *, dropout=None, blocks=None, precision="ieee", shares_sms=False,
 ):  # fmt: skip
-    """Attention of one block of queries to one block of keys on one sm_90 GPU (Dao 2023, algorithm 1).
+    """Compute attention of one block of queries to one block of keys on one sm_90 GPU (Dao 2023, algorithm 1).
 
-    Call `ringattn.kernels.dispatch.forward`, which checks the arguments. This function does not.
+    This function does not check its arguments. Call `ringattn.kernels.dispatch.forward`, which checks them.
 
     Args:
         q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. TMA requires that the last dimension is contiguous and
@@ -671,7 +672,7 @@ def forward(
             Tiles outside all intervals are skipped, and tiles inside all intervals are computed without a mask.
         scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
         state: (m, l, o) of these queries over the keys of earlier calls, fp32 and contiguous: m and l (B, Nq, Hq), o
-            (B, Nq, Hq, Dv). Without `final`, it is updated in place. None: no earlier keys.
+            (B, Nq, Hq, Dv). Without `final`, these tensors are updated in place. With None, there are no earlier keys.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
         dropout, blocks: must be None.
         precision: ignored, because it applies to fp32 inputs only.

@@ -37,7 +37,9 @@ RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 @gluon.jit
 def by_thread(tile, COLUMNS: gl.constexpr):
-    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2), with the four threads of a row in the third dimension.
+    """Reshape an accumulator (64, COLUMNS) to (64, COLUMNS // 8, 4, 2).
+
+    The third dimension counts the four threads that share a row.
 
     A reduction over the second and the fourth dimension gives one number per row and thread, as a tensor (64, 4). Such a
     reduction needs no exchange between threads.
@@ -47,7 +49,7 @@ def by_thread(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _along_row(numbers, tile):
-    """Convert numbers (64, 4) per row and thread so that they can be broadcast over a tile from `by_thread`."""
+    """Convert numbers (64, 4), one per row and thread, so that they can be broadcast over a tile from `by_thread`."""
     LAYOUT: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     return gl.convert_layout(numbers, LAYOUT).expand_dims(1).expand_dims(3)
 
@@ -59,8 +61,8 @@ def _bits_below(bound, tile):
     Bit i of a word is 1 if the thread's i-th column of the row lies below the bound.
 
     Args:
-        bound: (64,), counted from the first column of the tile.
-        tile: from `by_thread`. A thread has up to 32 columns of a row.
+        bound: (64,), one bound per row, relative to the first column of the tile.
+        tile: a tile from `by_thread`. A thread has up to 32 columns of each row.
     """
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     # A thread has two neighbouring columns of every eight columns. The first thread of a quad has columns 0 and 1, and the
@@ -89,7 +91,7 @@ def mask_scores(scores, lo, hi, start, CONFIG: gl.constexpr):
     """Replace the scores outside the intervals by -inf.
 
     Args:
-        scores: (64, keys) of one tile.
+        scores: (64, keys), the scores of one tile.
         lo, hi: (64,), the interval [lo, hi) of keys that each row may attend to.
         start: the first key of the tile.
 

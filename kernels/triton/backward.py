@@ -70,7 +70,7 @@ def _add_queries(operands, dropout, sums, start, head, MASKED: tl.constexpr, CON
     dp = tl.dot(value, tl.trans(grad), input_precision=CONFIG.precision)
     if dropout is not None:
         dp = tl.where(keep, dp * dropout[6], 0.0)
-    # This ds lacks its factor `scale`. Instead, dk is multiplied by `scale` once after the loop.
+    # This ds lacks its factor `scale`. Instead, `_key_gradient_kernel` multiplies dk by `scale` once, after the loop.
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=CONFIG.precision)
     return dk, dv
@@ -83,14 +83,14 @@ def _key_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DK: tl.constexpr, ADD_DV: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one tile of keys of one key head.
+    """Compute dk and dv for one tile of keys of one key head.
 
     Args:
         q, k, v, dout: (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv), with the strides of their first
             three dimensions in q_strides, k_strides, v_strides and dout_strides. The stride of the last dimension is 1.
         stats: fp32 (B, Hq, Nq, 2), which contains lse in log2 units and delta, see `_interleave`.
         query_lo, query_hi: int32 (num_masks, Nk), the transposed intervals; num_masks is 1 or B.
-        table: int32 (num_masks, num_tiles, 6) from `Intervals.tiles` of the transposed intervals.
+        table: int32 (num_masks, num_tiles, 6), the table `Intervals.tiles` of the transposed intervals.
         dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), contiguous. With ADD_DK and ADD_DV, the gradients are added to these
             tensors. Otherwise the gradients overwrite them.
         scale: the factor by which the scores are multiplied.
@@ -185,7 +185,7 @@ def _query_gradient_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     ADD_DQ: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of one tile of queries of one head.
+    """Compute dq for one tile of queries of one head.
 
     Args:
         lo, hi: int32 (num_masks, Nq), the intervals; num_masks is 1 or B.
@@ -234,7 +234,7 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
     Args:
         out, dout: (num_rows, DIM), contiguous.
         dlse: fp32 (num_rows,), or None.
-        delta: fp32 (num_rows,), written.
+        delta: fp32 (num_rows,), which the kernel writes.
     """
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = rows < num_rows
@@ -244,11 +244,11 @@ def _row_delta_kernel(out, dout, dlse, delta, num_rows, DIM: tl.constexpr, ROWS:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _interleave_kernel(lse, delta, stats, num_rows, NUM_HEADS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr):
-    """Write stats for ROWS queries of one batch entry.
+    """Write `stats` for ROWS queries of all heads of one batch entry.
 
     Args:
         lse, delta: fp32 (B, Nq, Hq), contiguous; num_rows is Nq.
-        stats: fp32 (B, Hq, Nq, 2), contiguous, written.
+        stats: fp32 (B, Hq, Nq, 2), contiguous, which the kernel writes.
         PADDED: NUM_HEADS padded to a power of two.
     """
     num_tiles = tl.cdiv(num_rows, ROWS)
@@ -277,7 +277,7 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
     batch, num_rows, num_heads = lse.shape
     stats = lse.new_empty(batch, num_heads, num_rows, 2)
     padded = triton.next_power_of_2(num_heads)
-    # A program transposes about 2048 numbers.
+    # Choose the number of rows so that a program transposes about 2048 numbers of lse and of delta.
     rows = max(1, 2048 // padded)
     _interleave_kernel[(triton.cdiv(num_rows, rows) * batch,)](
         lse.contiguous(), delta.contiguous(), stats, num_rows, NUM_HEADS=num_heads, PADDED=padded, ROWS=rows
@@ -313,13 +313,13 @@ def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",
 ):  # fmt: skip
-    """Gradients of one block of queries and one block of keys.
+    """Compute the gradients of one block of queries and one block of keys.
 
     Args:
         q, k, v, intervals, scale, dropout, blocks, precision: as for `ringattn.kernels.triton.forward.forward`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: fp32 (B, Nq, Hq), over all keys of every query, including the keys of other blocks.
-        delta: fp32 (B, Nq, Hq), from `row_delta`.
+        delta: fp32 (B, Nq, Hq), computed by `row_delta`.
         dq, dk, dv: fp32 accumulators with the shapes of q, k and v, contiguous. The gradients are added to these tensors. For
             None, a new tensor is returned.
         grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.

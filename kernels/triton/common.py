@@ -1,8 +1,8 @@
 """Helpers of the Triton forward and backward: tile sizes, the loop over the tiles of an interval, loads and arguments.
 
 A program owns one tile of rows of one head and loops over the tiles of columns that the rows attend to. In the forward and for
-dQ, the rows are queries and the columns are keys. For dK and dV, the rows are keys and the columns are queries. The loop is
-described by four numbers, which are passed around as the tuple `loop`:
+dQ, the rows are queries and the columns are keys. For dK and dV, the rows are keys and the columns are queries. Four numbers
+describe the loop, and the kernels pass these numbers as the tuple `loop`:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
@@ -41,7 +41,7 @@ MAX_ROW_STRIDE = 2**22
 
 
 class Tile(NamedTuple):
-    """The numbers of queries and keys that one step of a loop works on, and Triton's launch options for this size."""
+    """The numbers of queries and keys that one step of a loop processes, and Triton's launch options for this size."""
 
     queries: int
     keys: int
@@ -67,7 +67,7 @@ def choose_tile(kernel: str, dtype: torch.dtype, head_dim: int) -> Tile:
 
     Args:
         kernel: "forward", "key_gradient" or "query_gradient".
-        dtype: of q, k and v.
+        dtype: the dtype of q, k and v.
         head_dim: the larger of the two padded head dims, a power of two.
     """
     if dtype == torch.float32:
@@ -118,7 +118,7 @@ class Config:
 def configure(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, blocks: BlockMask | None, precision: str
 ) -> tuple[Config, dict[str, int]]:
-    """Return the constants of a kernel, and the number of warps and of pipeline stages as keyword arguments of its launch.
+    """Return the constants of a kernel and the keyword arguments of its launch, which are num_warps and num_stages.
 
     Args:
         kernel: "forward", "key_gradient" or "query_gradient".
@@ -228,7 +228,8 @@ def program_tile(num_tiles):
     head are therefore sorted with the longest tiles first. The last heads are interleaved: the longest tiles of these heads
     start first, and their short tiles fill the SMs at the end.
     """
-    # `width` is the number of heads whose tiles alternate: 1, or the number of interleaved heads.
+    # `width` is the number of heads whose tiles alternate. For interleaved heads it is their number, and for all other heads it
+    # is 1.
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
     head = tl.minimum(program // num_tiles, num_sequential)
@@ -238,7 +239,7 @@ def program_tile(num_tiles):
 
 @triton.jit
 def load_rows(base, first, stride, num_rows, ROWS: tl.constexpr, DIM: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows [first, first + ROWS) of a (num_rows, DIM) matrix as (ROWS, pad_dim(DIM)), padded with zeros.
+    """Load the rows [first, first + ROWS) of a (num_rows, DIM) matrix. Return a tile (ROWS, pad_dim(DIM)), padded with zeros.
 
     Without MASKED, all of these rows must exist.
     """
@@ -267,7 +268,7 @@ def load_tile(entry):
 
 @triton.jit
 def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the pointer to the list of kept blocks of a block of rows.
+    """Return the pointer to the list of kept blocks that belongs to a block of rows.
 
     An entry of the list is a pair (number of kept columns before this column, kept column), see `ringattn.kernels.blocks`. A
     column of the list is a pair of a block and one of GROUP heads.
@@ -279,7 +280,7 @@ def kept_blocks(block_lists, block_strides, batch, head, block, num_columns, BLO
 
 @triton.jit
 def block_loop(lo, hi, first, end, blocks, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """Return the loop of the rows [first, end) over a list of kept blocks.
+    """Return the tuple `loop` for the rows [first, end), for a loop over a list of kept blocks.
 
     The loop has the same form as the loop of `load_tile`, except that `begin` is the index of an entry in the list. Each entry
     of the list stands for BLOCK // STEP tiles.
@@ -362,7 +363,7 @@ def run_loop(
         sums: the tuple of sums before the first tile.
         loop, blocks: without a block mask, the loop from `load_tile`, and None. With a block mask, the loop from `block_loop`
             and the pointer from `kept_blocks`.
-        STEP: number of columns of a tile. GROUP: number of heads that the loop covers.
+        STEP: the number of columns of a tile. GROUP: the number of heads that the loop covers.
     """
     BLOCK: tl.constexpr = CONFIG.block
     # One loop covers all heads of the group. Nested loops would drain the pipeline of loads after every head and spill
@@ -422,7 +423,7 @@ def row_delta(outputs, dlse, rows, inside):
 
 @triton.jit
 def draw_keep_mask(dropout, head, start, num_columns, STEP: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr):
-    """Compute `ringattn.kernels.dropout.keep_mask` for a tile of rows and the columns [start, start + STEP).
+    """Compute the part of `ringattn.kernels.dropout.keep_mask` for a tile of rows and the columns [start, start + STEP).
 
     Args:
         dropout: the tuple (positions of the rows, pointer to the positions of the columns, batch entry, first head, seed,

@@ -52,7 +52,7 @@ def _forward_kernel(
     query_positions, key_positions, first_head, seed: tl.uint64, threshold: tl.uint32, factor, block_lists, block_strides,
     HAS_STATE: tl.constexpr, FINAL: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of queries of one head.
+    """Compute the forward for one tile of queries of one head.
 
     Args:
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), with the strides of their first three dimensions in
@@ -64,7 +64,7 @@ def _forward_kernel(
         out, lse: (B, Nq, Hq, Dv) and fp32 (B, Nq, Hq), contiguous. With FINAL, the kernel writes them.
         scale: the factor by which the scores are multiplied.
         query_positions, key_positions: int32 (Nq,) and (Nk,), or None without dropout; first_head, seed, threshold and factor
-            are those of `ringattn.kernels.dropout.Dropout`.
+            are the attributes of `ringattn.kernels.dropout.Dropout` with these names.
         block_lists: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), or None without a block mask, with the strides of
             the first two dimensions in block_strides.
         CONFIG: see `ringattn.kernels.triton.common.Config`.
@@ -73,7 +73,7 @@ def _forward_kernel(
     PADDED: tl.constexpr = common.pad_dim(CONFIG.value_dim)
     tile, index = common.program_tile(num_tiles)
     head, batch = index % CONFIG.num_heads, (index // CONFIG.num_heads).to(tl.int64)
-    # Offsets of whole batch entries and heads may exceed 32 bits.
+    # Compute the offsets of batch entries and heads in 64 bits, because they may exceed 32 bits.
     head_index = head.to(tl.int64)
     q += batch * q_strides[0] + head_index * q_strides[2]
     k += batch * k_strides[0] + head_index // CONFIG.group * k_strides[2]
@@ -99,7 +99,8 @@ def _forward_kernel(
     m = tl.full([QUERIES], float("-inf"), tl.float32)
     l = tl.zeros([QUERIES], tl.float32)
     o = tl.zeros([QUERIES, PADDED], tl.float32)
-    # The online softmax does not depend on the order of the tiles.
+    # `run_loop` processes the unmasked tiles first. This order is allowed, because the online softmax does not depend on the
+    # order of the tiles.
     operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
     m, l, o = common.run_loop(_add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
@@ -117,7 +118,7 @@ def _forward_kernel(
         other_m = tl.load(state_m + row_index, mask=row_mask, other=float("-inf")) * LOG2_E
         other_l = tl.load(state_l + row_index, mask=row_mask, other=0.0)
         other_o = tl.load(state_o + index, mask=mask, other=0.0)
-        # This is `ringattn.kernels.reference.merge`, with m in log2 units.
+        # These lines compute `ringattn.kernels.reference.merge`, with m in log2 units.
         new_m = tl.maximum(m, other_m)
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
@@ -134,13 +135,13 @@ def _forward_kernel(
 
 
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
-    """Attend from `q` to `k` and `v` under the intervals, starting from `state`.
+    """Compute attention of one block of queries to one block of keys, starting from `state`.
 
     Args:
         q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. If the last dimension is not contiguous, q is copied.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype; Hkv divides Hq.
-        intervals: of Nq queries and Nk keys on q's device, one for all batch entries or one for each.
-        scale: multiplies the scores before the softmax, usually D ** -0.5; positive.
+        intervals: the mask of Nq queries and Nk keys, on q's device. There is one mask for all batch entries, or one for each.
+        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
         state: fp32 (m, l, o) of the queries over earlier keys, contiguous: m and l (B, Nq, Hq), o (B, Nq, Hq, Dv). Without
             `final`, these tensors are updated in place. None stands for the empty state.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.

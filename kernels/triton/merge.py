@@ -42,7 +42,7 @@ def _sum_kernel(
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
-    """Add partial gradients of one batch entry, see `ringattn.kernels.reference.sum_partials`.
+    """Add partial gradients of a single batch entry, as `ringattn.kernels.reference.sum_partials` specifies.
 
     Args:
         base: fp32 (1, N, H, D), contiguous. If `dtype` is fp32, the sum overwrites it.
