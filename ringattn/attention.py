@@ -66,7 +66,7 @@ def ring_attention(
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
-        inputs). If the mask allows a query no key, its out is 0 and its lse is -inf.
+        inputs). If the mask allows a query no key, `out` is 0 and `lse` is -inf for this query.
 
     Raises:
         ValueError: the shapes, dtypes, layout, mask, group, schedule or transport contradict each other. All arguments are

@@ -4,8 +4,8 @@
 
 In this example, `checkpoint` is `torch.utils.checkpoint.checkpoint`. The selective checkpointing policies of torch have the
 same effect, but they call a Python function for every operation of the block. These calls take longer on the host than the
-short kernels of a block take on the GPU. If `torch.compile` compiles a whole checkpoint, it supports only selective
-checkpointing policies. Therefore `save_attention` returns such a policy while a compiler is tracing.
+short kernels of a block take on the GPU. `torch.compile` can compile a whole checkpoint only if the checkpoint uses a selective
+checkpointing policy. Therefore `save_attention` returns such a policy while a compiler is tracing.
 """
 
 import warnings
@@ -118,7 +118,10 @@ class _Reuse(_Context):
 
 
 def _versions(results: tuple) -> list[int]:
-    """Return, for each tensor, how often it was modified in place. A detached tensor and its source have the same counter."""
+    """Return the version counter of each tensor, which counts in-place modifications.
+
+    A detached tensor and the tensor from which it was detached have the same counter.
+    """
     return [x._version for x in tree_leaves(results) if isinstance(x, Tensor) and not x.is_inference()]
 
 

@@ -135,7 +135,8 @@ class KVCache:
         for owner in self._owners[length:]:
             self.rows[owner] -= 1
         del self._owners[length:]
-        # The next token starts a new block, because it is unknown how many tokens of the current block remain.
+        # The next token starts a new block. The current block may be incomplete, and the number of its remaining tokens is
+        # unknown.
         self._received = self.block
         if self._k is not None:
             # A kernel may load unused rows before it masks these rows, so the removed rows must become zeros again.
@@ -306,8 +307,8 @@ def _intervals(
 def _num_splits(programs: int, rows: int) -> int:
     """Return the number of splits into which `rows` rows are divided.
 
-    The number is a power of two. Each split has `programs` tiles. There are only as many splits as are needed to fill a GPU. If
-    there is more than one split, each split has at least MIN_SPLIT_ROWS rows.
+    The number is a power of two and at most MAX_SPLITS. Each split has `programs` tiles. If there is more than one split, all
+    splits together have at most PROGRAMS tiles, and each split has at least MIN_SPLIT_ROWS rows.
     """
     # bit_length() - 1 is the exponent of the largest power of two that is at most `wanted`. If `wanted` is 0, the function
     # returns one split.

@@ -66,7 +66,8 @@ def explain(
     check_mask(mask)
     check_tensors(q, k, v)
     mask.check(layout.seq_len, q.shape[0])
-    # No kernel uses this plan, so its intervals are on the CPU. They occupy no GPU memory, and `explain` needs no GPU.
+    # No kernel uses this plan, so the plan is created on the CPU. The plan therefore occupies no GPU memory, and `explain`
+    # needs no GPU.
     plan = get_plan(mask, layout, rank, torch.device("cpu"))
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:

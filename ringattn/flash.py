@@ -1,4 +1,7 @@
-"""Attention on one device without a process group. A model can call it instead of `scaled_dot_product_attention`."""
+"""Attention on one device without a process group.
+
+A model can call `flash_attention` instead of `scaled_dot_product_attention`.
+"""
 
 from functools import lru_cache
 from typing import NamedTuple
@@ -69,7 +72,7 @@ def flash_attention(
 
     Returns:
         out (B, Nq, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, Nq, Hq) is fp32 (fp64 for
-        fp64 inputs). If the mask allows a query no key, its out is 0 and its lse is -inf.
+        fp64 inputs). If the mask allows a query no key, `out` is 0 and `lse` is -inf for this query.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
@@ -83,7 +86,7 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     if seed is None:
         seed = _draw_seed() if dropout_p else 0
-    # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for it.
+    # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for such a k.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
@@ -167,7 +170,7 @@ def _block_mask(keep: Tensor, size: int) -> BlockMask:
 def _kernel_arguments(q: Tensor, k: Tensor, spec: FlashSpec) -> tuple[tuple, dict]:
     """Return (intervals, scale) and the options of the kernels."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    # Reading the lengths does not wait for the GPU, because they are on the CPU.
+    # The host can read the lengths without waiting for the GPU, because the tensor of the lengths is on the CPU.
     documents = tuple(spec.documents.tolist())
     intervals = _intervals(documents, spec.is_causal, spec.window, num_queries, num_keys, q.device)
     dropout = None

@@ -113,7 +113,7 @@ class Layout:
 
     @property
     def whole(self) -> "Layout":
-        """The layout that this layout was split from, or the layout itself if it is not split."""
+        """The layout from which `split` created this layout. If this layout is not split, `whole` is the layout itself."""
         return Layout(self.kind.partition("/")[0], self.seq_len, self.ranks // self.parts)
 
     @property
@@ -192,7 +192,7 @@ class Layout:
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
         """Return the whole sequence on every rank, with the rows in the order of their positions.
 
-        This method is the inverse of `shard`. It is not differentiable.
+        `unshard` is the inverse of `shard`. `unshard` is not differentiable.
 
         Args:
             x: either this rank's rows, which are gathered over `group`, or a list with the rows of every rank. A list needs no

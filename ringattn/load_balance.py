@@ -7,9 +7,10 @@ the KV ring, a rank computes the tiles of its queries. In the state ring, a rank
 tiles must be equal on all ranks.
 
 No fixed layout suits packed documents of many lengths. Contiguous and zigzag layouts do not balance the work of such documents.
-The striped layout does, but it divides the sequence so finely that most tiles of short documents are nearly empty. Therefore
-this module assigns chunks of the sequence to ranks one by one, from the most expensive chunk to the cheapest. In every round,
-each rank receives one chunk. The chunks of a round are assigned such that the loads of all ranks become as equal as possible.
+The striped layout balances the work, but divides the sequence so finely that most tiles of short documents are nearly empty.
+Therefore this module assigns chunks of the sequence to ranks one by one, from the most expensive chunk to the cheapest. In
+every round, each rank receives one chunk. The chunks of a round are assigned such that the loads of all ranks become as equal
+as possible.
 """
 
 from functools import lru_cache
@@ -23,7 +24,7 @@ from ringattn.mask import Mask, check_mask, shared_intervals
 TILE = 128
 MAX_CHUNKS = 64  # chunks per rank; with 64 chunks, the work is well balanced and the assignment takes only milliseconds
 MIN_CHUNKS = 8  # chunks per rank; with fewer chunks, the memory of the ranks could differ too much
-# A layout counts as balanced if the work of its busiest rank is at most this many times an equal share of the work.
+# A layout counts as balanced if its busiest rank has at most 1.04 times an equal share of the work.
 SLACK = 1.04
 
 
@@ -125,8 +126,9 @@ def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> Tensor:
     lo, hi = shared_intervals(mask, seq_len, seq_len)
     first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
     begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)
-    # change[i] is the number of tiles of queries whose interval begins at key tile i, minus the number of those whose interval
-    # ends before key tile i. The cumulative sum therefore counts the tiles of queries that attend to each key tile.
+    # change[i] is a difference of two numbers: the number of query tiles whose interval begins at key tile i, minus the number
+    # of query tiles whose interval ends directly before key tile i. The cumulative sum of `change` is therefore the number of
+    # query tiles that attend to each key tile.
     change = torch.zeros(len(first) + 1, dtype=torch.int64, device="cpu")
     for x, sign in ((begin, 1), (end, -1)):
         change += sign * torch.bincount(x.flatten(), minlength=len(change))

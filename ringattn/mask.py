@@ -60,9 +60,9 @@ class Mask:
         # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
         lengths = [length for entry in self.documents or () for length in entry]
-        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values. The tensor must be a real one,
-        # because the mask may be used after the mode has ended. While a compiler is tracing, the mode stays active, because a
-        # compiler cannot trace the context manager that suspends the mode.
+        # Under a fake-tensor mode, torch.tensor would create a fake tensor without values. `lengths` must have values, because
+        # the mask may be used after the mode has ended. Therefore the mode is suspended. While a compiler is tracing, the mode
+        # is not suspended, because a compiler cannot trace the context manager `unset_fake_temporarily`.
         real = nullcontext() if torch.compiler.is_compiling() else unset_fake_temporarily()
         with torch.inference_mode(False), real:  # a mask that is created during evaluation can then be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
@@ -171,8 +171,8 @@ def check_mask(mask: Mask) -> None:
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """Return the intervals of `mask`, like `Mask.intervals`, but without copying the cached tensors.
 
-    The result must not be modified. The intervals already take causality, the window and the documents of the mask into
-    account, so no other function needs to apply them.
+    The result must not be modified. This function applies causality, the window and the documents of the mask. All other
+    functions use the intervals, and need not apply causality, windows or documents again.
     """
     mask.check(seq_len)
     # All tensors are created with device="cpu", because torch.set_default_device may have set a GPU.
@@ -193,7 +193,7 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
         window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)
-    # Under a causal mask, a query at a negative position attends to no key. The end of its interval must still be at least 0.
+    # A query at a negative position attends to no key under a causal mask, and hi would be negative. hi must be at least 0.
     return lo, hi.clamp(min=0)
 
 

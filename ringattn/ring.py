@@ -104,8 +104,8 @@ def run_schedule(
         try:
             wait = report_faults(partial(ring_pass.exchange, t, outgoing), transport, hop)
             for local_step in step.local_steps:
-                # A rank accumulates the result of its own block in place. A partial result for another rank must be a new
-                # tensor, because this rank sends the partial result in a later step.
+                # A rank accumulates the result of its own block in place. A partial result for another rank must be in new
+                # tensors, because this rank sends the partial result in a later step.
                 owner = local_step.owner
                 if owner == rank:
                     compute(local_step, take_rows(circulating, local_step.rows), take_rows(own_result, local_step.rows))

@@ -89,8 +89,8 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
     """
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by it and pass scale=1.0")
-    # This line must not fail if q has no dimensions or if the head dim is 0. The validation that follows raises an error with a
-    # better message for such a q.
+    # The next line must not fail if q has no dimensions or if the head dim is 0. For such a q, `check_attention` raises an
+    # error with a better message.
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
 
 

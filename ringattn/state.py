@@ -30,7 +30,7 @@ class PartialState(NamedTuple):
         """Return the state of queries that have not attended to any key.
 
         Args:
-            q: (B, N, H, D). Only its shape, dtype and device matter. The state is fp32, or fp64 for fp64 queries.
+            q: (B, N, H, D). Only the shape, dtype and device of q matter. The state is fp32, or fp64 for fp64 queries.
             value_dim: the head dim of o; None for D.
         """
         return cls(*reference.empty_state(q, q.shape[-1] if value_dim is None else value_dim))
@@ -45,5 +45,5 @@ class PartialState(NamedTuple):
         return PartialState(*reference.merge(self, other))
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, out is 0 and lse is -inf."""
+        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, `out` is 0 and `lse` is -inf."""
         return reference.finalize(self, dtype)

@@ -1,8 +1,8 @@
 """Ulysses attention: an all-to-all inside groups of U ranks, and a ring of R ranks across the groups.
 
-(The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses.) A rank holds N tokens of all heads. In an all-to-all,
-each of the U ranks of a group receives the tokens of all U ranks for Hq / U heads. These tokens are one shard of the layout of
-the ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
+The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses. A rank holds N tokens of all heads. In an all-to-all, each
+of the U ranks of a group receives the tokens of all U ranks for Hq / U heads. These tokens are one shard of the layout of the
+ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
@@ -139,7 +139,7 @@ class UlyssesSpec(NamedTuple):
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
     """Check that the heads, the layout and the tokens suit the groups.
 
-    `ring` and `ulysses` describe the two groups. Each of them is a tuple (this rank, number of ranks).
+    `ring` and `ulysses` describe the two groups. Both arguments are tuples (this rank, number of ranks).
     """
     if q.shape[2] % ulysses[1]:
         raise ValueError(
@@ -217,7 +217,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
     inputs, outputs = heads.to_heads(q, k, v), heads.to_tokens(_like_output(q, v))
     saved, lses = [], []
     for chunk, block in enumerate(heads.receive(inputs, q, k, v)):
-        # `transport` sends other chunks while the kernels compute this chunk. If it uses SMs, the kernels must share the SMs.
+        # `transport` sends other chunks while the kernels compute this chunk. If the transport uses SMs, the kernels must share
+        # the SMs with the transport.
         chunk_ring = ring.of_heads(chunk * block[0].shape[2], transport.interconnect.uses_sms)
         out, lse = chunk_ring.forward(*block)
         heads.send_back(outputs, chunk, out)

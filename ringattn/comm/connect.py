@@ -201,7 +201,7 @@ def _identity(device: torch.device) -> _Identity:
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
-    """Raise ValueError if the calls of the ranks differ. The call of a rank is not compared if it is empty."""
+    """Raise ValueError if the calls of the ranks differ. An empty call is not compared with other calls."""
     # If a rank calls `connect` without a call, for example in `explain`, there are no settings of this rank to compare.
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:

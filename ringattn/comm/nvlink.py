@@ -12,11 +12,11 @@ Every rank has one *receive buffer*, which all layers and calls use. The other r
 Communication uses no kernels and no SMs, and the host never waits.
 
 Two kinds of flags prevent a sender from overwriting a slot while the receiver still reads the slot. The first kind are *credit*
-flags. The messages of one kind use their slots in turn. The receiver sets a credit flag when it has read a slot, and a sender
-waits for this flag before it reuses the slot. The second kind are *ready* flags. At the beginning of a pass, every rank sets a
-ready flag for each rank that will send a block to it. This flag means that the receiver has finished reading the messages of
-the previous pass. Results need no ready flags, because a result is sent to the rank from which the block was received, and this
-rank has already begun the pass.
+flags. The messages of one kind use their slots in turn. The receiver sets a credit flag when the slot has been read, and the
+sender waits for this flag before the slot is reused. The second kind are *ready* flags. At the beginning of a pass, every
+receiver sets a ready flag for each rank from which it will receive a block. A ready flag means that the receiver has finished
+reading the messages of the previous pass. Results need no ready flags, because a result is sent to the rank from which the
+block was received, and this rank has already begun the pass.
 
 Flags are 0 or 1, and there is one flag for each message. The stream that waits for a flag also clears the flag. Flags therefore
 work in the same way when a pass is issued and when a CUDA graph replays the pass.
@@ -49,8 +49,8 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# The purposes of flags. Every kind of message has one flag of each purpose in every step. Of the ready flags, only those of
-# blocks in the first step are used.
+# The purposes of flags. Every kind of message has one flag of each purpose in every step. Only the ready flags of blocks in the
+# first step are used. All other ready flags are unused.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # If all results that a rank receives in a pass need at most 1 GiB, every result has its own slot. One kernel then sums all
@@ -130,8 +130,8 @@ class Send(NamedTuple):
 class RouteStep:
     """The sends, the received tensors and the flags of this rank in one step of a pass."""
 
-    # The flags that this rank sets when the local steps of all earlier steps are done. In the first step, these are ready
-    # flags. In all other steps, they are credit flags.
+    # The flags that this rank sets when the local steps of all earlier steps are done. The first step has ready flags, and all
+    # other steps have credit flags.
     flags: list[int] = field(default_factory=list)
     sends: list[Send] = field(default_factory=list)
     received: list[Tensors] = field(default_factory=list)  # the tensors of each incoming message in the receive buffer
@@ -256,8 +256,8 @@ class NvlinkTransport:
         if (schedule, shapes) not in self._routes:
             slots = Slots(schedule, templates)
             self.receive_buffer.reserve(slots.total_bytes)
-            # Creating a route takes little time. Therefore the whole cache is cleared when it is full, and the cache need not
-            # track which routes were used recently.
+            # Creating a route takes little time. A full cache is therefore cleared completely, and the cache need not track
+            # which routes were used recently.
             if len(self._routes) >= MAX_CACHED_ROUTES:
                 self._routes.clear()
             self._routes[schedule, shapes] = self._plan_steps(schedule, slots), slots.keeps_results

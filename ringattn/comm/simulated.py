@@ -1,4 +1,4 @@
-"""A simulated ring for tests and for studies of schedules. Its ranks are threads of one process, and it can have any size."""
+"""A simulated ring of any size, for tests and for studies of schedules. The ranks of the ring are threads of one process."""
 
 import itertools
 import threading
@@ -56,7 +56,7 @@ class SimulatedRing:
 
 
 class SimulatedRank(MessageTransport):
-    """One rank of a simulated ring. The object is the transport of the rank. Public calls accept it as a process group."""
+    """One rank of a simulated ring. This class is a transport, and public calls also accept an instance as a process group."""
 
     def __init__(self, ring: SimulatedRing, rank: int) -> None:
         self.ring, self.rank, self.size = ring, rank, ring.size
@@ -95,8 +95,9 @@ def simulate(
             inside these threads: enter them in `function`.
         all_pairs: whether every rank can reach every other rank directly, or only its neighbours.
         in_turns: whether only one rank computes at a time, while all other ranks wait for messages or for their turn. With
-            in_turns=False, many threads compute at the same time. This is several times slower, and some kernels do not support
-            it. in_turns=False is required only if ranks wait for each other by other means than messages of the ring.
+            in_turns=False, many threads compute at the same time. The computation is then several times slower, and some
+            kernels do not support several threads. in_turns=False is required only if ranks wait for each other by other means
+            than messages of the ring.
 
     Raises:
         BaseException: the first exception that a rank raised, after all ranks have ended.

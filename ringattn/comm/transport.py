@@ -1,6 +1,7 @@
 """The interface of all transports, and the base class of the transports that exchange single tensors.
 
-A transport is one rank's connection to the other ranks of a ring. It carries out the messages of a schedule step by step:
+A transport is one rank's connection to the other ranks of a ring. The transport carries out the messages of a schedule step by
+step:
 
     ring_pass = transport.begin(schedule, templates)
     for t in range(steps):
@@ -54,8 +55,8 @@ class RingPass(Protocol):
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
         `outgoing` contains one block for each outgoing message of the step, in the order of the messages. A block to send must
-        be contiguous, and has either the rows of its message or all rows of its owner. It must not be modified before exchange
-        t + 2 starts. The received blocks remain valid until exchange t + 2 starts.
+        be contiguous, and has either the rows of its message or all rows of its owner. A block must not be modified between the
+        start of this exchange and the start of exchange t + 2. The received blocks remain valid until exchange t + 2 starts.
         """
 
     def end(self) -> None:
@@ -99,7 +100,7 @@ class MessageTransport(Transport):
     """A transport that sends and receives single tensors. Subclasses implement the method `exchange`."""
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives at once, and return a function that waits for them.
+        """Start all sends and receives at once, and return a function that waits until they are complete.
 
         Two ranks must list the messages between them in the same order.
         """

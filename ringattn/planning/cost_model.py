@@ -21,9 +21,9 @@ STEP_OVERHEAD = {"forward": 20e-6, "backward": 80e-6}
 # states at the speed of HBM. The value for the backward pass was fitted to rings of two and four H200s.
 MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 
-# The time of an all-to-all inside a host, divided by the time that its bytes need on the link. An all-to-all takes longer than
-# its bytes, because the data is copied out of the receive buffers, and because kernels wait for these copies. The factor was
-# fitted to runs on four H200s with and without an all-to-all.
+# The time of an all-to-all inside a host, divided by the time that its bytes need on the link. The factor is larger than 1,
+# because the data is copied out of the receive buffers, and because kernels wait for these copies. The factor was fitted to
+# runs on four H200s with and without an all-to-all.
 ALL_TO_ALL_FACTOR = 2.5
 
 
@@ -91,7 +91,7 @@ def hop_costs(
         row_bytes: bytes per row of a circulating block and of a result.
         flops: a function that returns the cost of a local step in FLOPs.
         interconnect: the interconnect between the ranks.
-        rank: the rank whose cost is returned. With None, each number is the maximum over all ranks.
+        rank: the rank whose cost is returned. With None, each number of a `HopCost` is the maximum over all ranks.
     """
     # The size of a message depends only on the kind of the message and the number of its rows.
     size = dict(zip(("block", "result"), row_bytes, strict=True))

@@ -21,8 +21,8 @@ from ringattn.planning.schedule import LocalStep, Need, Schedule, build_schedule
 from ringattn.planning.workload import Work, head_chunks_for_memory
 
 SCHEDULES = ("auto", "state", "kv")
-# The share of the work with its own block that a rank does in the first step, to hide the first hop. The rank does the rest of
-# this work in the last step, to hide the last hop.
+# A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
+# contains the rest of the work and hides the last hop.
 FIRST_SHARE = 0.4
 # Two predicted times count as equal if they differ by at most 1%, because the table of speeds is not more accurate.
 EQUAL_TIMES = 1.01
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 class BlockPair:
     """The inputs of one kernel call: some query rows of a rank, and some key rows of the same rank or of another rank."""
 
-    intervals: Intervals  # one interval per query row; its bounds are numbers of key rows
+    intervals: Intervals  # one interval per query row; the bounds of an interval are numbers of key rows
     layout: Layout
     sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries, then (rank, rows) of the keys
 
@@ -261,10 +261,11 @@ def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
 def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
     """Return the rows of each owner's block that each rank needs, as a table that is indexed with [owner][rank].
 
-    `circulating` says whether the blocks contain "queries" or "keys". A rank needs the rows for which it has any work.
+    `circulating` says whether the blocks contain "queries" or "keys". A rank needs a row if the mask allows at least one pair
+    of this row and a row that the rank holds.
     """
     table = overlaps(mask, layout)
-    # The rows of the table are indexed by the owner of the queries, and its columns by the owner of the keys.
+    # The row index of `overlaps` is the owner of the queries, and the column index is the owner of the keys.
     by_owner = table if circulating == "queries" else zip(*table, strict=True)
     return tuple(tuple(getattr(overlap, circulating) for overlap in row) for row in by_owner)
 
@@ -290,8 +291,8 @@ def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int
     return row // 128 * 128 if len(work) >= 1024 else row
 
 
-# Autograd and simulated ranks plan from several threads at the same time. Without the lock, each of these threads would compute
-# the same plan.
+# The threads of autograd and the threads of simulated ranks may request the same plan at the same time. Without the lock, each
+# thread would compute the plan.
 _planning_lock = threading.Lock()
 
 

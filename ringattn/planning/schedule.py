@@ -38,7 +38,7 @@ Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows o
 
 
 class Message(NamedTuple):
-    """One message of one hop. It contains some or all rows of a block or of a result."""
+    """One message of one hop. A message contains some or all rows of a block or of a result."""
 
     kind: str  # "block" or "result"
     owner: int  # the rank that the block belongs to
@@ -156,7 +156,7 @@ def _pairings(need: Need) -> list[list[list[LocalStep]]]:
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
-    """Return the local steps in which ranks compute with their own blocks, as two lists.
+    """Return two lists of local steps in which ranks compute with their own blocks.
 
     The first list is for the first step of the schedule, and the second list is for the last step. The blocks are split only if
     results return to their owners (`returns`).
@@ -189,8 +189,8 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
     # distances[r] lists the numbers of hops after which the block of rank r reaches the ranks that compute with this block.
-    # first[r] is the smallest of these numbers, and extent[r] is the largest. Both are 0 if no other rank computes with the
-    # block.
+    # first[r] is the smallest of these numbers, and extent[r] is the largest of these numbers. first[r] and extent[r] are 0 if
+    # no other rank computes with the block.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
     # A relayed block has the same rows on every hop, so the block must contain the rows that any of the other ranks needs.

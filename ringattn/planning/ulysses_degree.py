@@ -149,9 +149,9 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
     """Return the time in seconds that the all-to-alls add to the time of attention.
 
-    The arrival of the first chunk and the return of the last chunk are never hidden. Together they take as long as the two
-    all-to-alls of one chunk. All other all-to-alls run at the same time as attention, and add time only if they take longer
-    than attention.
+    Attention never hides the arrival of the first chunk and the return of the last chunk. These two all-to-alls together take
+    as long as the two all-to-alls of one chunk. All other all-to-alls run at the same time as attention, and add time only if
+    they take longer than attention.
 
     Args:
         chunks: the number of chunks.

@@ -1,4 +1,4 @@
-"""The bytes and FLOPs of one attention call, independent of how they are distributed over the ranks."""
+"""Count the bytes and FLOPs of one attention call. The counts do not depend on how the work is distributed over the ranks."""
 
 from typing import NamedTuple
 
