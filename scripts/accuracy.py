@@ -1,8 +1,8 @@
 """Compute float64 reference results of attention, and define the largest accepted errors of kernels and rings.
 
-There are two measures of error. `row_error` measures every row separately. It is suitable for short sequences of random inputs.
-`group_error` measures 64 rows together. It is suitable for long sequences with causal masks, in which single rows may be very
-small.
+The module has two measures of error. `row_error` measures every row separately, and is suitable for short sequences of random
+inputs. `group_error` measures 64 rows together, and is suitable for long sequences with causal masks. In such sequences, single
+rows may be very small.
 """
 
 import torch

@@ -20,7 +20,7 @@ RESULTS = ROOT / "outputs" / "benchmarks"
 
 
 def new_parser(doc: str) -> argparse.ArgumentParser:
-    """Create the parser of a script. Its help text is the docstring of the script."""
+    """Create the parser of a script. `doc` is the docstring of the script, which becomes the help text."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 

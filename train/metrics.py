@@ -46,7 +46,7 @@ class Recorder:
             config: the settings of the run.
             directory: the directory of the run. The recorder writes metrics.jsonl and the files of W&B to this directory.
             done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl.
-            peak_flops: the peak FLOP/s of one device, for MFU; None to leave MFU out.
+            peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
 
         Raises:
             ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in to W&B.
@@ -72,8 +72,8 @@ class Recorder:
             seconds: the time that the step took.
             flops: the model FLOPs of the step, on all ranks together.
             values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib` and `total_tokens`. The value of
-                `total_tokens` is the number of tokens that the run has consumed so far. It is the x axis of the plot of the
-                loss. Metrics that are None are left out.
+                `total_tokens` is the number of tokens that the run has consumed so far. The plot of the loss has
+                `total_tokens` on its x axis. Metrics that are None are left out.
         """
         if not self._is_active:
             return
@@ -108,7 +108,7 @@ class Recorder:
             if self._wandb is not None:
                 getattr(self._wandb, method)(*arguments)
         except Exception as error:  # Training must not stop because W&B fails.
-            log.warning("W&B: %s; the run continues without it", error)
+            log.warning("W&B failed: %s; the run continues without W&B", error)
             self._wandb = None
 
 
@@ -175,7 +175,7 @@ def plot_loss(path: Path, output: Path) -> None:
 
 
 def _smooth(losses: list[float]) -> list[float]:
-    """Return a moving average of the losses. Each value is the mean over the most recent steps, a fiftieth of all steps."""
+    """Return a moving average of the losses. The width of the average is a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
     return [statistics.fmean(losses[max(i - width + 1, 0) : i + 1]) for i in range(len(losses))]
 
@@ -199,7 +199,7 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
         choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
     if choice == "off":
         return None
-    import wandb  # This import is slow.
+    import wandb  # Importing wandb is slow.
 
     wandb.setup(settings=wandb.Settings(silent=True))
     if choice != "offline" and not wandb.login(prompt=False, verify=False):

@@ -33,9 +33,10 @@ def _launch_time() -> float:
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # The 22nd field is the start time of the process, in clock ticks since the machine was booted. The second field is the
-        # name of the process in brackets. This name may contain spaces, so the text is split only after the closing bracket.
+        # name of the process in brackets. A process name may contain spaces, so the text is split only after the closing
+        # bracket.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
-    except OSError:  # This file exists only on Linux.
+    except OSError:  # The file exists only on Linux.
         return time.monotonic()
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.monotonic() - age
@@ -57,8 +58,8 @@ def handle_stop_signals() -> Iterator[None]:
 
     Outside this context, the two signals end the process at once. SIGTERM may arrive several times, because torchrun forwards
     the signal to ranks that have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
-    process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM ends the process at once
-    as well. The reason is that torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
+    process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM also ends the process at
+    once, because torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
     """
 
     def record(number: int, _: object) -> None:
@@ -84,7 +85,7 @@ def stop_requested(time_limit_s: float | None) -> bool:
 
 
 def any_rank_stop_requested(time_limit_s: float | None) -> bool:
-    """Return, on every rank, whether `stop_requested` is true on any rank. All ranks must call this function."""
+    """Return whether `stop_requested` is true on any rank. All ranks must call this function and receive the same result."""
     requested = torch.tensor(int(stop_requested(time_limit_s)))
     dist.all_reduce(requested, dist.ReduceOp.MAX)
     return bool(requested)

@@ -27,8 +27,8 @@ from typing import NoReturn
 
 if __name__ == "__main__":
     # Python puts the folder of a script first on its search path. With train/ on the search path, `import data` in another
-    # package would import train/data. Therefore train/ is replaced by the root of the repository, which also makes `import
-    # ringattn` work without an installation.
+    # package would import train/data. Therefore the root of the repository replaces train/ on the search path. With the root on
+    # the search path, `import ringattn` works without an installation.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
@@ -158,13 +158,16 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1
-    except SystemExit as request:  # Hydra raises it for --help, --cfg or an unknown flag. TrainingStopped ends a sweep.
+    except SystemExit as request:  # Hydra raises SystemExit for --help, --cfg and unknown flags. TrainingStopped ends a sweep.
         return int(request.code or 0)
     return 0
 
 
 def select_recipe() -> None:
-    """Add `recipe=gpu` to the command line if it selects neither a recipe nor an experiment, and the job will run on a GPU."""
+    """Add `recipe=gpu` to the command line if the job will run on a GPU.
+
+    If the command line already selects a recipe or an experiment, do not change the command line.
+    """
     chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
     if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
         sys.argv.insert(1, "recipe=gpu")
@@ -185,7 +188,7 @@ def check_name(name: str | None, context: HydraConf) -> None:
         given = "null" if name is None else name
         raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
     # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
-    # name of the job. It is then not the directory of the sweep, so it does not contain multirun.yaml.
+    # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(f"name={name} is one of several, but a sweep requires one name, under which each job has a directory")
 
@@ -205,7 +208,8 @@ def describe_error(error: Exception) -> str:
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
-        # The message contains markers of a position and links. The last line that is neither of these is the reason.
+        # In Hydra's message, some lines mark a position and some lines contain a link. The last of the other lines is the
+        # reason.
         parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
         reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
         return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"

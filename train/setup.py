@@ -73,13 +73,13 @@ def build(config: Config, init_from: Path | None = None) -> Run:
 
     Args:
         config: the settings, which `config.check` has accepted.
-        init_from: the path of the initial weights of a new run. This function checks these weights but does not load them. It
-            checks them before it loads the data, because loading the data may take a long time.
+        init_from: the path of the initial weights of a new run. This function checks the weights but does not load
+            them. The weights are checked before the data is loaded, because loading the data may take a long time.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
     """
-    set_deterministic(config.trainer.deterministic)  # This must come before the first use of the device.
+    set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
         device = pick_device(config.trainer.device)
         bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
@@ -151,7 +151,7 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
     step to step.
     """
     model = config.model
-    # The cost model reads only shapes and dtypes, so tensors on the meta device are sufficient. They need no memory.
+    # The cost model reads only shapes and dtypes, so tensors on the meta device, which need no memory, are enough.
     shape = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
     q = torch.empty(shape, dtype=torch.bfloat16 if bf16 else torch.float32, device="meta")
     k = q[:, :, : model.kv_heads]

@@ -28,7 +28,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     `ringattn.train.trainer.take_steps` calls this function in a loop, and also evaluates and saves checkpoints.
 
     Args:
-        run: the run. Its model and its optimizer are updated in place.
+        run: the run. This function updates the model and the optimizer of the run in place.
         step: the number of the step, from 1.
         consumed: the number of sequences that earlier steps consumed.
 
@@ -98,7 +98,9 @@ def load_batches(run: Run, consumed: int) -> list[Batch]:
 
 
 def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
-    """Load the batches of the next step and plan its attention, while the GPU is still working on the current step.
+    """Load the batches of the next step, and plan the attention of the next step.
+
+    The CPU does this work while the GPU is still working on the current step.
 
     Args:
         run: the run.

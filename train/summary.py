@@ -44,11 +44,11 @@ def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
 
     Args:
         run: the run, which must have taken all its steps.
-        directory: the directory of the run. It contains the metrics of all steps.
+        directory: the directory of the run, which contains the metrics of all steps.
         done: the number of steps that earlier launches completed.
 
     Returns:
-        The summary, on every rank.
+        The summary. Every rank returns the same summary.
     """
     write_sample(run, directory)
     summary = None
@@ -97,8 +97,8 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
     If the run was killed after its last step and before it wrote its summary, this function writes the summary.
 
     Raises:
-        ConfigError: on every rank, if the run has no metrics. This happens if it branched from a checkpoint without remaining
-            steps.
+        ConfigError: on every rank, if the run has no metrics. A run has no metrics if it branched from a checkpoint
+            without remaining steps.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")

@@ -34,7 +34,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
             to this directory.
 
     Returns:
-        The summary, on every rank.
+        The summary. Every rank returns the same summary.
 
     Raises:
         ConfigError: on every rank, before training starts, if a setting or a file is invalid.
@@ -66,7 +66,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
     """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
 
-    `ringattn.train.step.take_step` takes a single step. This function calls it in a loop.
+    This function calls `ringattn.train.step.take_step`, which takes a single step, in a loop.
 
     Args:
         run: the run.
@@ -80,11 +80,11 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
-        # If there is already a summary, it is outdated. It describes fewer steps than this run will take, or it describes steps
-        # that this run discards because it goes back to a checkpoint.
+        # An existing summary is outdated. The summary describes fewer steps than this run will take, or steps that this run
+        # discards because it goes back to a checkpoint.
         (directory / "summary.json").unlink(missing_ok=True)
-        # Checkpoints of later steps are removed first. Afterwards, the recorder removes the metrics of these steps. If the run
-        # is killed in between, the next launch resumes from the same checkpoint as this launch.
+        # Checkpoints of later steps are removed before the recorder removes the metrics of the later steps. If the run is
+        # killed between the two removals, the next launch resumes from the same checkpoint as this launch.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)

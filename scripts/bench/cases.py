@@ -43,7 +43,7 @@ class Case:
 
     @property
     def window(self) -> int | None:
-        """The window of the mask. It has 4,096 keys, but at most a quarter of the sequence."""
+        """The window of the mask: 4,096 keys, but at most a quarter of the sequence."""
         return min(4096, self.length // 4) if self.kind == "window" else None
 
     @cached_property
@@ -64,7 +64,7 @@ class Case:
 
     @cached_property
     def keep(self) -> Tensor | None:
-        """A bool tensor (blocks, blocks) on the CPU. It is True for each block that is computed.
+        """A bool tensor (blocks, blocks) on the CPU that is True for each computed block. None except for the kind "blocks".
 
         The fraction of computed blocks is exactly `kept`. The same blocks are computed in every run.
         """

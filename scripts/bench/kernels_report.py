@@ -2,8 +2,8 @@
 
     python -m scripts.bench.kernels_report outputs/benchmarks/kernels
 
-`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. It reads rows.json
-in the directory and writes README.md and the plots to the same directory. The command needs no GPU.
+`scripts.bench.kernels` calls this module after every suite. The command above writes the same report later. The command reads
+rows.json in the directory, and writes README.md and the plots to the same directory. The command needs no GPU.
 """
 
 import argparse

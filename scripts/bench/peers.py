@@ -1,6 +1,6 @@
 """Provide several implementations of attention with a common interface, so that a benchmark can compare them.
 
-Each implementation is a function `prepare(case, device)`. This function returns a function attend(q, k, v) -> out for tensors
+Each implementation is a function `prepare(case, device)`. `prepare` returns a function attend(q, k, v) -> out for tensors
 of (1, N, H, D). The function attend supports autograd. `prepare` raises `Unsupported` if the implementation cannot express the
 mask of the case.
 """

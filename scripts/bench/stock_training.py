@@ -2,10 +2,11 @@
 
     torchrun --nproc_per_node=4 -m scripts.bench.stock_training --model 1.4b --seq-len 65536 --output outputs/stock
 
-The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. It compiles the
-operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With --checkpointing,
-the script recomputes whole blocks with torch's activation checkpointing. The script trains on random tokens with causal
-attention. Rank 0 writes summary.json in the format of `train/run.py`. FLOPs are counted in the same way as in `train/run.py`.
+The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. The script compiles
+the operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With
+--checkpointing, the script recomputes whole blocks with torch's activation checkpointing. The script trains on random tokens
+with causal attention. Rank 0 writes summary.json in the format of `train/run.py`. FLOPs are counted in the same way as in
+`train/run.py`.
 """
 
 import json

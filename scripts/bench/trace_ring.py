@@ -44,7 +44,7 @@ KERNELS = {  # maps the start of a kernel's name to the kind of the kernel
 # Names of copies to another GPU. The profiler records one of these names, depending on how the memory of the other GPU is
 # mapped.
 COPIES = ("Memcpy PtoP", "Memcpy DtoD")
-KINDS = {  # lane, colour and legend of each kind of event
+KINDS = {  # maps each kind of event to its lane, its colour and its legend
     "forward": (0, "tab:blue", "attention, forward"),
     "backward": (0, "tab:orange", "attention, backward"),
     "other": (0, "darkgrey", "other kernels and copies"),
@@ -196,7 +196,7 @@ def main(argv: list[str]) -> None:
         return
     gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hosts = dist.new_group(backend="gloo")  # This group provides a barrier that runs no kernel.
+    hosts = dist.new_group(backend="gloo")  # a group for a barrier that runs no kernel
     case = CASES[args.case]
     call = ring_calls(case, args.variant, random_shard(case)).both
     events = record(call, lambda: dist.barrier(hosts))

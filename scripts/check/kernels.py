@@ -4,12 +4,12 @@
     python -m scripts.check.kernels --kernels hopper --output outputs/check
     compute-sanitizer --tool racecheck python -m scripts.check.kernels --lengths 63 257 --dims 64 --alone
 
-The script compares each row of each result with the reference. It prints a table of the largest row errors. The error of a row
+The script compares each row of each result with the reference, and prints a table of the largest row errors. The error of a row
 is divided by the scale of the row. For comparison, the table also contains the error of PyTorch's scaled_dot_product_attention
 (SDPA) in the same dtype. The script exits with status 1 if an error exceeds its limit. With --time, the script also prints a
 table of TFLOP/s. This table compares calls that read and write partial results with calls that return final results. A forward
-pass has 4 B H S S D FLOPs. Under a causal mask, it has half this number. A backward pass has 2.5 times as many FLOPs as a
-forward pass.
+pass has 4 B H S S D FLOPs. Under a causal mask, a forward pass has half as many FLOPs. A backward pass has 2.5 times as many
+FLOPs as a forward pass.
 """
 
 import argparse
@@ -112,9 +112,9 @@ def error_rows(kernels: SimpleNamespace, args: argparse.Namespace) -> Iterator[l
 def measure_speed(kernels: SimpleNamespace, dim: int, mask: str, length: int, heads: int = 16) -> list[str]:
     """Return the TFLOP/s of four calls. If a call raises an error, return the name of the error in its place.
 
-    Two calls are forward passes. One of them returns outputs, and the other one reads and writes a state. Two calls are
-    backward passes. One of them returns bf16 gradients, and the other one accumulates gradients in fp32. The calls are timed
-    one after the other in several rounds, because the clock of a GPU is higher after a pause.
+    The first two calls are forward passes. The first call returns outputs, and the second call reads and writes a state. The
+    last two calls are backward passes. The third call returns bf16 gradients, and the fourth call accumulates gradients in
+    fp32. The calls are timed one after the other in several rounds, because the clock of a GPU is higher after a pause.
     """
     q, k, v, dout = (torch.randn(1, length, heads, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     problem = make_intervals(mask, length), dim**-0.5

@@ -4,7 +4,7 @@
 
 The script first runs a reference without interruptions. Every further run is killed and restarted, until it has been killed
 `--kills-per-run` times. A kill comes at a random moment, or while the run saves a checkpoint. Afterwards the run finishes, and
-its results are compared with the reference. There are four ways to kill and restart:
+its results are compared with the reference. The script kills and restarts runs in four ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
@@ -130,9 +130,9 @@ def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
 
 
 def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, inside_save: bool) -> None:
-    """Wait until the moment of a kill. This moment is random, or it lies within the writing of a checkpoint.
+    """Wait until the moment of a kill. The moment is random, or it is a moment at which the run writes a checkpoint.
 
-    If the run ends earlier, return at its end.
+    If the run ends before this moment, return when the run ends.
     """
     start = time.monotonic()
     delay, saves = rng.uniform(0.0, seconds), rng.randint(1, 5)
@@ -229,7 +229,7 @@ def write_corpus(folder: Path) -> None:
 def main(argv: list[str]) -> int:
     parser = command.new_parser(__doc__)
     parser.add_argument("--kills", type=command.at_least(1), default=20, help="how many kills (default: 20)")
-    parser.add_argument("--kills-per-run", type=command.at_least(1), default=3, help="most kills of one run (default: 3)")
+    parser.add_argument("--kills-per-run", type=command.at_least(1), default=3, help="most kills per run (default: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments and the victims (default: 0)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="ways to kill and restart (default: all)")
     args = parser.parse_args(argv)

@@ -39,7 +39,7 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault. It replaces the text `old` in `file` by `new`. The text `old` must occur exactly once.
+    """A deliberate fault, which replaces the text `old` in `file` by `new`. The text `old` must occur exactly once.
 
     `tests` contains arguments for pytest that select the tests that should fail. Each argument is a file, or a file and the
     name of a test.
@@ -96,7 +96,7 @@ def is_ignored(node: ast.AST, parent: ast.AST) -> bool:
         case ast.Raise() | ast.JoinedStr() | ast.arg() | ast.keyword(arg="strict"):
             return True  # The node is an error message, an annotation, or zip(strict=...).
         case ast.Assign() | ast.AnnAssign():
-            return isinstance(parent, ast.Module)  # The node is a module-level constant. Most of these are tuned.
+            return isinstance(parent, ast.Module)  # The node is a module-level constant, which is usually tuned.
         case _:
             return node in getattr(parent, "decorator_list", ())  # a decorator, such as the size of a cache
 
@@ -133,7 +133,7 @@ class Source:
 def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
     """Yield all faults that can be made from a syntax tree.
 
-    A fault is a tuple (begin, end, replacement). It replaces the text between the offsets `begin` and `end`.
+    A fault is a tuple (begin, end, replacement). The fault replaces the text between the offsets `begin` and `end`.
     """
     for child in ast.iter_child_nodes(node):
         if not is_ignored(child, node):
@@ -158,9 +158,9 @@ def changes(node: ast.AST, source: Source) -> Iterator[tuple[int, int, str]]:
 
 
 def generate(path: Path, count: int, seed: int) -> list[Mutant]:
-    """Make at most `count` mutants of one file. There are fewer if the file does not allow more.
+    """Make `count` mutants of one file. If fewer mutants of the file are possible, make all of them.
 
-    With the same seed and the same source, the function makes the same mutants.
+    With the same seed and the same source, the function always makes the same mutants.
     """
     source = Source(path.read_text())
     mutants = []

@@ -4,9 +4,9 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
 
 Run this script on a new machine or cluster before a long training run. If the ranks have GPUs, the script uses bf16 over NVLink
-and NCCL. Otherwise, it uses fp32 over gloo. The script compares every row of every result with the reference, and divides the
-error of a row by the scale of the row. It prints a table of the largest row errors over all ranks. If an error exceeds its
-limit, the script prints the rank with the error and exits with status 1.
+and NCCL. Otherwise, the script uses fp32 over gloo. The script compares every row of every result with the reference, and
+divides the error of a row by the scale of the row. The script prints a table of the largest row errors over all ranks. If an
+error exceeds its limit, the script prints the rank with the error and exits with status 1.
 """
 
 import argparse
@@ -64,8 +64,8 @@ def available_ways(device: torch.device) -> Iterator[Way]:
 def make_masks(seq_len: int) -> dict[str, Mask]:
     """Create one mask of each kind.
 
-    The first and the last document of the packed documents have one token each. The documents in between include one that spans
-    many ranks.
+    The first and the last document of the packed documents have one token each. The other documents include a document
+    that spans many ranks.
     """
     half = seq_len // 2
     documents = [1, half, 7, seq_len - half - 9, 1]

@@ -17,9 +17,10 @@ A Ulysses all-to-all runs in chunks of heads. The arrival of the first chunk and
 transfers of the other chunks are exposed only if they take longer than attention.
 
 Long sequences are planned as sequences of 32,768 positions. Each position represents several tokens. Rings of more than 64
-ranks are planned as rings of 64 groups of ranks. This approximation changes times and bytes by less than 3%.
+ranks are planned as rings of 64 groups of ranks. Planning with groups of ranks changes times and bytes by less
+than 3%.
 
-The option --measured compares the prediction with measurements. Its argument is a JSON file with a list of objects. Each object
+The option --measured compares the prediction with measurements in a JSON file. The file contains a list of objects. Each object
 has the keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. If the Ulysses degree is not 1, the
 object also has the key ulysses. The other options describe the mask, the layout, the schedule and the cluster.
 """
@@ -190,7 +191,7 @@ class Cost:
 
     @property
     def exposed(self) -> float:
-        """The time, in seconds, that computation does not hide. It is spent on communication and on waiting for the host."""
+        """The time, in seconds, of communication and of waiting for the host that is not hidden behind computation."""
         return self.seconds - self.compute
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -259,8 +260,8 @@ def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[
 def all_to_all(layer: Layer, cluster: Cluster, attention: float) -> Cost:
     """Return the cost that the all-to-alls of one direction add to attention.
 
-    The all-to-alls of the forward direction move q, k, v and the output. Those of the backward direction move the gradients of
-    these tensors.
+    The all-to-alls of the forward direction move q, k, v and the output. The all-to-alls of the backward direction move the
+    gradients of q, k, v and the output.
 
     Args:
         layer, cluster: the layer and the cluster for which the cost is predicted.
@@ -404,7 +405,7 @@ def new_parser() -> argparse.ArgumentParser:
     add("--dim", type=int, default=128, help="head dim (default: 128)")
     add("--batch", type=int, default=1, help="sequences (default: 1)")
     add("--mask", choices=MASKS, default="causal", help="default: causal")
-    add("--window", type=int, help="keys that a query may attend to; default: all that the mask allows")
+    add("--window", type=int, help="number of keys that a query may attend to; default: no window")
     add("--layout", choices=KINDS, default="zigzag", help="default: zigzag")
     add("--schedule", choices=SCHEDULES, default="auto", help="default: auto, the faster one for each direction")
     add("--ulysses", default="1", help="ranks per all-to-all, or 'auto' for the fastest number (default: 1)")
@@ -412,7 +413,7 @@ def new_parser() -> argparse.ArgumentParser:
     for option, name, unit, meaning in CLUSTER_OPTIONS:
         add(option, dest=name, type=float, default=getattr(cluster, name) / unit, help=f"{meaning} (default: %(default)g)")
     add("--plot", type=Path, help="a PNG file for a plot of the table")
-    add("--measured", type=Path, help="JSON rows to compare with, instead of the table")
+    add("--measured", type=Path, help="a JSON file with measurements; compare them with the prediction")
     return parser
 
 

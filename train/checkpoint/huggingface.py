@@ -46,7 +46,7 @@ ROPE_FIXED = {
     "yarn": {"beta_slow": 1.0, "beta_fast": MAX_ROTATIONS["yarn"], "truncate": True},
 }
 # The supported types of models. If config.json lacks a setting, transformers uses a default value. For some settings, the
-# default value depends on the type of the model. These settings and default values are listed under each type.
+# default value depends on the type of the model. Each type lists such settings and their default values.
 DEFAULTS = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -56,7 +56,7 @@ DEFAULTS = {
 
 
 def is_model(path: Path) -> bool:
-    """Return whether `path` is a folder in Hugging Face's format, and not a checkpoint of this package."""
+    """Return True if `path` is a folder in Hugging Face's format, and False if it is a checkpoint of this package."""
     return (path / "config.json").is_file()
 
 
@@ -107,7 +107,8 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
     }
     if kind != "default":
-        # config.json may contain the sequence length of the training in three places. transformers searches all three as well.
+        # config.json may contain the sequence length of the training in three places. transformers also searches all three
+        # places.
         name = "original_max_position_embeddings"
         trained_len = config.get(name) or rope.get(name) or config["max_position_embeddings"]
         settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": trained_len, "rope_scaling": kind}
@@ -150,7 +151,7 @@ def _layer_types(config: dict[str, Any]) -> set[str]:
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
-    """Describe the settings that differ from those of the model in a folder.
+    """Describe the settings in which the run differs from the model in a folder.
 
     Args:
         path: the folder.
@@ -158,7 +159,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         vocab_size: the number of tokens of the run's tokenizer.
 
     Returns:
-        The settings with both values, or "" if no setting differs.
+        A list of the differing settings with both values, as text. The text is "" if no setting differs.
 
     Raises:
         ConfigError: a setting that determines the shapes of weights differs, or the model has fewer tokens than the tokenizer.
@@ -236,7 +237,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
     try:
         # If model.safetensors exists, the index is ignored, because it may have been left from an earlier save. transformers
-        # prefers model.safetensors as well.
+        # also ignores the index in this case.
         if single.is_file():
             names = [single]
         elif index.is_file():

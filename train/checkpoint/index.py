@@ -1,7 +1,7 @@
 """Read the index of a checkpoint without running code from it.
 
 torch.distributed.checkpoint (DCP) stores the names, shapes, dtypes and file offsets of all tensors in the file `.metadata`,
-which is a pickle. Loading a pickle may run any code. This module therefore loads only the classes that an index needs, and
+which is a pickle. Loading a pickle may run any code. Therefore this module loads only the classes that an index needs, and
 rejects every other class and function.
 """
 
@@ -25,7 +25,7 @@ _ALLOWED_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # This is the name of PosixPath in Python 3.13 and later.
+    ("pathlib._local", "PosixPath"),  # the module and the name of PosixPath in Python 3.13 and later
 }
 
 

@@ -22,7 +22,7 @@ def initial_weights_path(config: Config) -> Path | None:
 
 
 def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
-    """Describe the settings that differ from those with which the weights at `path` were trained.
+    """Describe the settings in which the run differs from the training of the weights at `path`.
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.
@@ -30,7 +30,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
         tokenizer: the tokenizer of the run.
 
     Returns:
-        The settings with both values, or "" if no setting differs.
+        A list of the differing settings with both values, as text. The text is "" if no setting differs.
 
     Raises:
         ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the tokenizer or the model settings

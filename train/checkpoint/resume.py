@@ -1,4 +1,4 @@
-"""Find the checkpoint that a run resumes from, and compare its settings and its corpus with those of the run."""
+"""Find the checkpoint from which a run resumes, and compare the settings and the corpus of the checkpoint and the run."""
 
 import json
 from collections.abc import Iterable
@@ -22,16 +22,16 @@ FREE = (
     "trainer.sample_tokens trainer.sample_prompt"
 ).split()
 
-# Settings that have no effect if model.rope_factor is None.
+# These settings have no effect if model.rope_factor is None.
 ROPE_SCALING = ["model.rope_trained_len", "model.rope_scaling"]
 
 
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
-    If `trainer.resume` is the path of a checkpoint of this run, every launch goes back to that checkpoint. If it is the path of
-    a checkpoint of another run, this run branches from that checkpoint. As soon as this run has checkpoints of its own, it
-    resumes from them, so the same command can be launched again.
+    If `trainer.resume` is the path of a checkpoint of this run, every launch goes back to that checkpoint. If `trainer.resume`
+    is the path of a checkpoint of another run, this run branches from that checkpoint. As soon as a branched run has its own
+    checkpoints, the run resumes from its own checkpoints. The user can therefore launch the same command again.
 
     Args:
         directory: the directory of the run's checkpoints.
@@ -45,7 +45,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
         ConfigError: on every rank, if the existing checkpoints of the run contradict `trainer.resume` or `trainer.init_from`,
             or if a checkpoint cannot be read.
     """
-    # Only rank 0 looks for checkpoints, so that all ranks resume from the same one.
+    # Only rank 0 looks for checkpoints, so that all ranks resume from the same checkpoint.
     with sync_errors():
         found = _find_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
     return broadcast_object(found)
@@ -86,7 +86,7 @@ def _parent(path: Path) -> str | None:
 
 
 def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], config: Config) -> None:
-    """Copy the settings that a resumed run must keep from a checkpoint into `config`.
+    """Copy settings from a checkpoint into `config`. A resumed run must keep these settings.
 
     The learning rate and the number of warmup steps are copied unless the user sets them. Without this copy, a larger
     `trainer.steps` would lead to a longer warmup. If the checkpoint belongs to this run, `trainer.init_from` is copied as well.
@@ -136,7 +136,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> N
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Describe the settings that differ from those of a checkpoint from which a run resumes.
+    """Describe the settings in which a run differs from the checkpoint that it resumes.
 
     Args:
         path: the checkpoint.
@@ -145,7 +145,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
         tokens_per_step: the number of tokens per step of the run.
 
     Returns:
-        The settings with both values, or "" if no setting differs.
+        A list of the differing settings with both values, as text. The text is "" if no setting differs.
 
     Raises:
         ConfigError: a setting of the model differs, or all steps are completed and another setting differs.
@@ -175,12 +175,12 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
         config: the settings of the run.
 
     Returns:
-        The settings with both values, or "" if no setting differs.
+        A list of the differing settings with both values, as text. The text is "" if no setting differs.
 
     Raises:
-        ConfigError: the number of heads differs. This function must check the number of heads, because models with different
-            numbers of heads may have weights of the same shapes. If another setting changes a shape, loading the weights raises
-            an error.
+        ConfigError: the number of heads differs. Models with different numbers of heads may have weights of the same shapes,
+            so loading the weights would not raise an error. If another setting changes a shape, loading the weights raises an
+            error.
     """
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:

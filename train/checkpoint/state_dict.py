@@ -30,7 +30,7 @@ def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Ten
     tensors, is_new = model_state(model), not optimizer.state
     for name, state in get_optimizer_state_dict(model, optimizer)["state"].items():
         if is_new:
-            # PyTorch creates the state by taking a step with zero gradients. This step has incremented the number of steps.
+            # PyTorch creates the state by taking a step with zero gradients, which increments the number of steps.
             state["step"].zero_()
         tensors |= {f"optim.{name}.{key}": tensor for key, tensor in state.items()}
     return tensors

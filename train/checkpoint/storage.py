@@ -167,7 +167,7 @@ def _sync_checkpoint_errors(path: Path) -> Iterator[None]:
 
 
 def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
-    """Replace every error of the body by a CheckpointError: the file `name` of the checkpoint at `path` is damaged."""
+    """Replace every error of the body by a CheckpointError with the message that the file `name` at `path` is damaged."""
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
@@ -271,7 +271,7 @@ def _read_index(path: Path) -> Metadata:
                 raise ValueError(f"the file is missing, or its size is not {size} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
-        # Old checkpoints do not contain a checksum of the index. In this case, the comparison always succeeds.
+        # If a checkpoint does not contain a checksum of the index, the comparison always succeeds.
         if zlib.crc32(content) != meta.get("index", zlib.crc32(content)):
             raise ValueError("the checksum is wrong")
         return parse_index(content, files=meta["files"])

@@ -82,8 +82,8 @@ class PackedDataset:
             documents: one row per document, with the columns `tokens` (int32, EOS first) and `length` (the number of tokens).
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
-            shuffle: whether the sequences of an epoch are read in a random order. If False, they are read in the order of the
-                stream. In both cases, the documents of the stream are in a random order.
+            shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of
+                the stream. The documents of the stream are in a random order even if `shuffle` is False.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -170,8 +170,8 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
     Args:
         config: the settings of the corpus.
         tokenizer: the tokenizer that encodes the documents.
-        shuffle: whether the sequences of an epoch are read in a random order. If False, they are read in the order of the
-            stream. In both cases, the documents of the stream are in a random order.
+        shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of the
+            stream. The documents of the stream are in a random order even if `shuffle` is False.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -203,12 +203,12 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     """Load the held-out text. All ranks call this function.
 
     Args:
-        config: the settings of the training text. They also determine which text is held out.
+        config: the settings of the training text. These settings also determine which text is held out.
         tokenizer: the tokenizer that encodes the documents.
         training: the training text.
 
     Returns:
-        The held-out text, or None if no text is held out. Its sequences are read in the order of the stream.
+        The held-out text, or None if no text is held out. The held-out sequences are read in the order of the stream.
 
     Raises:
         ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
@@ -245,7 +245,7 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
     Args:
         texts: the texts of the documents, or lines of JSON that contain the texts.
         tokenizer: the tokenizer that encodes the documents.
-        code: the result of `_code`. This function does not use the argument, but the cache includes it in its key.
+        code: the result of `_code`. The argument is not used in the function, but the key of the cache includes all arguments.
         json_column: the name under which each line of JSON contains its text. None if `texts` are not lines of JSON.
 
     Returns:
@@ -261,8 +261,8 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
 def _rank_zero_first() -> Iterator[None]:
     """Run the body on rank 0 first, and then on the other ranks.
 
-    Rank 0 fills the cache and shows the progress. The other ranks wait without a time limit. They poll the store, because a
-    collective would have a time limit.
+    Rank 0 fills the cache and shows the progress. The other ranks wait without a time limit. The waiting ranks poll the
+    store, because a collective would have a time limit.
     """
     store, filled = _get_default_store(), f"corpus/{next(_corpus_numbers)}"
     if dist.get_rank() != 0:

@@ -60,7 +60,7 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
 
 
 def _text_files(names: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:
-    # This encoding skips the byte-order mark at the beginning of a file.
+    # The encoding "utf-8-sig" skips the byte-order mark at the beginning of a file.
     encoding = dict(encoding="utf-8-sig", encoding_errors=errors)
     return datasets.load_dataset("text", data_files=names, sample_by=sample_by, split=split, **encoding)
 
@@ -142,7 +142,7 @@ def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, in
     """Return whether two corpora have no document in common.
 
     Two corpora without a common file are disjoint. Two corpora with the same files are disjoint if their splits are disjoint.
-    All other corpora count as not disjoint.
+    Two corpora that have only some files in common are not disjoint.
 
     Args:
         training: the settings of the training text.
@@ -187,7 +187,7 @@ def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
         error = error.__cause__
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
     if isinstance(error, SchemaInferenceError):
-        reason = "there is no text in it"  # This error means that the files contain no row.
+        reason = "there is no text in it"  # `datasets` raises this error if the files contain no row.
     advice = "check the file, its encoding (UTF-8) and data.split"
     if config.source == "hub":
         advice = "check the name, the split and the network, or download the dataset and use data.source=parquet"

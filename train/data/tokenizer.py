@@ -1,4 +1,4 @@
-"""The two tokenizers: one returns the bytes of a text, and the other one uses a `tokenizer.json`."""
+"""Encode text as tokens. The two tokenizers are the bytes of the text, and the tokenizer of a `tokenizer.json` file."""
 
 import zlib
 from pathlib import Path
@@ -98,7 +98,7 @@ def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: 
         ConfigError: the tokenizer has a different fingerprint.
     """
     if expected is not None and tokenizer.fingerprint != expected:
-        raise ConfigError(f"data.tokenizer={name}, but {why}: token ids would mean other text; set data.tokenizer to that file")
+        raise ConfigError(f"data.tokenizer={name}, but {why}: the token ids would not match; set data.tokenizer to that file")
 
 
 def _read(path: str | Path):

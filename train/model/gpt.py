@@ -27,13 +27,13 @@ Finish = Callable[[Tensor, Tensor], Tensor]
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
     """Return the number of rows of the embedding.
 
-    This number is the larger of `vocab_size` and `config.vocab_size`, rounded up to a multiple of 64.
+    The number of rows is the larger of `vocab_size` and `config.vocab_size`, rounded up to a multiple of 64.
     """
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 
 class Block(nn.Module):
-    """One layer. It computes x + attention(norm(x)), and then x + SwiGLU(norm(x))."""
+    """A layer that computes x + attention(norm(x)), and then x + SwiGLU(norm(x))."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

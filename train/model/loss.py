@@ -21,7 +21,7 @@ def cross_entropy(
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
-    The sum of these parts over all ranks and micro-steps of an optimizer step is the mean loss of all valid tokens. The sum is
+    The sum of the parts over all ranks and micro-steps of an optimizer step is the mean loss of all valid tokens. The sum is
     correct even if ranks have different numbers of tokens. The backward pass recomputes the logits. Recomputing the logits
     costs a fourth matrix product in addition to the usual three matrix products.
 

@@ -44,12 +44,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def slowdown(frequency: Tensor, config: ModelConfig) -> Tensor:
     """Return the factors (D / 2,) by which the frequencies of the pairs are multiplied.
 
-    The factor is 1 for high frequencies and 1 / rope_factor for low frequencies. For frequencies in between, the factor is
-    interpolated.
+    The factor is 1 for high frequencies and 1 / rope_factor for low frequencies. Between high and low frequencies, the factor
+    is interpolated.
 
     The method "llama3" interpolates by the number of rotations within rope_trained_len, as Llama 3.1 does. The method "yarn"
     (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, from the pair that makes MAX_ROTATIONS rotations
-    to the pair that makes one rotation. These two indices are rounded outwards to whole pairs, as in other implementations.
+    to the pair that makes one rotation. The indices of these two pairs are rounded outwards to whole numbers, as in other
+    implementations.
     """
     limit = MAX_ROTATIONS[config.rope_scaling]
     if config.rope_scaling == "llama3":

@@ -93,7 +93,7 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
-    """Return two numbers of elements per token: those of the queries, and those of the keys and values together."""
+    """Return the number of query elements per token, and the total number of key and value elements per token."""
     return model.heads * model.resolved_head_dim, 2 * model.kv_heads * model.resolved_head_dim
 
 
@@ -102,7 +102,7 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
 
     Args:
         model: the settings of the model.
-        size: the bytes of an element.
+        size: the number of bytes per element.
         attention_outputs: how many times a block saves its attention output.
         compiled: whether torch.compile fuses the operations before and after attention.
 
@@ -143,5 +143,5 @@ def check(needed: dict[str, float], device: torch.device) -> None:
 
 
 def _total_memory(device: torch.device) -> float:
-    """Return the bytes of memory of a GPU, or infinity for a CPU."""
+    """Return the memory of a GPU in bytes. Return infinity for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")

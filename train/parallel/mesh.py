@@ -25,7 +25,7 @@ class Mesh(NamedTuple):
 
     Attributes:
         dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence. This mesh combines the ring axis and the ulysses axis.
+        sequence: the ranks that share one sequence. The mesh combines the ring axis and the ulysses axis.
         ring: the ranks among which blocks of one sequence circulate.
         ulysses: the ranks that exchange heads with each other by all-to-all.
         all: all ranks.
@@ -38,7 +38,7 @@ class Mesh(NamedTuple):
     all: DeviceMesh
 
 
-@lru_cache  # The jobs of a sweep that use the same mesh also use the same process groups.
+@lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.
 def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
     """Build the mesh.
 

@@ -44,10 +44,12 @@ class Launch:
 
 
 def connect_ranks() -> Launch:
-    """Initialise the default process group with the ranks of torchrun, or with this process as the only rank.
+    """Initialise the default process group.
 
-    The group uses NCCL for tensors on GPUs and gloo for tensors on CPUs. It can therefore be created before the settings are
-    read, when the device of the run is not yet known.
+    The group contains all ranks that torchrun has started. Without torchrun, this process is the only rank.
+
+    The group uses NCCL for tensors on GPUs and gloo for tensors on CPUs. The group can therefore be created before the settings
+    are read, when the device of the run is not yet known.
     """
     if "RANK" in os.environ:
         # torchrun starts its store before it starts the ranks. If the store does not respond, torchrun has died, so the timeout

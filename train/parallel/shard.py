@@ -62,7 +62,7 @@ def checkpoint_activations(model: GPT) -> None:
     """Save only the input and the attention output of every block, and recompute all other activations in the backward pass.
 
     Attention is expensive and communicates with other ranks, so attention is never computed twice. The all-to-alls of q, k and
-    v may run twice (`recompute_all_to_all`). They take little time, whereas saving their results would need much memory.
+    v may run twice (`recompute_all_to_all`). All-to-alls take little time, whereas saving their results would need much memory.
     """
     for block in model.blocks:
         block.forward = partial(
