@@ -271,20 +271,7 @@ class IncrementalBackward:
         plain: whether all blocks are without dropout. The Hopper kernels support only such blocks.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        v: Tensor,
-        dout: Tensor,
-        lse: Tensor,
-        delta: Delta,
-        scale: float,
-        backend: str = "auto",
-        *,
-        plain: bool = True,
-        precision: str = "ieee",
-        shares_sms: bool = False,
-    ) -> None:
+    def __init__(self, q, v, dout, lse, delta, scale, backend="auto", *, plain=True, precision="ieee", shares_sms=False):
         self._hopper = None
         self._dq: Tensor | None = None
         if plain and _choose_backward(q, v, backend, None, None) == "hopper":
@@ -294,15 +281,7 @@ class IncrementalBackward:
         self._queries, self._scale = (q, dout, lse, delta), scale
         self._options = {"backend": backend, "precision": precision}
 
-    def add(
-        self,
-        k: Tensor,
-        v: Tensor,
-        intervals: Intervals,
-        dk: Tensor | None = None,
-        dv: Tensor | None = None,
-        dropout: Dropout | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    def add(self, k, v, intervals, dk=None, dv=None, dropout=None):
         """Add the contribution of one block of keys to dq, and return (dk, dv) of this block.
 
         Args:

@@ -168,17 +168,7 @@ class Intervals:
         if "transposed" in vars(other):
             self.transposed.prepare_like(other.transposed)
 
-    def work_tiles(
-        self,
-        rows: int,
-        step: int,
-        batch: int,
-        heads: int,
-        num_head_groups: int,
-        programs: int,
-        skip_empty: bool = False,
-        group: int | None = None,
-    ) -> Tensor:
+    def work_tiles(self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None) -> Tensor:
         """Assign the tiles of all heads to programs with `ringattn.kernels.tile_scheduler.assign_work_tiles`.
 
         Args:

@@ -17,7 +17,7 @@ from torch import Tensor
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
+from ringattn.kernels.reference import State, state_dtype
 
 # The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
@@ -137,16 +137,7 @@ def check_state(state: State, q: Tensor, v: Tensor) -> None:
         _require_accumulator(name, x, shape, dtype, q.device)
 
 
-def check_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Delta,
-    given: Accumulators,
-    grad_dtype: torch.dtype | None,
-) -> None:
+def check_gradients(q, k, v, dout, lse, delta, given, grad_dtype):
     """Check those arguments of the backward that the forward does not have.
 
     Args:

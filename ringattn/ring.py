@@ -373,15 +373,6 @@ class Ring:
 # Therefore the key of this cache consists of the plain values in an `AttentionSpec`, so that a lookup in the cache does not
 # build a mask or a layout.
 @lru_cache(maxsize=4)
-def _cached_plan(
-    is_causal: bool,
-    window: int,
-    documents: tuple[int, ...],
-    layout: str,
-    seq_len: int,
-    ranks: int,
-    rank: int,
-    device: torch.device,
-) -> Plan:
+def _cached_plan(is_causal, window, documents, layout, seq_len, ranks, rank, device) -> Plan:
     mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
     return get_plan(mask, Layout(layout, seq_len, ranks), rank, device)

@@ -122,20 +122,8 @@ def check_choices(schedule: str, transport: str) -> None:
             raise ValueError(f"unknown {name} {value!r}: it must be one of {', '.join(known)}")
 
 
-def check_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask,
-    seq_len: int,
-    scale: float,
-    dropout_p: float,
-    seed: int,
-    backend: str,
-    precision: str,
-) -> None:
-    """Validate the arguments that all attention calls have in common, before any work starts.
+def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, precision) -> None:
+    """Validate the arguments that all attention calls have in common, before any work starts. `ring_attention` explains them.
 
     Raises:
         ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.

@@ -14,7 +14,6 @@ the masked tiles. If a helper takes MASKED, its argument i is the number of a ti
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,11 +21,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import JITFunction
 
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import ROUNDS, Dropout
-from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Accumulators, Gradients, State
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -172,18 +169,7 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
     return *positions, dropout.first_head, dropout.seed, dropout.threshold, dropout.factor
 
 
-def launch_tiles(
-    kernel: JITFunction,
-    name: str,
-    inputs: Sequence[Tensor],
-    intervals: Intervals,
-    results: Sequence[Tensor | None],
-    scale: float,
-    dropout: Dropout | None,
-    blocks: BlockMask | None,
-    precision: str,
-    **constants: bool,
-) -> None:
+def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, blocks, precision, **constants):
     """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
 
     Args:
