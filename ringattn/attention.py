@@ -127,7 +127,7 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:
     # Only the forward pass passes its settings to the handshake. A backward pass needs no handshake, because the forward pass
     # of the same call has already connected the ring.
-    ring = Ring.of(spec, q.device, partial(spec.as_call, q, k, v))
+    ring = Ring.of(spec, q.device, partial(spec.as_call, "forward", q, k, v))
     return *ring.forward(q.contiguous(), k.contiguous(), v.contiguous()), []
 
 

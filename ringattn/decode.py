@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import connect
-from ringattn.comm.connect import Call, Group, rank_and_size
+from ringattn.comm.calls import Call
+from ringattn.comm.connect import Group, rank_and_size
+from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.validation import check_scale, check_tensors
@@ -218,8 +220,10 @@ def decode_attention(
     scale = resolve_scale(q, scale)
     _check(q, cache, group, window, scale, backend)
     k, v, positions = cache.shard
-    if group is not None:
-        connect.compare_first_calls(group.group_name, "decode", partial(_as_call, q, cache, window, scale))
+    describe = partial(_as_call, q, cache, window, scale)
+    transport = connect.connect("" if group is None else group.group_name, q.device, call=describe)
+    key = q.shape, k.shape[2:], v.shape, q.dtype, window, scale, cache.block
+    transport.watchdog.record_call(key, describe, cached=cache.length)
     # An empty batch needs no kernels and no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
@@ -234,15 +238,20 @@ def decode_attention(
         used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
         k, v = k[:, :used], v[:, :used]
     with torch.no_grad():
-        return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group).finalize(q.dtype)[0]
+        return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group, transport).finalize(q.dtype)[0]
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Call:
     """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
     k, v, _ = cache.shard
-    shape = {"queries": list(q.shape), "key heads": k.shape[2], "value head dim": v.shape[3], "dtype": str(q.dtype)}
-    settings = {"tokens in the cache": cache.length, "block": cache.block, "rows of each rank": cache.rows}
-    return shape | settings | {"window": window, "scale": scale}
+    shape = {
+        "the call": "decode_attention",
+        "queries": list(q.shape),
+        "key heads": k.shape[2],
+        "value head dim": v.shape[3],
+        "dtype": str(q.dtype),
+    }
+    return shape | {"block": cache.block, "window": window, "scale": scale}
 
 
 def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:
@@ -326,11 +335,11 @@ def _merge_splits(state: PartialState) -> PartialState:
     return PartialState(*(x[:, 0] for x in state))
 
 
-def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
+def _merge_ranks(state: PartialState, group: Group | None, transport: Transport) -> PartialState:
     """Return the merged state of all ranks, on every rank.
 
-    Every rank sends its state to all other ranks in one exchange. All ranks then merge the states in the order of the ranks, so
-    all ranks compute the same bits.
+    Every rank sends its state to all other ranks in one exchange, which the watchdog of `transport` observes. All ranks then
+    merge the states in the order of the ranks, so all ranks compute the same bits.
     """
     rank, size = rank_and_size(group)
     if size == 1:
@@ -340,5 +349,8 @@ def _merge_ranks(state: PartialState, group: Group | None) -> PartialState:
     own = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
     packed = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
     others = [peer for peer in range(size) if peer != rank]
-    connect.connect(group.group_name).exchange([(own, peer) for peer in others], [(packed[peer], peer) for peer in others])()
+    sends, receives = [(own, peer) for peer in others], [(packed[peer], peer) for peer in others]
+    hop = transport.watchdog.start("decoding", 0, 1, ())
+    exchange = partial(connect.connect(group.group_name).exchange, sends, receives)
+    complete_hop(report_faults(exchange, transport, hop), transport, hop)
     return reduce(PartialState.merge, (PartialState(x[..., -2], x[..., -1], x[..., :-2]) for x in packed))

@@ -179,6 +179,7 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Tensor | None) -> Tensors:
         q, k, v, *_ = inputs
+        ring.spec.record_call(ring.transport, run.__name__, q, k, v)
         count = ring.plan.head_chunks_for_memory(q, k, v)
         if count == 1:
             return run(ring, *inputs)

@@ -5,12 +5,15 @@ A public call validates its arguments once, turns them into an `AttentionSpec`, 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ringattn.comm.connect import TRANSPORTS, Call
+from ringattn.comm.calls import Call, shorten
+from ringattn.comm.connect import TRANSPORTS
+from ringattn.comm.transport import Transport
 from ringattn.kernels import dispatch, validation
 from ringattn.kernels.reference import under_autocast
 from ringattn.layout import Layout
@@ -54,10 +57,22 @@ class AttentionSpec(NamedTuple):
             **options,
         )
 
-    def as_call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
-        shapes = {"batch size": q.shape[0], "heads": q.shape[2], "key heads": k.shape[2], "dtype": str(q.dtype)}
-        shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": self.documents.tolist()}
+    def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Let the watchdog of a transport compare this call with the calls of the other ranks."""
+        # The lengths of documents are identified by their tensor, because reading them would take time in every call.
+        key = name, q.shape, k.shape, v.shape, q.dtype, id(self.documents), self[1:]
+        transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v), self)
+
+    def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Call:
+        """Return the name of a call and all settings that must be the same on all ranks, by their names in error messages."""
+        shapes = {
+            "the call": name,
+            "batch size": q.shape[0],
+            "heads": q.shape[2],
+            "key heads": k.shape[2],
+            "dtype": str(q.dtype),
+        }
+        shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.documents.tolist())}
         settings = {name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "scale", "dropout_p")}
         # A window of 0 means no window. Without dropout the seed has no effect, so ranks may pass different seeds.
         return shapes | settings | {"window": self.window or None, "seed": self.seed if self.dropout_p else None}

@@ -208,9 +208,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
 
     For each chunk, `saved` contains the gathered q, k and v (unless the all-to-all is recomputed), followed by out and lse.
     """
-    call = partial(spec.attention.as_call, q, k, v)
+    call = partial(spec.attention.as_call, "forward of ulysses_attention", q, k, v)
     ring = Ring.of(spec.attention, q.device, call)
     transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
+    spec.attention.record_call(transport, "forward of ulysses_attention", q, k, v)
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
     # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
     # arrive, so messages of both directions are in flight at the same time.
@@ -246,6 +247,7 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
         dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec).chunk(spec.chunks, 2)]
     transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
+    spec.attention.record_call(transport, "backward of ulysses_attention", dout, dout, dout)
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
     outputs = heads.to_heads(*inputs, dout)
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))

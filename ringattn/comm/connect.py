@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
+from ringattn.comm.calls import Call, shorten
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.simulated import SIMULATED_RANKS, SimulatedRank
 from ringattn.comm.transport import MessageTransport, Transport
@@ -27,7 +28,6 @@ from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
 from ringattn.planning.cost_model import attention_flops, interconnect
 
 Group = dist.ProcessGroup | SimulatedRank
-Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by their names
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
@@ -114,31 +114,6 @@ def open_all_to_all(transport: Transport) -> AllToAll:
     return NvlinkAllToAll(transport)
 
 
-def compare_first_calls(group_name: str, kind: str, call: Callable[[], Call]) -> None:
-    """Compare the settings of the first call of a given kind between the ranks of a process group.
-
-    All ranks of the group must call this function.
-
-    Args:
-        group_name: the name of the process group.
-        kind: the kind of the call, such as "decode". Later calls of the same kind are not compared.
-        call: a function that returns the settings of the call.
-
-    Raises:
-        ValueError: the settings differ.
-        RingFault: a rank made no call within the timeout.
-    """
-    if not group_name or group_name in SIMULATED_RANKS:
-        return
-    group = _resolve_process_group(group_name)
-    if _compared.get((group_name, kind)) is not group:
-        _compare_calls(_group_store(group, kind), group, call())
-        _compared[group_name, kind] = group
-
-
-_compared: dict[tuple[str, str], dist.ProcessGroup] = {}
-
-
 class _Identity(NamedTuple):
     """The information about a rank that the other ranks need."""
 
@@ -206,16 +181,11 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
-            if value != (expected := known[0][1][name]):
+            if value != (expected := known[0][1].get(name)):
                 raise ValueError(
-                    f"rank {known[0][0]} of the group calls attention with {name} = {_shorten(expected)} and rank {rank} with "
-                    f"{_shorten(value)}: all ranks must make the same call"
+                    f"rank {known[0][0]} of the group calls attention with {name} = {shorten(expected)} and rank {rank} with "
+                    f"{shorten(value)}: all ranks must make the same call"
                 )
-
-
-def _shorten(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm import cuda_driver
+from ringattn.comm.calls import Call, CallLog, describe_difference
 from ringattn.planning.schedule import Message
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
 GRACE = 5.0  # seconds after a verdict in which a process may end by itself, before the watchdog ends it
+DIFFERENCE = "ringattn: the ranks make different calls: "  # begins the message if calls differ
 _COUNTER_RANGE = 1 << 32  # the counter of finished hops has 32 bits and wraps around
 
 
@@ -77,6 +80,8 @@ class NoWatchdog:
 
     def cancel(self, hop: None) -> None: ...
 
+    def record_call(self, key: tuple, describe: Callable[[], Call], owner: object = None, cached: int = 0) -> None: ...
+
     def fault(self, hop: None) -> None: ...
 
     def stop(self) -> None: ...
@@ -109,6 +114,7 @@ class Watchdog:
         self._memory = torch.zeros(1, dtype=torch.int32, pin_memory=self.on_gpu, device="cpu")
         self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of the last finished hop
         self._progress = (0, time.monotonic())  # the latest known value of `_last_finished`, and the time of its last change
+        self._calls = CallLog()
         self._lock = threading.Lock()  # held while hops are removed from `in_flight`
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True)
@@ -139,6 +145,15 @@ class Watchdog:
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
+    def record_call(self, key: tuple, describe: Callable[[], Call], owner: object = None, cached: int = 0) -> None:
+        """Record a call of attention before its first message, see `CallLog.record`. The thread compares all calls.
+
+        New settings are published at once, because messages of a wrong size may end this process before the next heartbeat.
+        """
+        if self._calls.record(key, describe, owner, cached):
+            with suppress(Exception):  # the store is gone; a hop will fail or become overdue soon
+                self._publish_calls()
+
     def cancel(self, hop: Hop | None) -> None:
         """Stop watching a hop for which this rank no longer waits, for example because an exception has ended the pass."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
@@ -168,10 +183,15 @@ class Watchdog:
             # thread ignores these exceptions, because the hop in progress will become overdue anyway.
             with suppress(Exception):
                 self._send_heartbeat()
+                self._publish_calls()
+                # All ranks compare their calls with those of rank 0, so a difference between any two ranks is found.
+                if self.rank and (difference := self._find_difference([0])):
+                    self.store.compare_set("verdict", "", f"{difference}; the run ends here")
                 if self.store.check(["verdict"]):
-                    # Another rank has published a verdict. The main thread gets some time to raise its own exception.
-                    time.sleep(GRACE)
-                    self._exit(self.store.get("verdict").decode())
+                    verdict = self.store.get("verdict").decode()
+                    # The main thread gets some time to raise its own exception. If calls differ, no call raises one.
+                    time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
+                    self._exit(verdict)
             if hop is not None:
                 self._exit(self._diagnose(hop))
 
@@ -192,6 +212,19 @@ class Watchdog:
         heartbeat = _Heartbeat(time.monotonic(), self.issued, self._last_finished.value, str(self.latest))
         self.store.set(f"life/{self.rank}", json.dumps(heartbeat))
 
+    def _publish_calls(self) -> None:
+        self.store.set(f"calls/{self.rank}", json.dumps(list(self._calls.recent)))
+
+    def _find_difference(self, ranks: Iterable[int]) -> str | None:
+        """Return one sentence about the first call that differs between this rank and one of `ranks`, or None."""
+        own = list(self._calls.recent)
+        for rank in ranks:
+            if self.store.check([key := f"calls/{rank}"]):
+                difference = describe_difference((rank, self.rank), (json.loads(self.store.get(key)), own))
+                if difference is not None:
+                    return f"{DIFFERENCE}{difference}"
+        return None
+
     def _diagnose(self, hop: Hop) -> str:
         """Return one sentence that names the rank that is behind.
 
@@ -203,7 +236,8 @@ class Watchdog:
                 return self.store.get("verdict").decode()
             # compare_set stores the text only if no other rank has stored a verdict in the meantime. compare_set returns the
             # stored text. All ranks therefore print the same verdict.
-            text = f"ringattn: {self._find_culprit(hop)}; {waiting}"
+            difference = self._find_difference(range(self.size))
+            text = f"{difference or f'ringattn: {self._find_culprit(hop)}'}; {waiting}"
             return self.store.compare_set("verdict", "", text).decode() or text
         except Exception:
             return f"ringattn: the job's store does not respond, so the rank that hosts it is gone; {waiting}"

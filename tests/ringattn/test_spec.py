@@ -43,10 +43,10 @@ def test_a_spec_carries_mask_and_layout_as_values() -> None:
 
 def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
     """The seed matters only with dropout. Backend and precision may differ between ranks."""
-    call = create(Mask.causal(), Layout.zigzag(6, 1)).as_call(Q, K, K)
+    call = create(Mask.causal(), Layout.zigzag(6, 1)).as_call("forward", Q, K, K)
     assert (call["batch size"], call["heads"], call["key heads"], call["dtype"]) == (2, 4, 2, "torch.float32")
     assert call["window"] is None and call["seed"] is None and "backend" not in call
-    assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call(Q, K, K)["seed"] == 7
+    assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call("forward", Q, K, K)["seed"] == 7
 
 
 def test_count_pairs() -> None:

@@ -1,0 +1,131 @@
+"""Tests of the comparison of calls: ranks that make different calls end with a message that names the difference."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, ulysses_attention
+from ringattn.comm import watchdog
+from ringattn.comm.calls import WINDOW, CallLog, describe_difference, shorten
+from tests.distributed import start_ranks
+
+SEQ_LEN = 24
+
+
+def attend(batch: int = 1, heads: int = 4, key_heads: int = 4, dims: tuple[int, int] = (8, 8), dtype=torch.float32, **options):
+    """Call ring_attention, or ulysses_attention with `ulysses`, and return the sum of the output."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    operation = ulysses_attention if options.pop("ulysses", False) else ring_attention
+    kind, mask = options.pop("kind", "zigzag"), options.pop("mask", Mask.causal())
+    if operation is ulysses_attention:
+        layout, groups = Layout.contiguous(SEQ_LEN, 1).split(ranks), {"ulysses_group": dist.group.WORLD}
+    else:
+        layout, groups = Layout(kind, SEQ_LEN, ranks), {"group": dist.group.WORLD}
+    shapes = (heads, dims[0]), (key_heads, dims[0]), (key_heads, dims[1])
+    q, k, v = (torch.ones(batch, layout.rows(rank), n, d, dtype=dtype, requires_grad=True) for n, d in shapes)
+    return operation(q, k, v, layout=layout, mask=mask, **groups, **options).float().sum()
+
+
+def decode(cached: int = 12, heads: int = 4, **options) -> None:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    cache = KVCache(64, rank, ranks, block=options.pop("block", 1))
+    cache.append(*(torch.ones(1, cached, 2, 8) for _ in range(2)))
+    decode_attention(torch.ones(1, 1, heads, 8), cache, group=dist.group.WORLD, **options)
+
+
+# For each kind of difference: the call of all ranks but one, the call of the last rank, and what the message must name.
+DIFFERENCES: dict[str, tuple[Callable, Callable, str]] = {
+    "mask": (attend, lambda: attend(mask=Mask.full()), "is_causal"),
+    "window": (attend, lambda: attend(mask=Mask.causal(window=5)), "window = "),
+    "documents": (attend, lambda: attend(mask=Mask.causal(documents=[10, 14])), "documents"),
+    "layout": (attend, lambda: attend(kind="contiguous"), "layout = zigzag"),
+    "schedule": (lambda: attend(schedule="kv"), lambda: attend(schedule="state"), "schedule = kv"),
+    "scale": (attend, lambda: attend(scale=0.5), "scale"),
+    "dropout": (attend, lambda: attend(dropout_p=0.5), "dropout_p"),
+    "seed": (lambda: attend(dropout_p=0.5, seed=1), lambda: attend(dropout_p=0.5, seed=2), "seed = 1"),
+    "batch": (attend, lambda: attend(batch=2), "batch size"),
+    "heads": (attend, lambda: attend(heads=8), "heads = 4"),
+    "key heads": (attend, lambda: attend(key_heads=2), "key heads"),
+    "head dim": (attend, lambda: attend(dims=(16, 8), scale=1.0), "head dim = 8"),
+    "value dim": (attend, lambda: attend(dims=(8, 16)), "value head dim"),
+    "dtype": (attend, lambda: attend(dtype=torch.float64), "dtype"),
+    "direction": (attend, lambda: attend().backward(), "the call = "),
+    "backward": (lambda: attend().backward(), lambda: attend(scale=0.5).backward(), "scale"),
+    "Ulysses": (lambda: attend(ulysses=True), lambda: attend(ulysses=True, mask=Mask.full()), "is_causal"),
+    "Ulysses backward": (lambda: attend(ulysses=True).backward(), lambda: attend(ulysses=True), "the call = "),
+    "decoding window": (decode, lambda: decode(window=3), "window"),
+    "decoding length": (decode, lambda: decode(cached=13), "tokens in the cache = 12"),
+    "decoding block": (decode, lambda: decode(block=3), "block"),
+}
+
+
+def make_different_calls(kind: str, directory: Path, interval: float) -> None:
+    """Make the same call on all ranks and then the different ones. The watchdog must end this process."""
+    watchdog.HEARTBEAT_INTERVAL = interval
+    rank = dist.get_rank()
+    os.dup2(os.open(directory / f"stderr_of_rank_{rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
+    common, other, _ = DIFFERENCES[kind]
+    common()
+    dist.barrier()
+    (directory / f"start_of_rank_{rank}").touch()
+    try:
+        for _ in range(100):
+            (other if rank == dist.get_world_size() - 1 else common)()
+            time.sleep(0.01)
+    except RuntimeError as error:  # a RingFault of the watchdog
+        print(error, file=sys.stderr, flush=True)
+        os._exit(1)
+    time.sleep(60)
+
+
+def check_difference(kind: str, ranks: int, directory: Path, interval: float) -> None:
+    processes = start_ranks(make_different_calls, ranks, directory, kind, directory, interval).processes
+    for process in processes:
+        process.join(30)
+    end = time.time()
+    assert all(process.exitcode for process in processes)
+    texts = [(directory / f"stderr_of_rank_{rank}").read_text() for rank in range(ranks)]
+    named = [text for text in texts if "the ranks make different calls: " in text]
+    assert named and all(DIFFERENCES[kind][2] in text and f"on rank {ranks - 1}" in text for text in named), texts
+    assert end - max((directory / f"start_of_rank_{rank}").stat().st_mtime for rank in range(ranks)) < 2.5
+
+
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_a_second_call_that_differs_is_named(kind: str, tmp_path: Path) -> None:
+    check_difference(kind, 2, tmp_path, interval=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", DIFFERENCES)
+def test_a_second_call_that_differs_on_one_of_four_ranks_is_named(kind: str, tmp_path: Path) -> None:
+    check_difference(kind, 4, tmp_path, interval=watchdog.HEARTBEAT_INTERVAL)
+
+
+def test_equal_logs_have_no_difference_and_the_first_difference_is_described() -> None:
+    """The description names the call, the setting, both values and both ranks."""
+    logs = CallLog(), CallLog()
+    for log in logs:
+        for _ in range(5):
+            log.record(("a",), lambda: {"scale": 1})
+        assert log.recent[-1][0] == 5
+    entries = [list(log.recent) for log in logs]
+    assert describe_difference((0, 3), (entries[0], entries[1][:-1])) is None
+    for log, scale in zip(logs, (1, 2), strict=True):
+        assert log.record(("b", scale), lambda scale=scale: {"scale": scale}) and not log.record(("a",), lambda: {})
+    text = describe_difference((0, 3), tuple(list(log.recent) for log in logs))
+    assert text.startswith("call 6 ") and "scale = 1 on rank 0 and scale = 2 on rank 3" in text
+
+
+def test_a_log_is_bounded() -> None:
+    """Packed documents bring new settings in every step. The oldest are forgotten."""
+    log = CallLog()
+    for step in range(1000):
+        log.record((step,), lambda step=step: {"documents": shorten([step] * 1000)})
+    assert len(log.recent) == WINDOW and len(log._settings) <= 64
+    assert len(shorten([1] * 1000)) < 120 and shorten([1] * 1000) != shorten([1] * 999 + [2])
