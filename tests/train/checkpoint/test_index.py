@@ -72,6 +72,14 @@ def test_a_file_outside_the_checkpoint_is_rejected(checkpoint):
         parse_index((checkpoint / ".metadata").read_bytes(), files={"another.distcp"})
 
 
+@pytest.mark.parametrize("name", ["load", "float32.fget", "nn.Linear"])
+def test_other_objects_of_torch_are_rejected(name):
+    """Only the dtypes of torch are allowed, because functions such as torch.load run code."""
+    protocol_0 = f"ctorch\n{name}\n.".encode()
+    with pytest.raises(pickle.UnpicklingError, match=f"torch.{name}, which is not allowed"):
+        parse_index(protocol_0, files=set())
+
+
 def test_code_in_an_index_is_not_run(checkpoint, tmp_path):
     replace_index(checkpoint, pickle.dumps(MakeDirectory(tmp_path / "made")))
     with pytest.raises(storage.CheckpointError, match="posix.mkdir, which is not allowed"):
