@@ -9,10 +9,10 @@ head dim of v:
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-With s = scale * q k^T over the keys seen so far, the state of a query is its maximum m, l = sum exp(s - m) and
-o = sum exp(s - m) v. A query that has not attended to any key has the empty state (-inf, 0, 0), the output 0 and the lse -inf.
-Query head h uses key head h // (Hq / Hkv). In the Hopper kernels, m may be another number near the scores instead of their
-maximum. l and o are then relative to this number and represent the same sums.
+The state (m, l, o) of a query depends on the keys that the query has seen so far. If s = scale * q k^T are the scores of these
+keys, m is the maximum of s, l is sum exp(s - m), and o is sum exp(s - m) v. A query that has not attended to any key has the
+empty state (-inf, 0, 0), the output 0 and the lse -inf. Query head h uses key head h // (Hq / Hkv). In a state of the Hopper
+kernels, m may be smaller than the maximum of the scores. l and o are then relative to this m and represent the same sums.
 
 `forward` and `backward` take three options. `dropout` drops probabilities. With dropout, o is a sum over the kept probabilities
 only, which are scaled, whereas m, l and lse do not change. `blocks` masks pairs of a block of queries and a block of keys.

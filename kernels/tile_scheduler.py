@@ -15,7 +15,8 @@ from heapq import heapreplace
 import torch
 from torch import Tensor
 
-# The time that a work tile takes in addition to the time of its steps, in units of the time of one step.
+# A work tile takes longer than all of its steps together. These two numbers are the additional time. The unit is the time of
+# one step.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 

@@ -34,8 +34,8 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
     query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
     first, last = (torch.cat(x) for x in zip(*ends, strict=True))
-    # The bounds of the intervals never decrease. Therefore the keys of a tile of queries range from the lo of the first query
-    # of the tile to the hi of the last query of the tile.
+    # The bounds of the intervals never decrease. In a tile of queries, the first query therefore has the smallest lo, and the
+    # last query has the largest hi. All keys of the tile lie between these two bounds.
     lo, hi = lo[:, first].contiguous(), hi[:, last].contiguous()
     tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64, device="cpu")
     for key_rank in ranks:

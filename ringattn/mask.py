@@ -188,8 +188,8 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
     if mask.is_causal:
         hi = torch.minimum(hi, position + 1)
     if mask.window is not None:
-        # A window of more than seq_len + num_queries gives the same intervals as a window of this size. The window is limited,
-        # because the sum of a position and a very large window could overflow int64.
+        # All windows of at least seq_len + num_queries give the same intervals. The window is limited to this number, because
+        # the sum of a position and a very large window could overflow int64.
         window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)

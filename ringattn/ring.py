@@ -17,10 +17,12 @@ While step t computes, the queries for step t + 1 and the states of step t - 1 a
 as long as a step of attention takes longer than a hop. Each rank computes a part of its own block in the last step, and the
 time of this computation hides the return of the last states to their owners.
 
-In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank. If the transport connects
-every pair of ranks directly, blocks are not relayed. A rank then receives each block from the owner of the block, and sends the
-result directly back to this owner. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of
-this module is the same for both kinds of schedules.
+In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank.
+
+In both rings, blocks are not relayed if the transport connects every pair of ranks directly. A rank then receives each block
+from the owner of the block, and sends the result of the block directly back to this owner. Only the forward pass of the KV ring
+has no results to send back. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of this
+module is the same for both kinds of schedules.
 
 `run_schedule` contains all of the communication. The four passes below this function (`_forward_state`, `_forward_kv`,
 `_backward_state` and `_backward_kv`) only say what circulates, what one local step computes, and how two partial results are
@@ -227,7 +229,7 @@ class Ring:
 
         Args:
             first_head: the index of the chunk's first head among this ring's heads. Only the dropout depends on this index.
-            all_to_all_uses_sms: the value of the field of the same name, unless the field is True already.
+            all_to_all_uses_sms: with True, the field of the same name becomes True. With False, the field keeps its value.
         """
         spec = self.spec._replace(first_head=self.spec.first_head + first_head)
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
@@ -370,9 +372,9 @@ class Ring:
         return kernel.finish(), *grads
 
 
-# All layers of a model use the same plan, one layer after the other. At 4,096 tokens per rank, even 10 us on the host matter.
-# Therefore the key of this cache consists of the plain values in an `AttentionSpec`, so that a lookup in the cache does not
-# build a mask or a layout.
+# Every attention layer of a model looks up the plan in this cache. At 4,096 tokens per rank, even 10 us on the host matter.
+# Therefore the key of this cache consists of plain values from the `AttentionSpec`, and a lookup does not build a mask or a
+# layout.
 @lru_cache(maxsize=4)
 def _cached_plan(is_causal, window, documents, layout, seq_len, ranks, rank, device) -> Plan:
     mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)

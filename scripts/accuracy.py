@@ -28,7 +28,7 @@ GROUP = 64  # the number of rows that `group_error` measures together
 # out of 16,384, the error is 0.06.
 GROUP_TOLERANCE = 0.02
 
-# The number of scores that the reference computes at once: 0.5 GiB in float64.
+# The reference computes about this number of scores at once. In float64, these scores take 0.5 GiB.
 MAX_SCORES = 2**26
 
 

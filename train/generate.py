@@ -23,9 +23,9 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
     The rank that holds the last position samples each token and broadcasts it.
 
     Args:
-        run: the run, whose model generates the text on the ranks that share a sequence. The embedding may be padded beyond the
-            vocabulary of the tokenizer, and token ids of this padding are never sampled. Generation stops when the model
-            generates the end-of-text token `eos` of the tokenizer.
+        run: the run whose model generates the text. The positions of the text are divided among the ranks that share a
+            sequence. The embedding may be padded beyond the vocabulary of the tokenizer, and token ids of this padding are
+            never sampled. Generation stops when the model generates the end-of-text token `eos` of the tokenizer.
         prompt: the token ids of the prompt. The model reads one `eos` before the prompt, as before every document in training.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.

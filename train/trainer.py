@@ -80,8 +80,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
-        # An existing summary is outdated. The summary describes fewer steps than this run will take, or steps that this run
-        # discards because it goes back to a checkpoint.
+        # An existing summary is outdated. Either this run takes more steps than the summary describes, or this run resumes from
+        # an earlier checkpoint and discards some of the steps that the summary describes.
         (directory / "summary.json").unlink(missing_ok=True)
         # Checkpoints of later steps are removed before the recorder removes the metrics of the later steps. If the run is
         # killed between the two removals, the next launch resumes from the same checkpoint as this launch.

@@ -336,7 +336,8 @@ def _opaque_zero():
     """Return a 0 whose value the compiler cannot know.
 
     The compiler would compute an address with a constant index before the loops. The address would then occupy registers during
-    the loops, and the kernel would spill registers. If this 0 is added to the index, the address is computed where it is used.
+    the loops, and the kernel would spill registers. The kernel therefore adds this 0 to the index. The compiler then
+    computes the address only when the address is needed.
     """
     return hopper_common.execute("mov.b32 $0, 0;")
 

@@ -4,9 +4,9 @@ The kernels are written in Gluon, the tile-level language inside the triton pack
 names in different releases. This module gives every renamed function a single name, and the kernels use only that name.
 
 Vocabulary of sm_90: TMA is the hardware unit that copies tiles between global and shared memory without using registers. A TMA
-descriptor is a record of the shape, the strides and the tile size of a tensor, which TMA reads. wgmma is the matrix instruction
-of a warpgroup (four warps, 128 threads). An mbarrier is a barrier in shared memory that counts arrivals and bytes copied by
-TMA. A named barrier is one of the 16 hardware barriers of a program (CTA).
+descriptor tells TMA the shape and the strides of a tensor and the size of a tile. A warpgroup consists of four warps, which are
+128 threads. wgmma is the instruction with which a warpgroup multiplies matrices. An mbarrier is a barrier in shared memory that
+counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware barriers of a program (CTA).
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,10 @@ class Config:
 
     @property
     def output_layout(self) -> gl.NVMMADistributedLayout:
-        """The register layout of a consumer's results (64, dim), which are o in the forward and dk and dv in the backward."""
+        """The register layout of a consumer's results (64, dim).
+
+        In the forward kernel, the result is o. In the backward kernel, the results are dk and dv.
+        """
         return accumulator_layout(self.dim)
 
     @property

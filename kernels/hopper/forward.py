@@ -4,9 +4,9 @@ This kernel computes FlashAttention-2 (Dao 2023, algorithm 1). Its loop is pipel
 section 3).
 
 A work tile is a tile of queries of one head. `Intervals.work_tiles` assigns work tiles to programs before the launch. Usually
-there is one program per SM. In a program, one warp is the producer, which loads Q, K and V. The other partitions are two or
-three consumers. Each consumer is a warpgroup that computes 64 rows of every work tile and keeps scores, probabilities and o in
-registers.
+there is one program per SM. The warps of a program are divided into partitions. One partition is the producer, a single warp
+that loads Q, K and V. The remaining partitions are two or three consumers. Each consumer is a warpgroup that computes 64 rows
+of every work tile and keeps scores, probabilities and o in registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -22,7 +22,8 @@ registers.
       load o (*) ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
                <----- k_empty, v_empty                            <------- release the stages in the next work tile
 
-      (*) The producer loads o only if a state comes in and the output is returned. Otherwise it only transfers the stages.
+      (*) The producer loads o only if a state comes in and the output is returned. Otherwise the producer only transfers the
+          stages to the consumers, which write the new o into them.
 
 In a consumer, the softmax of one step overlaps with the second product of the previous step:
 
@@ -34,16 +35,18 @@ one arrival of every consumer. The stage and the phase are not reset between wor
 tile while the consumers finish the previous one. If K and V of a stage are released jointly, `k_empty` is the same barrier as
 `v_empty`.
 
-Slots of Q. The output of a work tile is copied to global memory through the shared memory of its Q. A call that returns an
-output therefore has two slots of Q. A consumer releases the slot of a work tile after the first product of the next work tile.
-A state is copied through stages of K and V instead. A call that returns a state therefore has one slot of Q, and a consumer
-releases the slot after the last S of the work tile. The variable `slot` is one bit, which flips with every work tile. The index
-of the slot in shared memory is `slot % q_slots`. Consumers wait for phase `slot` of `q_full`, and the producer waits for phase
-`slot ^ 1` of `q_empty`.
+Slots of Q. The output of a work tile is copied to global memory through the shared memory of its Q. This slot is therefore
+still in use when the next work tile begins. A call that returns an output has a second slot, into which the producer loads the
+next Q. A consumer releases the slot of a work tile after the first product of the next work tile. A state is copied through
+stages of K and V instead. A call that returns a state therefore has one slot of Q, and a consumer releases the slot after the
+last S of the work tile. The variable `slot` is one bit, which flips with every work tile. The index of the slot in shared
+memory is `slot % q_slots`. Consumers wait for phase `slot` of `q_full`, and the producer waits for phase `slot ^ 1` of
+`q_empty`.
 
 State stages. The o of a state is in fp32 and needs twice the bytes of a Q in 16 bits, so o does not fit into the shared memory
-of Q. The producer therefore transfers the next stages of the K/V pipeline to the consumers. TMA loads the incoming o into the
-shared memory of these stages, or stores or adds the new o from there. The code is in `ringattn.kernels.hopper.epilogue`.
+of Q. The producer therefore transfers the next stages of the K/V pipeline to the consumers. If the output is returned, TMA
+loads the incoming o into these stages. If a state is returned, TMA usually stores the new o from these stages, or adds it to
+the incoming o in global memory. The module `ringattn.kernels.hopper.epilogue` contains this code and a table of all cases.
 
 Retry pass. In bf16, the softmax subtracts an optimistic reference max, which `ringattn.kernels.hopper.softmax` explains. If a
 row of a program overflows, all partitions of that program repeat all of its work tiles. In this retry pass, they update the
@@ -148,13 +151,16 @@ class Config(hopper_common.Config):
 
     @property
     def state_stages(self) -> int:
-        """The number of stages that hold the o of all consumers when a state comes in or is returned."""
+        """The number of stages that are needed for the o of all consumers.
+
+        If no state comes in and none is returned, the number is 0.
+        """
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
 # The maximal total size of K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache.
-# The output passes through this cache, too. An incoming state is in fp32 and passes through the cache twice, so K and V then
-# get only half of this size.
+# The output passes through this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and
+# an update in place both reads and writes it. K and V then get only half of this size.
 L2_BYTES = 32 * 2**20
 L2_BYTES_WITH_STATE = 16 * 2**20
 
@@ -168,8 +174,8 @@ TILES = {
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
 
-# A call with at most this number of rows uses TILES_FEW_ROWS. A row is one query of one head and one batch entry, and only rows
-# that see a key count. At head dim 128, the work tiles for few rows have 128 rows instead of 192, so that fewer SMs are idle.
+# A call with at most this number of rows uses TILES_FEW_ROWS. A row is one query of one head and one batch entry. Rows that see
+# no key are not counted. At head dim 128, the work tiles for few rows have 128 rows instead of 192, so that fewer SMs are idle.
 # At head dim 64, both tables have the same settings.
 FEW_ROWS = 2**16
 TILES_FEW_ROWS = TILES | {
@@ -335,8 +341,8 @@ def _step(
     if UPDATE_REF_MAX:
         ref_max, alpha = softmax.update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # Step num_masked processes the first unmasked tile, in which all rows see all keys. After this step, no reference max is
-    # unset.
+    # A row may see its first key in any masked step, so its reference max may still be unset. In step num_masked, the first
+    # unmasked step, every row sees all keys of the tile. After this step, every reference max is set.
     elif (step <= num_masked) & ~all_initialised:
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -362,8 +368,9 @@ def _first_step(
     """Compute the probabilities of the first step of a work tile, and return the carry for `_step`.
 
     `stage` and `phase` are those of the first step. `state_stage` is the state stage that this consumer used in the previous
-    work tile, or -1. The other arguments are those of `_step`. If no row sees a key, this step masks all scores. All keys of
-    the step may then lie beyond the last key of the tensor.
+    work tile, or -1. The other arguments are those of `_step`. A work tile in which no row sees a key also has one step, and
+    the keys of this step may lie beyond the last key of the tensor. The step then masks all scores, so the values of these keys
+    do not matter.
     """
     _, keys, _ = buffers
     _, q_empty, k_full, k_empty, _, v_empty = barriers
@@ -499,8 +506,9 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         if _any_overflow(overflow, 4, CONFIG):
             # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise, these invalid
             # results could arrive later and replace the valid ones. The function `tma_store_wait` is not enough, because it
-            # waits only until TMA has read the shared memory from which it stores. This instruction has no ".read", so it also
-            # waits for the writes. Gluon has no function for this form of the instruction.
+            # waits only until TMA has read the results from shared memory. The instruction below is the same wait without
+            # ".read". It also waits until TMA has written the results to global memory. Gluon has no function for this form of
+            # the instruction.
             hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(arguments, slot, stage, phase, CONSUMER, True, CONFIG)
 
@@ -558,8 +566,8 @@ def _compute_work_tiles(
             batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
         slot ^= 1
-    # When the program ends, its shared memory is freed, and a retry pass overwrites this memory. Therefore wait until TMA has
-    # read all results from shared memory.
+    # After this function, the program either ends or starts a retry pass. The end of the program frees its shared memory, and a
+    # retry pass overwrites it. In both cases, TMA must first have read all results from shared memory.
     hopper_common.tma_store_wait(0)
     _release_state_stage(k_empty, v_empty, state_stage, CONFIG)
     return slot, stage, phase, overflowed
@@ -615,7 +623,8 @@ def _forward_kernel(
         k_empty = v_empty
     barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
-    # The incoming state is also read through `results`, because a state is updated in place.
+    # `results` also contains the tensors of the state. Consumers read the incoming state from these tensors. If a state is
+    # returned, they write the new state to the same tensors.
     results = state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries
     computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
     # The last two arguments are the numbers of warps and of registers per thread, for all partitions except the first one. The
@@ -651,7 +660,8 @@ def configure(
     update = dtype != torch.bfloat16
     config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
     # While the consumers use the state stages, the producer already loads the first keys of the next work tile into other
-    # stages. There is one such stage if Q has two slots. If Q has only one slot, shared memory has room for two such stages.
+    # stages. If Q has two slots, there is at least one stage besides the state stages. If Q has one slot, shared memory has
+    # room for one more stage, so there are at least two.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -669,7 +679,8 @@ def forward(
         k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
         v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
         intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
-            Tiles outside all intervals are skipped, and tiles inside all intervals are computed without a mask.
+            For each work tile, the kernel skips the tiles of keys before the first interval and after the last interval. The
+            kernel applies no mask to tiles of keys that all rows of the work tile attend to.
         scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
         state: (m, l, o) of these queries over the keys of earlier calls, fp32 and contiguous: m and l (B, Nq, Hq), o
             (B, Nq, Hq, Dv). Without `final`, these tensors are updated in place. With None, there are no earlier keys.

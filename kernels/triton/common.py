@@ -170,7 +170,7 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
 
 
 def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, blocks, precision, **constants):
-    """Launch a kernel of the forward or of the backward, with one program for every tile of every head.
+    """Launch a forward kernel or a backward kernel. Each program computes one tile of one head.
 
     Args:
         kernel: the kernel. Its parameters are the inputs, the intervals, the table of tiles and the results, followed by the

@@ -100,7 +100,11 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Return the number of a new send, and make the side streams wait for all earlier work of the main stream."""
+        """Begin a send: make the side streams wait for all earlier work of the main stream.
+
+        Returns:
+            The number of the send. The first send of a call has the number 0.
+        """
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             # All exchanges of the call exist before the first send, so the total size of their regions is known here.

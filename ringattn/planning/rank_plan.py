@@ -115,8 +115,9 @@ class Plan:
     def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
         """Return the cost of a local step in FLOPs. The local step may belong to any rank.
 
-        The cost includes memory traffic, which is converted to FLOPs. If a rank's own block is computed in two parts, the cost
-        of a part is estimated as the planned share of the cost of the whole block.
+        If a rank's own block is computed in two parts, each part is assumed to contain its planned share of the (query, key)
+        pairs of the block. In the state ring, the cost includes the memory traffic for each circulating query, which is
+        converted to FLOPs.
         """
         # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
         # owner of the circulating block.
@@ -132,8 +133,9 @@ class Plan:
     def merge_bytes(self, work: Work) -> float:
         """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
 
-        The estimate counts, for each rank, the overlaps of its queries with the keys of all other ranks. Each overlap adds the
-        bytes of the result of its queries (as in the state ring) and the bytes of the result of its keys (as in the KV ring).
+        The estimate is the same for the state ring and for the KV ring. It counts, for each rank, the overlaps of its queries
+        with the keys of all other ranks. For each overlap, it adds the bytes of the result for the queries, which the state
+        ring merges, and the bytes of the result for the keys, which the KV ring merges.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         by_rank = []

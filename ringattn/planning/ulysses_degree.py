@@ -46,8 +46,8 @@ def head_chunks_for_overlap(rows: int, heads: int, key_heads: int) -> int:
     another chunk. Attention does not hide the arrival of the first chunk and the return of the last chunk.
 
     Args:
-        rows: the number of tokens of all batch entries for which a rank computes attention.
-        heads, key_heads: the number of query heads and key heads for which a rank computes attention.
+        rows: the number of a rank's tokens after the all-to-all, summed over all batch entries.
+        heads, key_heads: the numbers of a rank's query heads and key heads after the all-to-all.
     """
     limit = min(key_heads, MAX_HEAD_CHUNKS)
     counts = [n for n in range(1, limit + 1) if key_heads % n == 0 and rows * heads >= n * MIN_CHUNK_ROWS]
@@ -68,7 +68,8 @@ def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> i
     # q and out have query heads, and k and v have key heads. The gradients have the same sizes as these four tensors.
     elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
-    # After the all-to-all, a rank has 1 / U of the heads and U times as many rows, so U cancels out in the bytes of the ring.
+    # After the all-to-all, a rank has 1 / U of the heads and U times as many rows. The bytes per hop of the ring therefore do
+    # not depend on U.
     directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes
     return all_to_all_bytes + (ring - 1) * sum(min(sum(row.state), sum(row.kv)) for row in directions)
 
@@ -133,7 +134,7 @@ def best_ulysses_degree(
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:
-    """Return the time in seconds of both all-to-alls of one chunk of heads. The time is 0 if U is 1.
+    """Return the time in seconds that the two all-to-alls of a chunk of heads take together. The time is 0 if U is 1.
 
     Args:
         bytes_to_each: the bytes that a rank sends to each other rank in both all-to-alls together.

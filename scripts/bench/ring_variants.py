@@ -150,7 +150,7 @@ def _calls_with_autograd(
             return attend()
 
     def both() -> tuple[Tensor, ...]:
-        # With its own thread for backward passes, autograd would have to wake the thread, and a call would be about 50% slower.
+        # Normally, autograd runs a backward pass in a thread of its own. Waking this thread would make a call about 50% slower.
         with torch.autograd.set_multithreading_enabled(False):
             out = attend()
             return out.detach(), *torch.autograd.grad(out, inputs, dout)

@@ -49,7 +49,8 @@ class CheckpointError(ConfigError):
 def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, keep: int) -> Path:
     """Write the checkpoint `directory/step_<step>`, and remove all but the newest `keep` checkpoints.
 
-    All ranks call this function. If the function fails or is interrupted, the earlier checkpoints are unchanged.
+    All ranks call this function. If the function fails or is interrupted before the new checkpoint has its final name, the
+    checkpoints of all other steps are unchanged.
 
     Args:
         directory: the directory of the run's checkpoints.
