@@ -3,6 +3,7 @@
 import importlib
 import linecache
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,6 +205,18 @@ def test_a_corpus_without_text_is_an_error(tmp_path):
 def test_other_ranks_find_the_tokens_of_rank_0(tmp_path):
     run_ranks(_load_on_a_rank, 2, tmp_path / "ranks", write_text(tmp_path, "some text"), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("tokenised_by_*")) == ["tokenised_by_0"]
+
+
+def test_other_ranks_wait_for_rank_0(tmp_path):
+    run_ranks(_run_rank_zero_first, 2, tmp_path / "ranks", tmp_path / "filled")
+
+
+def _run_rank_zero_first(path: Path) -> None:
+    with packing._rank_zero_first():
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+            path.touch()
+        assert path.exists()
 
 
 def _load_on_a_rank(corpus: DataConfig, directory: Path) -> None:

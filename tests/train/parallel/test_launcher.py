@@ -39,6 +39,17 @@ def test_a_rank_that_was_killed_while_it_waited_does_not_mislead_the_next_attemp
         assert threads.submit(begin_attempt, store, 1, 2).result(10)[1] == first.result(10)[1] == 1
 
 
+def test_a_rank_waits_for_the_reply_of_its_own_attempt() -> None:
+    """The store still contains the reply to the previous process of the same rank."""
+    store = dist.HashStore()
+    begin_on_all_ranks(store, 2)
+    with ThreadPoolExecutor(2) as threads:
+        second = threads.submit(begin_attempt, store, 1, 2)
+        time.sleep(0.2)
+        assert not second.done()
+        assert threads.submit(begin_attempt, store, 0, 2).result(10)[1] == second.result(10)[1] == 2
+
+
 def test_the_time_of_the_launch_is_that_of_the_first_attempt() -> None:
     store = dist.HashStore()
     first = launch_time(store)
