@@ -14,8 +14,9 @@ the blocks. "Q3 K0" means that a rank computes the attention of rank 3's queries
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
 While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. Communication is therefore hidden
-as long as a step of attention takes longer than a hop. Each rank computes a part of its own block in the last step, and the
-time of this computation hides the return of the last states to their owners.
+as long as a step of attention takes longer than a hop. Each rank divides the rows of its own queries into two parts. Step 0
+computes the attention of the first part to the rank's own keys, and the last step computes the attention of the rest. The last
+step hides the return of the last states to their owners.
 
 In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank.
 
@@ -79,7 +80,8 @@ def run_schedule(
         compute: compute(local_step, block, into) runs attention between this rank's resident tensors and `block`. `block`
             contains exactly the rows that the local step names, so `compute` does not slice `block`. If `into` is given, `into`
             contains the same rows of `own_result`, and `compute` accumulates into these rows in place. If `into` is None,
-            `compute` returns a new partial result, or None if no result must be sent to the owner.
+            `compute` returns a new partial result, which is sent to the owner. In a pass without results, `compute` returns
+            None.
         own_result: the result of this rank's own block, which is updated in place. The caller initialises this result to the
             identity of `merge`. A pass that sends no results uses the default, an empty tuple.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
@@ -275,7 +277,7 @@ class Ring:
         return {"dropout": dropout, **self.kernel_options}
 
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the forward pass of the state ring, in which each rank attends with all queries to its own keys."""
+        """Compute the forward pass of the state ring, in which the circulating queries attend to the resident keys."""
         schedule, prepared = self._prepare("state", results=True)
         # The empty state is the identity of the merge. If no local step covers a row of this rank's queries, the row keeps the
         # empty state, which `finalize` turns into out = 0 and lse = -inf.

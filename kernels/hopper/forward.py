@@ -22,8 +22,8 @@ of every work tile and keeps scores, probabilities and o in registers.
       load o (*) ---- k_full, v_full > [ the next stages        ] -------> merge the incoming o, store or add o
                <----- k_empty, v_empty                            <------- release the stages in the next work tile
 
-      (*) The producer loads o only if a state comes in and the output is returned. Otherwise the producer only transfers the
-          stages to the consumers, which write the new o into them.
+      (*) The producer loads o only if a state comes in and the output is returned. Otherwise the producer only hands the
+          empty stages over to the consumers, which write the new o into these stages.
 
 In a consumer, the softmax of one step overlaps with the second product of the previous step:
 
@@ -45,8 +45,9 @@ memory is `slot % q_slots`. Consumers wait for phase `slot` of `q_full`, and the
 
 State stages. The o of a state is in fp32 and needs twice the bytes of a Q in 16 bits, so o does not fit into the shared memory
 of Q. The producer therefore transfers the next stages of the K/V pipeline to the consumers. If the output is returned, TMA
-loads the incoming o into these stages. If a state is returned, TMA usually stores the new o from these stages, or adds it to
-the incoming o in global memory. The module `ringattn.kernels.hopper.epilogue` contains this code and a table of all cases.
+loads the incoming o into these stages. If a state is returned and no state comes in, TMA stores o from these stages. If a state
+is returned and a state comes in, TMA adds the o of this call's keys to the incoming o in global memory. The module
+`ringattn.kernels.hopper.epilogue` contains this code, and a table of all cases with the exceptions.
 
 Retry pass. In bf16, the softmax subtracts an optimistic reference max, which `ringattn.kernels.hopper.softmax` explains. If a
 row of a program overflows, all partitions of that program repeat all of its work tiles. In this retry pass, they update the
@@ -158,9 +159,10 @@ class Config(hopper_common.Config):
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
-# The maximal total size of K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache.
-# The output passes through this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and
-# an update in place both reads and writes it. K and V then get only half of this size.
+# Head groups are sets of heads whose work tiles are processed one group after another. This number is the maximal total size of
+# K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache. The output passes through
+# this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and an update in place both
+# reads and writes it. K and V then get only half of this size.
 L2_BYTES = 32 * 2**20
 L2_BYTES_WITH_STATE = 16 * 2**20
 
