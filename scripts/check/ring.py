@@ -10,6 +10,7 @@ error exceeds its limit, the script prints the rank with the error and exits wit
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -178,4 +179,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of gloo sometimes abort a process during Python's usual cleanup, after the check has ended.
+    os._exit(status)
