@@ -10,6 +10,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +178,9 @@ def plot_loss(path: Path, output: Path) -> None:
 def _smooth(losses: list[float]) -> list[float]:
     """Return a moving average of the losses. The width of the average is a fiftieth of all steps."""
     width = max(len(losses) // 50, 1)
-    return [statistics.fmean(losses[max(i - width + 1, 0) : i + 1]) for i in range(len(losses))]
+    # Differences of cumulative sums give all means in linear time. A run may have a million steps.
+    sums = [0.0, *accumulate(losses)]
+    return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
 
 
 def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
