@@ -23,15 +23,15 @@ class CallLog:
     def __init__(self) -> None:
         self.recent: deque[Entry] = deque(maxlen=WINDOW)
         self._count = self._fingerprint = 0
-        self._settings: dict[tuple, tuple[str, object]] = {}
+        self._settings: dict[tuple, str] = {}
 
-    def record(self, key: tuple, describe: Callable[[], Call], owner: object = None, cached: int = 0) -> bool:
+    def record(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> bool:
         """Append a call to the log.
 
         Args:
-            key: identifies the settings on this rank. It is hashed instead of the settings, which are slow to describe.
-            describe: returns the settings. It is called if the key is new.
-            owner: an object that is kept as long as the key, because the key contains the `id` of a part of the object.
+            key: identifies the settings on this rank, because describing the settings in every call would be slow. A tensor in
+                the key stands only for itself, because tensors are hashed by identity.
+            describe: a function that returns the settings. The log calls this function if the key is new.
             cached: the number of tokens in a KV cache, which differs from call to call.
 
         Returns:
@@ -41,22 +41,33 @@ class CallLog:
         if is_new:
             if len(self._settings) >= MAX_SETTINGS:
                 del self._settings[next(iter(self._settings))]
-            self._settings[key] = json.dumps(describe()), owner
-        text, _ = self._settings[key]
+            self._settings[key] = json.dumps(describe())
+        text = self._settings[key]
         self._count += 1
         self._fingerprint = zlib.crc32(f"{text}{cached}".encode(), self._fingerprint)
         self.recent.append((self._count, self._fingerprint, text, cached))
         return is_new
 
+    def encode(self) -> str:
+        """Return the newest part of the log as JSON. Many calls have the same settings, which the JSON contains only once."""
+        entries = list(self.recent)
+        settings = list(dict.fromkeys(text for _, _, text, _ in entries))
+        return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
+
+
+def decode_log(log: str | bytes) -> list[Entry]:
+    """Return the entries of a log that `CallLog.encode` has encoded."""
+    settings, entries = json.loads(log)
+    return [(number, fingerprint, settings[i], cached) for number, fingerprint, i, cached in entries]
+
 
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
     """Return one sentence that names the first call that differs between the logs of two ranks, or None if no call differs."""
     others = {number: rest for number, *rest in logs[1]}
-    for number, fingerprint, text, cached in logs[0]:
-        if number not in others or others[number][0] == fingerprint:
+    for number, *own in logs[0]:
+        if own[0] == (other := others.get(number, own))[0]:
             continue
-        calls = [json.loads(text) | {"tokens in the cache": cached}]
-        calls += [json.loads(others[number][1]) | {"tokens in the cache": others[number][2]}]
+        calls = [json.loads(text) | {"tokens in the cache": cached} for _, text, cached in (own, other)]
         for name in calls[0] | calls[1]:
             values = [shorten(call.get(name)) for call in calls]
             if values[0] != values[1]:

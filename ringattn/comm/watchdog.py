@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.comm import cuda_driver
-from ringattn.comm.calls import Call, CallLog, describe_difference
+from ringattn.comm.calls import Call, CallLog, decode_log, describe_difference
 from ringattn.planning.schedule import Message
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class NoWatchdog:
 
     def cancel(self, hop: None) -> None: ...
 
-    def record_call(self, key: tuple, describe: Callable[[], Call], owner: object = None, cached: int = 0) -> None: ...
+    def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None: ...
 
     def fault(self, hop: None) -> None: ...
 
@@ -145,12 +145,12 @@ class Watchdog:
         else:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
-    def record_call(self, key: tuple, describe: Callable[[], Call], owner: object = None, cached: int = 0) -> None:
+    def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
         """Record a call of attention before its first message, see `CallLog.record`. The thread compares all calls.
 
         New settings are published at once, because messages of a wrong size may end this process before the next heartbeat.
         """
-        if self._calls.record(key, describe, owner, cached):
+        if self._calls.record(key, describe, cached):
             with suppress(Exception):  # the store is gone; a hop will fail or become overdue soon
                 self._publish_calls()
 
@@ -213,14 +213,14 @@ class Watchdog:
         self.store.set(f"life/{self.rank}", json.dumps(heartbeat))
 
     def _publish_calls(self) -> None:
-        self.store.set(f"calls/{self.rank}", json.dumps(list(self._calls.recent)))
+        self.store.set(f"calls/{self.rank}", self._calls.encode())
 
     def _find_difference(self, ranks: Iterable[int]) -> str | None:
         """Return one sentence about the first call that differs between this rank and one of `ranks`, or None."""
         own = list(self._calls.recent)
         for rank in ranks:
             if self.store.check([key := f"calls/{rank}"]):
-                difference = describe_difference((rank, self.rank), (json.loads(self.store.get(key)), own))
+                difference = describe_difference((rank, self.rank), (decode_log(self.store.get(key)), own))
                 if difference is not None:
                     return f"{DIFFERENCE}{difference}"
         return None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, ulysses_attention
 from ringattn.comm import watchdog
-from ringattn.comm.calls import WINDOW, CallLog, describe_difference, shorten
+from ringattn.comm.calls import WINDOW, CallLog, decode_log, describe_difference, shorten
 from tests.distributed import start_ranks
 
 SEQ_LEN = 24
@@ -116,6 +116,7 @@ def test_equal_logs_have_no_difference_and_the_first_difference_is_described() -
         assert log.recent[-1][0] == 5
     entries = [list(log.recent) for log in logs]
     assert describe_difference((0, 3), (entries[0], entries[1][:-1])) is None
+    assert decode_log(logs[0].encode()) == entries[0]
     for log, scale in zip(logs, (1, 2), strict=True):
         assert log.record(("b", scale), lambda scale=scale: {"scale": scale}) and not log.record(("a",), lambda: {})
     text = describe_difference((0, 3), tuple(list(log.recent) for log in logs))
