@@ -18,10 +18,10 @@ exit status is 1 if a run fails one of these checks.
 """
 
 import hashlib
-import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +32,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from ringattn.train import metrics
 from scripts import command
 
 WAYS = ("worker", "torchrun", "restart", "two launchers")
@@ -44,17 +45,9 @@ MAX_SECONDS_LEFT = 20
 # The script sets this environment variable in every process of a run, so that it can find these processes.
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
-    *(
-        "model.layers=1",
-        "model.dim=32",
-        "model.heads=2",
-        "model.kv_heads=1",
-        "data=text",
-        "data.seq_len=64",
-        "data.eval_split=null",
-    ),
-    *("trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7", "trainer.log_every=1000"),
-    *("trainer.sample_tokens=0", "trainer.device=cpu", "logger=off"),
+    *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64"),
+    *("data.eval_split=null", "trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7"),
+    *("trainer.log_every=1000", "trainer.sample_tokens=0", "trainer.device=cpu", "logger=off"),
 )
 
 
@@ -82,14 +75,13 @@ class Run:
             f"data.path={self.folder}/corpus/*.txt",
             f"name={self.name}",
         ]
-        options, launchers = ["--standalone", f"--nproc_per_node={RANKS}"], 1
-        if self.way in ("restart", "two launchers"):
-            options = [*options, "--max-restarts=1000"]
+        restarts = ["--max-restarts=1000"] if self.way in ("restart", "two launchers") else []
         if self.way == "two launchers":
-            address = f"localhost:{free_port()}"
-            rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}", f"--rdzv-id={self.name}", "--nnodes=2"]
-            options, launchers = [*rendezvous, f"--nproc_per_node={RANKS // 2}", "--max-restarts=1000"], 2
-        torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+            rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={self.name}"]
+            options, launchers = ["--nnodes=2", f"--nproc_per_node={RANKS // 2}", *rendezvous, *restarts], 2
+            torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
+        else:
+            torchrun, launchers = command.torchrun(RANKS, *restarts, *script), 1
         environment = {**os.environ, MARKER: self.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(command.ROOT)}
         with open(self.log, "a") as log:
             return [
@@ -185,7 +177,7 @@ def check_no_process_left(run: Run) -> float:
 
 def results(run: Run) -> tuple[list, dict[str, str]]:
     """Return the losses and the gradient norms of all steps, and the checksums of the tensors in the last checkpoint."""
-    records = [json.loads(line) for line in (run.directory / "metrics.jsonl").read_text().splitlines()]
+    records = metrics.read(run.directory / "metrics.jsonl")
     last = run.directory / "checkpoints" / run.checkpoints()[-1]
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.distcp"))}
     return [(record["step"], record["loss"], record["grad_norm"], record["lr"]) for record in records], files
@@ -219,11 +211,14 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
         counts["restarts by torchrun"] += done
 
 
-def write_corpus(folder: Path) -> None:
-    folder.mkdir(parents=True)
+def write_corpus(directory: Path) -> str:
+    """Write forty short documents to a new directory, and return the value of data.path for them."""
+    directory.mkdir(parents=True)
     for i in range(40):
-        text = " ".join(f"{n} is {n % (i + 2)} more than a multiple of {i + 2}." for n in range(30))
-        (folder / f"{i:02}.txt").write_text(text)
+        (directory / f"{i:02}.txt").write_text(
+            " ".join(f"{n} is {n % (i + 2)} more than a multiple of {i + 2}." for n in range(30))
+        )
+    return f"{directory}/*.txt"
 
 
 def main(argv: list[str]) -> int:
@@ -258,6 +253,7 @@ def main(argv: list[str]) -> int:
         total = sum(counts[way] for way in WAYS)
         print(f"{run.name}: {run.way}, {total} of {args.kills} kills, the result equals the reference", flush=True)
     print(", ".join(f"{name}: {count:.3g}" for name, count in counts.items()))
+    shutil.rmtree(folder)  # After a failure, the logs of the runs are kept.
     return 0
 
 

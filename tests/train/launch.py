@@ -18,6 +18,7 @@ import datasets
 import torch.distributed as dist
 
 from ringattn.train import run
+from scripts.check.kills import write_corpus as write_corpus
 from tests.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,16 +27,6 @@ SMALL = [
     *("data=text", "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "data.seq_len=64"),
     *("logger=off", "trainer.sample_tokens=0", "trainer.device=cpu", "trainer.batch_size=2", "trainer.log_every=1"),
 ]
-
-
-def write_corpus(directory: Path) -> str:
-    """Write forty short documents to a new directory, and return the value of data.path for them."""
-    directory.mkdir(parents=True)
-    for i in range(40):
-        (directory / f"{i:02}.txt").write_text(
-            " ".join(f"{n} is {n % (i + 2)} more than a multiple of {i + 2}." for n in range(30))
-        )
-    return f"{directory}/*.txt"
 
 
 def launch_ranks(

@@ -28,26 +28,27 @@ def test_every_attempt_has_a_number_and_keys_of_its_own() -> None:
         assert all(own.get("key") == b"value" for own, _ in begun)
 
 
+def check_that_one_rank_waits(store: dist.Store, rank: int, attempt: int) -> None:
+    """Start one of two ranks first. It must wait for the other rank, and both must agree on the number of the attempt."""
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(begin_attempt, store, rank, 2)
+        time.sleep(0.2)
+        assert not first.done()
+        assert threads.submit(begin_attempt, store, 1 - rank, 2).result(10)[1] == first.result(10)[1] == attempt
+
+
 def test_a_rank_that_was_killed_while_it_waited_does_not_mislead_the_next_attempt() -> None:
     """The name of a dead process is in the store, and rank 0 of the next attempt starts before the other rank."""
     store = dist.HashStore()
     store.set("name/1", "a dead process")
-    with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(begin_attempt, store, 0, 2)
-        time.sleep(0.2)
-        assert not first.done()
-        assert threads.submit(begin_attempt, store, 1, 2).result(10)[1] == first.result(10)[1] == 1
+    check_that_one_rank_waits(store, rank=0, attempt=1)
 
 
 def test_a_rank_waits_for_the_reply_of_its_own_attempt() -> None:
     """The store still contains the reply to the previous process of the same rank."""
     store = dist.HashStore()
     begin_on_all_ranks(store, 2)
-    with ThreadPoolExecutor(2) as threads:
-        second = threads.submit(begin_attempt, store, 1, 2)
-        time.sleep(0.2)
-        assert not second.done()
-        assert threads.submit(begin_attempt, store, 0, 2).result(10)[1] == second.result(10)[1] == 2
+    check_that_one_rank_waits(store, rank=1, attempt=2)
 
 
 def test_the_time_of_the_launch_is_that_of_the_first_attempt() -> None:
