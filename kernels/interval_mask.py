@@ -26,7 +26,7 @@ class Intervals:
     """One mask, together with the tables that the kernels derive from it.
 
     The tables are computed on the host when a kernel first needs them, and they are cached in this object. Therefore create the
-    intervals once per mask, with `Intervals.of` or `full`, and pass the same object to every call. Two different objects are
+    intervals once per mask, with `Intervals.of`, and pass the same object to every call. Two different objects are
     never equal.
 
     Attributes:
@@ -155,11 +155,6 @@ class Intervals:
         lo, hi = self.host
         return int((lo < hi).sum())
 
-    @property
-    def all_rows_nonempty(self) -> bool:
-        """Whether no interval is empty."""
-        return self.num_nonempty_rows == self.lo.numel()
-
     def prepare_like(self, other: "Intervals") -> None:
         """Compute all tables for this mask that kernels have already requested from the mask `other` and from its transpose."""
         for method, *arguments in other._tables:
@@ -201,12 +196,6 @@ class Intervals:
             table = tile_scheduler.assign_work_tiles(work_tiles, times, programs)
             self._tables[key] = _to_device(table, self.device, self.wait)
         return self._tables[key]
-
-
-def full(num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Intervals:
-    """Return the mask under which every query attends to every key."""
-    lo = torch.zeros(1, num_queries, dtype=torch.int32, device="cpu")
-    return Intervals.of(lo, torch.full_like(lo, num_keys), num_keys, device)
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

@@ -121,7 +121,9 @@ def _reason(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> str:
 
 
 def _describe_step(step: RankStep, names: dict[str, str]) -> str:
-    blocks = ", ".join(f"rows {_span(local_step.rows)} of rank {local_step.owner}" for local_step in step.local_steps)
+    blocks = ", ".join(
+        f"rows {local_step.rows.start}:{local_step.rows.stop} of rank {local_step.owner}" for local_step in step.local_steps
+    )
     parts = [f"computes with {blocks}" if blocks else "computes nothing"]
     parts += [f"sends {_describe_message(message, names)} to rank {message.dst}" for message in step.outgoing]
     parts += [f"receives {_describe_message(message, names)} from rank {message.src}" for message in step.incoming]
@@ -129,11 +131,7 @@ def _describe_step(step: RankStep, names: dict[str, str]) -> str:
 
 
 def _describe_message(message: Message, names: dict[str, str]) -> str:
-    return f"{names[message.kind]} rows {_span(message.rows)} of rank {message.owner}"
-
-
-def _span(rows: range) -> str:
-    return f"{rows.start}:{rows.stop}"
+    return f"{names[message.kind]} rows {message.rows.start}:{message.rows.stop} of rank {message.owner}"
 
 
 def _describe_time(cost: HopCost) -> str:

@@ -36,8 +36,8 @@ if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     # torchrun has started this process. Request that the kernel sends SIGTERM to this process if torchrun dies. Without this
     # request, the process would keep its GPU and the lock on its directory. The request comes before the imports, because
     # importing torch takes seconds.
-    PR_SET_PDEATHSIG = 1  # see prctl(2)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Option 1 of prctl(2) is PR_SET_PDEATHSIG.
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 import hydra
 import torch

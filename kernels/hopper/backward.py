@@ -736,7 +736,7 @@ class IncrementalBackward:
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
-            if not by_key.all_rows_nonempty:
+            if by_key.num_nonempty_rows < by_key.lo.numel():
                 # A tile of keys that no query sees has no work tile, so no program writes the gradients of these keys. Set new
                 # gradients to zero.
                 for grad, accumulator in zip(grads, (dk, dv), strict=True):

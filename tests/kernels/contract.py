@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import reference
-from ringattn.kernels.interval_mask import Intervals, full
+from ringattn.kernels.interval_mask import Intervals
 from tests.kernels.compare import (
     SCALAR_TOLERANCE,
     TOLERANCE,
@@ -17,6 +17,7 @@ from tests.kernels.compare import (
     assert_states_close,
     max_row_error,
 )
+from tests.kernels.masks import full
 from tests.kernels.problems import GRADIENTS, Problem, strided
 
 

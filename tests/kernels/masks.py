@@ -5,6 +5,8 @@ import random
 import torch
 from torch import Tensor
 
+from ringattn.kernels.interval_mask import Intervals
+
 # The lengths of a document and of a window. No tile size divides them or is divided by them.
 DOCUMENT, WINDOW = 37, 20
 
@@ -40,6 +42,11 @@ def _empty_rows(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
 def _full(num_queries: int, num_keys: int) -> tuple[Tensor, Tensor]:
     lo = torch.zeros(num_queries, dtype=torch.int64)
     return lo, lo + num_keys
+
+
+def full(num_queries: int, num_keys: int, device: torch.device | str = "cpu") -> Intervals:
+    """The intervals of the mask under which every query attends to every key."""
+    return Intervals.of(*intervals_of("full", num_queries, num_keys), num_keys, device)
 
 
 MASKS = {

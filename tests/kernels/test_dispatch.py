@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from ringattn.kernels import dispatch, validation
-from ringattn.kernels.interval_mask import full
 from tests.covering import every_pair
 from tests.kernels.contract import check_incremental
-from tests.kernels.masks import intervals_of
+from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import make_blocks, make_dropout, make_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

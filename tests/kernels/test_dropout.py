@@ -9,10 +9,9 @@ from torch import Tensor
 
 from ringattn.kernels import blockwise, dispatch, reference
 from ringattn.kernels.dropout import ROUNDS, Dropout, keep_mask, philox
-from ringattn.kernels.interval_mask import full
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton import forward as triton_forward
-from tests.kernels.masks import intervals_of
+from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import Problem, make_problem
 
 WORD_MASK = 0xFFFFFFFF

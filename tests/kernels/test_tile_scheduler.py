@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ringattn.kernels import tile_scheduler
-from ringattn.kernels.interval_mask import Intervals, full
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.tile_scheduler import backward_times, forward_times
-from tests.kernels.masks import packed_intervals
+from tests.kernels.masks import full, packed_intervals
 
 
 def packed(lengths: list[int]) -> Intervals:

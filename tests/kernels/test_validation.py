@@ -10,8 +10,8 @@ import torch
 from ringattn.kernels import dispatch, reference, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
-from ringattn.kernels.interval_mask import Intervals, full
-from tests.kernels.masks import intervals_of
+from ringattn.kernels.interval_mask import Intervals
+from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import Problem, make_problem
 
 Q, K = torch.zeros(1, 5, 4, 16), torch.zeros(1, 7, 2, 16)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import reference
-from ringattn.kernels.interval_mask import full
+from tests.kernels.masks import full
 
 
 def tokens(*values: list[float]) -> Tensor:

@@ -4,9 +4,8 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,8 +27,7 @@ TORCHRUN_TIMEOUT = timedelta(seconds=15)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The circumstances under which the ranks were launched.
 
     Attributes:
@@ -54,8 +52,7 @@ def connect_ranks() -> Launch:
     if "RANK" in os.environ:
         # torchrun starts its store before it starts the ranks. If the store does not respond, torchrun has died, so the timeout
         # can be short.
-        by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        timeout = TORCHRUN_TIMEOUT if by_torchrun else START_TIMEOUT
+        timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
         job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
         job_store.set_timeout(START_TIMEOUT)
     else:

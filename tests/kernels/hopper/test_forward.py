@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ringattn.kernels import dispatch, reference
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals, full
+from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import check_faults_are_caught, check_forward, check_offsets_beyond_32_bits, make_strided
 from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES
-from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
+from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
 
 ROWS = hopper_forward.ROWS.value
