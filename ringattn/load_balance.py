@@ -74,8 +74,10 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
 
 @lru_cache(maxsize=8)
 def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
-    candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
     mask.check(seq_len)
+    candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
+    if ranks == 1:
+        return candidates[0]  # All candidates are equal, and counting their work could take longer than a training step.
     if seq_len >= MIN_CHUNKS * TILE * ranks:
         candidates.append(_assign_chunks(mask, seq_len, ranks))
     tiles = [work(mask, layout) for layout in candidates]
