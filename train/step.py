@@ -59,7 +59,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
         sums[0] += loss.detach()
-    sums[1] = preemption.stop_requested(run.config.trainer.time_limit_s)
+    # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
+    sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
     dist.all_reduce(sums)
     clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
