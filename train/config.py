@@ -95,10 +95,13 @@ class DataConfig:
     # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
     split: str = "train"
     # The split of the held-out text, or a slice of a split such as "train[95%:]". None: "train" if `eval_path` is set. If
-    # neither `eval_split` nor `eval_path` is set, there is no held-out text and no evaluation.
+    # neither `eval_split` nor `eval_path` is set, `eval_fraction` determines the held-out text.
     eval_split: str | None = None
     # The files or the dataset of the held-out text. None: the same files or dataset as in `path`.
     eval_path: str | None = None
+    # If neither `eval_split` nor `eval_path` is set, this fraction of the tokens is held out from training, and at least the
+    # tokens of one sequence. 0: no text is held out, and there is no evaluation.
+    eval_fraction: float = 0.01
     # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
     column: str = "text"
     # The tokenizer: "bytes", or the path of a tokenizer.json.
@@ -118,12 +121,17 @@ class DataConfig:
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """The settings of the held-out text as a corpus of its own, or None if there is no held-out text."""
+        """The settings of the held-out text as a corpus of its own, or None if it has no files or split of its own."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
         # The seed is fixed, so that runs with different seeds are evaluated on the same text.
-        return replace(self, path=path, split=split, eval_path=None, eval_split=None, seed=0)
+        return replace(self, path=path, split=split, eval_path=None, eval_split=None, eval_fraction=0.0, seed=0)
+
+    @property
+    def resolved_eval_fraction(self) -> float:
+        """The fraction of the tokens that is held out, or 0 if the held-out text has files or a split of its own."""
+        return self.eval_fraction if self.held_out is None else 0.0
 
 
 @dataclass
@@ -228,8 +236,8 @@ class TrainerConfig:
     log_every: int = 25
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
-    # The text that the generated sample continues.
-    sample_prompt: str = "def "
+    # The text that the generated sample continues. None: the beginning of a held-out document, or "def " without held-out text.
+    sample_prompt: str | None = None
     # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
     # GPUs. If the table does not contain the device, MFU is left out.
     peak_tflops: float | None = None
@@ -290,6 +298,7 @@ BOUNDS = (
     (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
     ("optim.decay_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
     ("optim.min_lr_ratio", "from 0 to 1", lambda value: 0 <= value <= 1),
+    ("data.eval_fraction", "at least 0 and below 1", lambda value: 0 <= value < 1),
     ("data.seed trainer.seed", "at least 0 and below 2**63", lambda value: 0 <= value < 2**63),
 )
 
@@ -336,7 +345,12 @@ def _check_unused(config: Config) -> Iterator[str]:
         ("data.column", data.source in ("stdlib", "text"), f"if data.source={data.source}: choose data=jsonl, parquet or hub"),
         ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
-        ("trainer.eval_every trainer.eval_tokens", data.held_out is None, "alone: set data.eval_split or data.eval_path"),
+        ("data.eval_fraction", data.held_out is not None, "with data.eval_split or data.eval_path: leave these out"),
+        (
+            "trainer.eval_every trainer.eval_tokens",
+            data.held_out is None and data.eval_fraction == 0,
+            "without held-out text: set data.eval_split, data.eval_path or data.eval_fraction",
+        ),
         ("trainer.sample_prompt", config.trainer.sample_tokens == 0, "if trainer.sample_tokens=0: raise it"),
         ("logger.project", config.logger.wandb == "off", "if logger.wandb=off: choose another value of it"),
     ):

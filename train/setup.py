@@ -200,6 +200,9 @@ def describe(run: Run, directory: Path) -> None:
         "memory": f"about {sum(run.memory_needed.values()) / memory.GIB:.1f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if run.recompute else ""),
     }
+    if run.held_out and config.data.resolved_eval_fraction:
+        share = run.held_out.tokens_per_epoch / (data.tokens_per_epoch + run.held_out.tokens_per_epoch)
+        entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
     if run.init_from:
         changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""
         entries["weights"] = f"from {run.init_from}{changes}"

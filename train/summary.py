@@ -21,6 +21,9 @@ from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
 
+# The number of tokens of a held-out document that the sample continues, if the user has set no prompt.
+PROMPT_TOKENS = 64
+
 # The columns of the table of a sweep. Each column shows one entry of the summary in the given format.
 SWEEP_COLUMNS = {
     "final loss": ("final_loss", "{:.4f}"),
@@ -113,17 +116,21 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
 
 
 def write_sample(run: Run, directory: Path) -> None:
-    """Generate text that continues `trainer.sample_prompt`, and write it to sample.txt.
+    """Generate text that continues the prompt, and write the prompt and the new text to sample.txt.
 
     If `trainer.sample_tokens` is 0, this function does nothing.
     """
     trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
-    tokens = generate(run, run.tokenizer.encode(trainer.sample_prompt).tolist(), trainer.sample_tokens)
+    if trainer.sample_prompt is None and run.held_out:
+        prompt = run.held_out.beginning(PROMPT_TOKENS)
+    else:
+        prompt = run.tokenizer.encode("def " if trainer.sample_prompt is None else trainer.sample_prompt).tolist()
+    tokens = generate(run, prompt, trainer.sample_tokens)
     if dist.get_rank() == 0:
         text = run.tokenizer.decode(tokens)
-        log.info(f"sample      {text!r}")
+        log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
         (directory / "sample.txt").write_text(text, encoding="utf-8")
 
 

@@ -25,7 +25,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "train" / "run.py"
 SMALL = [
     *("data=text", "model.layers=2", "model.dim=32", "model.heads=4", "model.kv_heads=2", "data.seq_len=64"),
-    *("logger=off", "trainer.sample_tokens=0", "trainer.device=cpu", "trainer.batch_size=2", "trainer.log_every=1"),
+    *(
+        "data.eval_fraction=0",
+        "logger=off",
+        "trainer.sample_tokens=0",
+        "trainer.device=cpu",
+        "trainer.batch_size=2",
+        "trainer.log_every=1",
+    ),
 ]
 
 

@@ -75,8 +75,22 @@ INVALID = {
     "scaling without its factor": (dict(model__rope_scaling="yarn"), 1, ["rope_scaling=yarn", "model.rope_factor"]),
     "unknown scaling": (dict(model__rope_scaling="ntk"), 1, ["model.rope_scaling=ntk", "llama3, yarn"]),
     "yarn with constant frequencies": (YARN | dict(model__rope_theta=1.0), 1, ["rope_theta=1.0", "rope_scaling=yarn"]),
-    "evaluation without held-out text": (dict(trainer__eval_tokens=61), 1, ["trainer.eval_tokens=61", "data.eval_split"]),
-    "interval without held-out text": (dict(trainer__eval_every=7), 1, ["trainer.eval_every=7", "data.eval_path"]),
+    "evaluation without held-out text": (
+        dict(trainer__eval_tokens=61, data__eval_fraction=0.0),
+        1,
+        ["trainer.eval_tokens=61", "data.eval_split"],
+    ),
+    "interval without held-out text": (
+        dict(trainer__eval_every=7, data__eval_fraction=0.0),
+        1,
+        ["trainer.eval_every=7", "data.eval_fraction"],
+    ),
+    "all text held out": (dict(data__eval_fraction=1.0), 1, ["data.eval_fraction=1.0", "below 1"]),
+    "fraction of text with a split of its own": (
+        dict(data__eval_fraction=0.1, data__eval_split="train[90%:]"),
+        1,
+        ["data.eval_fraction=0.1", "data.eval_split"],
+    ),
     "prompt without a sample": (
         dict(trainer__sample_prompt="a", trainer__sample_tokens=0),
         1,

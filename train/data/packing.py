@@ -139,6 +139,10 @@ class PackedDataset:
         edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
+    def beginning(self, num_tokens: int) -> list[int]:
+        """Return the first tokens of the first document, without the token that begins every document."""
+        return self._document(0)[1 : 1 + num_tokens].to_pylist()
+
     def _document(self, index: int) -> pyarrow.Array:
         """Return the tokens of a document without copying them."""
         return self._documents[int(index)]["tokens"][0].values
@@ -163,15 +167,30 @@ class PackedDataset:
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> PackedDataset:
-    """Load a corpus. All ranks call this function.
-
-    The first call tokenises the documents. Later calls find the tokens in the cache of the library `datasets`.
+    """Load a corpus without the fraction of it that is held out. All ranks call this function.
 
     Args:
         config: the settings of the corpus.
         tokenizer: the tokenizer that encodes the documents.
         shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of the
             stream. The documents of the stream are in a random order even if `shuffle` is False.
+
+    Raises:
+        ConfigError: a file, a column or a dataset is missing, cannot be read, or contains too little text.
+    """
+    documents = load_documents(config, tokenizer)
+    if config.resolved_eval_fraction > 0:
+        documents, _ = split_documents(documents, config.resolved_eval_fraction, config.seq_len)
+    return PackedDataset(documents, config.seq_len, config.seed, shuffle)
+
+
+def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
+    """Return the tokenised documents of a corpus. All ranks call this function.
+
+    The first call tokenises the documents. Later calls find the tokens in the cache of the library `datasets`.
+
+    Returns:
+        One row per document, with the columns of TOKENS.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains no text.
@@ -196,7 +215,52 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
             raise sources.cannot_read(config, error) from error
     if len(tokens) == 0:
         raise ConfigError(f"{config.description} contains no text: provide files or rows that are not empty")
-    return PackedDataset(tokens, config.seq_len, config.seed, shuffle)
+    return tokens
+
+
+def split_documents(documents: datasets.Dataset, fraction: float, seq_len: int) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Split documents into a part for training and a part for evaluation.
+
+    The held-out part contains random documents, and the beginning of one further document. The remainder of this document
+    belongs to the part for training. The split depends only on the lengths of the documents and on the arguments.
+
+    Args:
+        documents: one row per document, with the columns of TOKENS.
+        fraction: the fraction of the tokens that is held out.
+        seq_len: the number of tokens per sequence. Each part must contain at least one sequence and its last label.
+
+    Returns:
+        The documents for training, and the held-out documents.
+
+    Raises:
+        ConfigError: the documents do not fill one sequence in each part.
+    """
+    lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
+    total, eval_tokens = int(lengths.sum()), max(round(fraction * int(lengths.sum())), seq_len + 1)
+    if total - eval_tokens < seq_len + 1:
+        raise ConfigError(
+            f"the corpus has {total:,} tokens, but data.seq_len={seq_len} requires {2 * (seq_len + 1):,}, half of them as "
+            "held-out text: provide more text, use a smaller data.seq_len, or set data.eval_fraction=0"
+        )
+    order = np.argsort(np.random.Philox(key=[0, 0]).random_raw(len(lengths)), kind="stable")
+    ends = np.cumsum(lengths[order])
+    num_whole = int(np.searchsorted(ends, eval_tokens, side="right"))
+    held_out, remaining = np.sort(order[:num_whole]), np.sort(order[num_whole + 1 :])
+    divided, length = int(order[num_whole]), eval_tokens - int(lengths[order[:num_whole]].sum())
+    beginning, remainder = _part(documents, divided, 0, length), _part(documents, divided, length, int(lengths[divided]))
+    parts = (remaining, remainder), (held_out, beginning)
+    return tuple(datasets.concatenate_datasets([documents.select(whole), part]) for whole, part in parts)
+
+
+def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> datasets.Dataset:
+    """Return the tokens from `start` to `stop` of a document as a document, without copying them. The result may be empty."""
+    tokens = documents.with_format("arrow")[index]["tokens"][0].values.slice(start, stop - start)
+    rows = min(len(tokens), 1)
+    table = pyarrow.table(
+        {"tokens": pyarrow.ListArray.from_arrays([0, len(tokens)][: rows + 1], tokens), "length": [len(tokens)] * rows},
+        schema=TOKENS.arrow_schema,
+    )
+    return datasets.Dataset(datasets.table.InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
 
 
 def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedDataset) -> PackedDataset | None:
@@ -213,6 +277,9 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     Raises:
         ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
     """
+    if config.resolved_eval_fraction > 0:
+        _, documents = split_documents(load_documents(config, tokenizer), config.resolved_eval_fraction, config.seq_len)
+        return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
     if config.held_out is None:
         return None
     try:
@@ -220,7 +287,7 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     except ConfigError as error:
         settings = r"data\.(split|path)\b" if config.eval_path else r"data\.(split)\b"
         message = re.sub(settings, r"data.eval_\1", str(error))
-        raise ConfigError(f"held-out text (to have none, set data.eval_split=null data.eval_path=null): {message}") from None
+        raise ConfigError(f"held-out text: {message}; or leave out data.eval_split and data.eval_path") from None
     if not sources.are_disjoint(config, config.held_out, training.splits):
         raise ConfigError(
             f"the training text contains some of the held-out text, data.eval_split={config.eval_split} "

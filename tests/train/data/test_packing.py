@@ -4,6 +4,7 @@ import importlib
 import linecache
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from ringattn.train.config import ConfigError, DataConfig
 from ringattn.train.data import packing, sources
-from ringattn.train.data.packing import PackedDataset, load, load_held_out
+from ringattn.train.data.packing import PackedDataset, load, load_held_out, split_documents
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.trainer import corpus_fingerprint
 from tests.distributed import run_ranks
@@ -135,7 +136,7 @@ def test_documents_in_another_order_are_another_corpus():
 def write_text(tmp_path: Path, text: str = "text") -> DataConfig:
     """The settings of a corpus of one document."""
     (tmp_path / "one.txt").write_text(text)
-    return DataConfig(source="text", path=str(tmp_path / "one.txt"), seq_len=4)
+    return DataConfig(source="text", path=str(tmp_path / "one.txt"), seq_len=4, eval_fraction=0.0)
 
 
 def test_a_corpus_is_tokenised_once(tmp_path, monkeypatch):
@@ -146,7 +147,7 @@ def test_a_corpus_is_tokenised_once(tmp_path, monkeypatch):
 
 
 def test_the_standard_library_is_a_corpus():
-    corpus = load(DataConfig(), BytesTokenizer())
+    corpus = load(DataConfig(eval_fraction=0.0), BytesTokenizer())
     assert corpus.tokens_per_epoch > 5_000_000 and len(corpus.lengths) > 300
     assert "import" in BytesTokenizer().decode(corpus.batch(range(50)).tokens.flatten().tolist())
 
@@ -243,8 +244,40 @@ def test_held_out_text_is_another_part_of_the_source(tmp_path):
     assert len(held_out.lengths) == 2 and not held_out.shuffle
 
 
-def test_a_run_may_have_no_held_out_text(tmp_path):
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "eval_tokens"),
+    (([10] * 100, 0.01, 10), ([10] * 100, 0.25, 250), ([1000], 0.01, 10), ([3, 500, 4], 0.001, 5), ([5, 5], 0.01, 5)),
+)
+def test_every_token_is_either_trained_on_or_held_out(lengths, fraction, eval_tokens):
+    """With sequences of four tokens, at least five tokens are held out, because the last token of a sequence has a label."""
+    starts = np.cumsum([0, *lengths])
+    rows = [np.arange(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+    documents = datasets.Dataset.from_dict({"tokens": rows, "length": lengths}, features=packing.TOKENS)
+    parts = [part.with_format("numpy") for part in split_documents(documents, fraction, seq_len=4)]
+    tokens = [np.concatenate(list(part["tokens"])) for part in parts]
+    assert len(tokens[1]) == eval_tokens
+    assert np.array_equal(np.sort(np.concatenate(tokens)), np.arange(sum(lengths)))
+    assert all(list(part["length"]) == [len(row) for row in part["tokens"]] for part in parts)
+    assert all(PackedDataset(part, 4, seed=0).sequences_per_epoch >= 1 for part in parts)
+
+
+def test_a_part_of_the_text_is_held_out_by_default(tmp_path):
     config = write_lines(tmp_path)
+    training = load(config, BytesTokenizer())
+    held_out = load_held_out(config, BytesTokenizer(), training)
+    assert (training.tokens_per_epoch, held_out.tokens_per_epoch) == (65, 5)
+    assert held_out.beginning(3) == list(b"lin") and not held_out.shuffle
+
+
+def test_text_that_is_too_short_to_hold_out_a_part_is_an_error(tmp_path):
+    config = replace(write_lines(tmp_path), seq_len=35)
+    with pytest.raises(ConfigError, match="70 tokens.*requires 72.*data.eval_fraction=0"):
+        load(config, BytesTokenizer())
+    assert load(replace(config, eval_fraction=0.0), BytesTokenizer()).sequences_per_epoch == 1
+
+
+def test_a_run_may_have_no_held_out_text(tmp_path):
+    config = write_lines(tmp_path, eval_fraction=0.0)
     assert load_held_out(config, BytesTokenizer(), load(config, BytesTokenizer())) is None
 
 
@@ -256,7 +289,7 @@ def test_held_out_text_must_not_be_trained_on(tmp_path):
 
 def test_an_error_of_held_out_text_names_its_settings(tmp_path):
     config = write_lines(tmp_path, eval_path="/missing")
-    with pytest.raises(ConfigError, match="data.eval_split=null data.eval_path=null.*data.eval_path=/missing matches no file"):
+    with pytest.raises(ConfigError, match="held-out text: data.eval_path=/missing matches no file"):
         load_held_out(config, BytesTokenizer(), load(config, BytesTokenizer()))
 
 

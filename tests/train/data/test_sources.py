@@ -14,7 +14,7 @@ from ringattn.train.data.tokenizer import BytesTokenizer
 
 
 def config(source: str, **settings: object) -> DataConfig:
-    return DataConfig(source=source, seq_len=4, **settings)
+    return DataConfig(source=source, seq_len=4, eval_fraction=0.0, **settings)
 
 
 def lengths(config: DataConfig) -> list[int]:
