@@ -16,6 +16,8 @@ from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention
 from ringattn.train.setup import Run
 
 
+# torch.compile would compile the model again for the prompt and for single tokens. This takes longer than the generation.
+@torch.compiler.set_stance("force_eager")
 @torch.no_grad()
 def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
     """Sample a continuation of a prompt. All ranks call this function together and return the same tokens.

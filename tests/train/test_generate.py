@@ -98,6 +98,27 @@ def test_caches_do_not_change_the_generated_tokens(ranks: int, expected: dict, e
     assert len(set(sampled)) > 5 and sampled == torch.load(directory / "1.pt")
 
 
+def test_generation_does_not_compile_the_model(tmp_path: Path) -> None:
+    run_ranks(check_eager, 1, tmp_path)
+
+
+def check_eager() -> None:
+    compiled = []
+
+    def compiler(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    model = random_model(None)
+    for block in model.blocks:
+        block.before = torch.compile(block.before, backend=compiler)
+    tokens = generate_on_ranks(model, PROMPTS[1], temperature=0.0)
+    assert tokens == generate_on_ranks(random_model(None), PROMPTS[1], temperature=0.0) and not compiled
+    # Outside of `generate`, the model is compiled.
+    model(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1), plain_attention(Mask.causal()), lambda hidden, _: hidden)
+    assert compiled
+
+
 def test_expected_tokens_vary(expected: dict) -> None:
     """If the model repeated one token, the comparison above would not notice errors in the caches."""
     assert all(len(set(tokens[-NUM_TOKENS:])) > 3 for tokens in expected.values())
