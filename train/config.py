@@ -236,7 +236,8 @@ class TrainerConfig:
     log_every: int = 25
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
-    # The text that the generated sample continues. None: the beginning of a held-out document, or "def " without held-out text.
+    # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or
+    # "def " without held-out text.
     sample_prompt: str | None = None
     # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
     # GPUs. If the table does not contain the device, MFU is left out.

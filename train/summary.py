@@ -22,7 +22,7 @@ from ringattn.train.setup import Run
 log = logging.getLogger(__name__)
 
 # The number of tokens of a held-out document that the sample continues, if the user has set no prompt.
-PROMPT_TOKENS = 64
+PROMPT_TOKENS = 256
 
 # The columns of the table of a sweep. Each column shows one entry of the summary in the given format.
 SWEEP_COLUMNS = {

@@ -140,8 +140,8 @@ class PackedDataset:
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def beginning(self, num_tokens: int) -> list[int]:
-        """Return the first tokens of the first document, without the token that begins every document."""
-        return self._document(0)[1 : 1 + num_tokens].to_pylist()
+        """Return the first tokens of the longest document, without the token that begins every document."""
+        return self._document(self.lengths.argmax())[1 : 1 + num_tokens].to_pylist()
 
     def _document(self, index: int) -> pyarrow.Array:
         """Return the tokens of a document without copying them."""
