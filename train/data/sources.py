@@ -10,6 +10,7 @@ import re
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow.parquet
@@ -52,7 +53,9 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
         case "jsonl":
             # The JSON reader of `datasets` requires that all files have the same columns. Therefore each line is read as text
             # here, and `json_text` parses the line before it is tokenised.
-            return _text_files(files(config), config.split, errors="strict", sample_by="line"), "text"
+            return _select(
+                _not_blank(_text_files(files(config), "train", errors="strict", sample_by="line")), config.split
+            ), "text"
         case "parquet":
             return _parquet_column(config), config.column
     # The only other source is "hub".
@@ -63,6 +66,22 @@ def _text_files(names: list[str], split: str, errors: str, sample_by: str = "doc
     # The encoding "utf-8-sig" skips the byte-order mark at the beginning of a file.
     encoding = dict(encoding="utf-8-sig", encoding_errors=errors)
     return datasets.load_dataset("text", data_files=names, sample_by=sample_by, split=split, **encoding)
+
+
+def _not_blank(rows: datasets.Dataset) -> datasets.Dataset:
+    """Remove blank lines from the lines of all files, so that blank lines do not count in a slice such as "train[:90%]"."""
+    kept = rows.filter(lambda lines: [bool(line.strip()) for line in lines], input_columns=["text"], batched=True, desc="read")
+    # `datasets` reads a filtered dataset through a list of indices, which is slower. Most files contain no blank lines.
+    return rows if len(kept) == len(rows) else kept
+
+
+def _select(rows: datasets.Dataset, split: str) -> datasets.Dataset:
+    """Return a slice of `rows`, which are the complete split "train". `info.splits` contains the number of `rows`."""
+    parts = _absolute_parts(split, {"train": len(rows)})
+    selected = datasets.concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
+    size = datasets.SplitInfo(name="train", num_examples=len(rows))
+    selected.info.splits = datasets.SplitDict({"train": size})
+    return selected
 
 
 def _parquet_column(config: DataConfig) -> datasets.Dataset:
@@ -166,9 +185,13 @@ def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
         second: another split.
         sizes: the number of rows in each complete split.
     """
-    splits = ["+".join(sizes) if split == "all" else split for split in (first, second)]
-    parts = [datasets.ReadInstruction.from_spec(split).to_absolute(sizes) for split in splits]
+    parts = [_absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
+
+
+def _absolute_parts(split: str, sizes: dict[str, int]) -> list[Any]:
+    """Return the parts of a split. Each part has the attributes `splitname`, `from_` and `to`."""
+    return datasets.ReadInstruction.from_spec("+".join(sizes) if split == "all" else split).to_absolute(sizes)
 
 
 def no_column(where: str, column: str, columns: Iterable[str]) -> ConfigError:

@@ -9,7 +9,7 @@ import pytest
 
 from ringattn.train.config import ConfigError, DataConfig
 from ringattn.train.data import sources
-from ringattn.train.data.packing import load
+from ringattn.train.data.packing import load, load_held_out
 from ringattn.train.data.tokenizer import BytesTokenizer
 
 
@@ -98,6 +98,36 @@ def test_a_file_in_another_format_is_an_error(source, tmp_path):
 def test_an_empty_file_of_rows_is_an_error(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "there is no text in it")
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train[:50%]", [3, 4]),
+        ("train[50%:]", [5, 6]),
+        ("train[-1:]", [6]),
+        ("train[:1]+train[3:]", [3, 6]),
+        ("all", [3, 4, 5, 6]),
+    ],
+)
+def test_blank_lines_are_not_entries_of_a_split(split, expected, tmp_path):
+    lines = [json.dumps({"text": "x" * length}) for length in (2, 3, 4, 5)]
+    (tmp_path / "a.jsonl").write_text("\n\n\n" + "\n \t\n".join(lines) + "\n\n")
+    corpus = load(config("jsonl", path=str(tmp_path / "a.jsonl"), split=split), BytesTokenizer())
+    assert corpus.lengths.tolist() == expected
+    assert corpus.splits == {"train": 4}
+
+
+def test_file_of_blank_lines_is_an_error(tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    assert_one_line_error(config("jsonl", path=str(tmp_path / "a.jsonl")), "contains no text")
+
+
+def test_parts_of_a_file_with_blank_lines_are_disjoint(tmp_path):
+    """With the blank lines, the first 50% would be two lines, and the held-out line would be one of them."""
+    (tmp_path / "a.jsonl").write_text("\n\n" + '{"text": "abcdef"}\n' * 2)
+    training = config("jsonl", path=str(tmp_path / "a.jsonl"), split="train[:50%]", eval_split="train[1:]")
+    assert load_held_out(training, BytesTokenizer(), load(training, BytesTokenizer())).lengths.tolist() == [7]
 
 
 def test_files_may_differ_in_other_columns(tmp_path):
