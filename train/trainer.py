@@ -75,11 +75,15 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
         consumed: the number of sequences that the first `done` steps consumed.
 
     Raises:
+        ConfigError: on every rank, if the disk has too little space for a checkpoint.
         TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
     """
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
+        # The space is checked before anything is removed.
+        if dist.get_rank() == 0:
+            check_space(run, directory / "checkpoints", done)
         # An existing summary is outdated. Either this run takes more steps than the summary describes, or this run resumes from
         # an earlier checkpoint and discards some of the steps that the summary describes.
         (directory / "summary.json").unlink(missing_ok=True)
@@ -116,6 +120,16 @@ def runs_after_step(step: int, every: int, steps: int) -> bool:
     step.
     """
     return step == steps or (every > 0 and step % every == 0)
+
+
+def check_space(run: Run, directory: Path, done: int) -> None:
+    """Check that the disk has enough space for the checkpoints of the steps after step `done`."""
+    trainer = run.config.trainer
+    # AdamW stores two averages for each parameter, and both have the size of the parameter.
+    needed = 3 * storage.estimate_size(run.model.parameters())
+    every = trainer.checkpoint_every or trainer.steps
+    saves = -(-trainer.steps // every) - done // every
+    storage.check_space(directory, done, needed, trainer.keep_checkpoints, saves)
 
 
 def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:

@@ -1,11 +1,13 @@
 """Tests of the sequence of a run: what it writes, how it resumes, and which checkpoints and settings do not fit each other."""
 
+import errno
 import json
 import math
 import shutil
 import statistics
 from pathlib import Path
-from unittest.mock import Mock
+from types import SimpleNamespace
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import tokenizers
@@ -268,6 +270,35 @@ def test_checkpoint_without_a_newer_setting(settings, outputs, run_command_line,
     assert run_command_line(*settings, "trainer.steps=2", "model.rope_factor=8", "model.rope_trained_len=64") == 1
     assert "model.rope_factor=None (now 8.0)" in only_error()
     assert run_command_line(*settings, "trainer.steps=2") == 0
+
+
+def test_full_disk_leaves_the_earlier_checkpoint(settings, outputs, run_command_line, only_error, monkeypatch):
+    settings = [*settings, "name=a", "trainer.checkpoint_every=1", "trainer.steps=2"]
+    write = Mock(side_effect=[DEFAULT, OSError(errno.ENOSPC, "No space left on device")], wraps=storage._write_tensors)
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "_write_tensors", write)
+        assert run_command_line(*settings) == 1
+    error = only_error()
+    assert "full" in error and "MiB" in error and "a/checkpoints/step_00000001" in error
+    assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000001"]
+    assert run_command_line(*settings) == 0
+
+
+def test_disk_is_checked_before_the_first_step(settings, outputs, run_command_line, only_error, monkeypatch, capfd):
+    settings = [*settings, "name=a", "trainer.checkpoint_every=1"]
+    assert run_command_line(*settings, "trainer.steps=1") == 0
+    size = sum(file.stat().st_size for file in (outputs / "a" / "checkpoints" / "step_00000001").iterdir())
+    usage = SimpleNamespace(total=2**40, free=1.5 * size)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
+    assert run_command_line(*settings, "trainer.steps=3") == 0
+    assert "too little space for 2 more checkpoints" in capfd.readouterr().out
+
+    usage.free = 0.8 * size
+    before = {path: path.read_bytes() for path in (outputs / "a").rglob("*") if path.name in ("summary.json", "metrics.jsonl")}
+    assert run_command_line(*settings, "trainer.steps=4") == 1
+    assert "trainer.keep_checkpoints" not in only_error()
+    assert len(before) == 2 and all(path.read_bytes() == content for path, content in before.items())
+    assert run_command_line(*settings, "trainer.steps=3") == 0, "a completed run writes no checkpoint"
 
 
 def test_actions_run_regularly_and_after_the_last_step():

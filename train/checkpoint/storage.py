@@ -11,15 +11,17 @@ read compares the data with these checksums.
 own index is a pickle. Therefore `ringattn.train.checkpoint.index` reads the index with a list of allowed classes.
 """
 
+import errno
 import io
 import json
+import logging
 import os
 import re
 import shutil
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import IO
@@ -35,15 +37,27 @@ from ringattn.train.checkpoint.index import parse_index
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.ranks import sync_errors
 
+log = logging.getLogger(__name__)
+
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
 # With these options, DCP stores every tensor under the name that we give to it. DCP then adds no table of nested names to the
 # index.
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
+# DCP stores each shard of a tensor as an archive of its own. The archive adds at most this many bytes to the shard.
+ARCHIVE_BYTES = 2048
+
+# The errors of the operating system if the disk is full, or if the user may not store more data on the disk.
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
 
 class CheckpointError(ConfigError):
     """A checkpoint cannot be written or read. The message names the path, the reason and what to do."""
+
+
+class DiskFullError(CheckpointError):
+    """A checkpoint cannot be written, because the disk is full."""
 
 
 def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, keep: int) -> Path:
@@ -65,7 +79,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
         The path of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if a file cannot be written.
+        CheckpointError: on every rank, if a file cannot be written. The error is a DiskFullError if the disk is full.
     """
     target = directory / f"step_{step:08d}"
     temporary = target.with_name(f".{target.name}.tmp")
@@ -81,16 +95,58 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
                 _write_meta(temporary, {**meta, "step": step})
                 _publish(temporary, target)
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
-    except CheckpointError:
-        if is_rank_0:  # The save may have failed because the disk is full, and these files take up space on the disk.
-            shutil.rmtree(temporary, ignore_errors=True)
+    except CheckpointError as error:
+        with sync_errors():
+            if is_rank_0:  # The save may have failed because the disk is full, and these files take up space on the disk.
+                shutil.rmtree(temporary, ignore_errors=True)
+                if isinstance(error, DiskFullError):
+                    raise _describe_full_disk(target, tensors) from error
         raise
     return target
 
 
+def estimate_size(tensors: Iterable[Tensor]) -> int:
+    """Return the approximate number of bytes that these tensors take up in a checkpoint, with the shards of all ranks."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    # The number of elements of a DTensor is that of the whole tensor, not of the shard of this rank.
+    return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
+
+
+def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) -> None:
+    """Check before the first step that the disk has enough space for the checkpoints. Only one rank calls this function.
+
+    If only some of the checkpoints fit, this function logs a warning.
+
+    Args:
+        directory: the directory of the run's checkpoints, which may not exist yet.
+        step: the number of completed steps. The space of later checkpoints counts as free, because the run removes them.
+        needed: the number of bytes of one checkpoint.
+        keep: how many checkpoints the run keeps.
+        saves: how many checkpoints the run will write.
+
+    Raises:
+        ConfigError: the disk does not have enough space for one checkpoint.
+    """
+    later = _later_checkpoints(directory, step)
+    files = [file for path in [*later, *directory.glob(".step_*")] for file in path.iterdir()]
+    free = _free_space(directory) + sum(file.stat().st_size for file in files)
+    # A save writes the new checkpoint before it removes the oldest one.
+    added = min(saves, max(keep + 1 - len(_list_checkpoints(directory)) + len(later), 1))
+    sizes = f"needs about {_format_size(needed)}, and {directory} has {_format_size(free)} free"
+    if free < needed:
+        raise ConfigError(
+            f"the disk is too full for a checkpoint: each {sizes}; free some space, or choose another hydra.run.dir"
+        )
+    if free < added * needed:
+        log.warning(
+            f"{'disk':<12}the disk has too little space for {added} more checkpoints: each {sizes}; free some space, or lower "
+            f"trainer.keep_checkpoints={keep}"
+        )
+
+
 def delete_later_checkpoints(directory: Path, step: int) -> None:
     """Remove the checkpoints of steps after `step`. Only one rank calls this function."""
-    _remove(directory, [path for path in _list_checkpoints(directory) if path.name > f"step_{step:08d}"])
+    _remove(directory, _later_checkpoints(directory, step))
 
 
 def latest(directory: Path) -> Path | None:
@@ -153,11 +209,48 @@ def _convert_errors(problem: str, advice: str) -> Iterator[None]:
     # CheckpointException is not a subclass of Exception, so it must be named here.
     except (Exception, CheckpointException) as error:
         # DCP gathers the errors of all ranks in a CheckpointException. Report the error of the lowest rank that has failed.
-        first = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        errors = [each for each, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        first = errors[0]
         if isinstance(first, CheckpointError):
             raise first from None
         reason = next(iter(str(first).splitlines()), "").rstrip(".")
-        raise CheckpointError(f"{problem}: {type(first).__name__}: {reason}; {advice}") from error
+        kind = DiskFullError if any(map(_is_full_disk, errors)) else CheckpointError
+        raise kind(f"{problem}: {type(first).__name__}: {reason}; {advice}") from error
+
+
+def _is_full_disk(error: BaseException | None) -> bool:
+    """Return whether an error was raised because the disk is full.
+
+    If a write fails while torch writes a zip archive, torch raises "unexpected pos", and the error of the operating system is
+    the context of this RuntimeError. An error that comes from another rank has no context.
+    """
+    if isinstance(error, OSError):
+        return error.errno in FULL_DISK
+    if error is not None and error.__context__ is not None:
+        return _is_full_disk(error.__context__)
+    return "unexpected pos" in str(error)
+
+
+def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullError:
+    """Return the error for a checkpoint that does not fit on the disk. The files of this checkpoint must have been removed."""
+    needed = estimate_size(tensors.values())
+    free, newest = _free_space(target.parent), latest(target.parent)
+    remaining = f"the latest checkpoint that remains is {newest}" if newest else "there is no earlier checkpoint"
+    return DiskFullError(
+        f"the disk or its quota is full: {target} needs about {_format_size(needed)}, and {_format_size(free)} are free; "
+        f"{remaining}: free some space, then launch the same name again"
+    )
+
+
+def _free_space(directory: Path) -> float:
+    """Return the free bytes of the disk of a directory, which may not exist yet. Return infinity if the disk does not know."""
+    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    usage = shutil.disk_usage(existing)
+    return usage.free if usage.total else float("inf")
+
+
+def _format_size(count: float) -> str:
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
@@ -216,6 +309,10 @@ def _list_checkpoints(directory: Path) -> list[Path]:
     Step numbers have eight digits, so sorting the names also sorts the steps.
     """
     return sorted(path for path in directory.glob("step_*") if CHECKPOINT_NAME.fullmatch(path.name))
+
+
+def _later_checkpoints(directory: Path, step: int) -> list[Path]:
+    return [path for path in _list_checkpoints(directory) if path.name > f"step_{step:08d}"]
 
 
 def _remove(directory: Path, checkpoints: list[Path]) -> None:

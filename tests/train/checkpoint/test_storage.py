@@ -1,24 +1,34 @@
 """Checkpoints on the disk: written completely or not at all, and compared with their checksums when they are read."""
 
+import errno
 import json
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import IO
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.checkpoint.storage import (
     CheckpointError,
+    DiskFullError,
+    check_space,
     delete_later_checkpoints,
     latest,
     load,
     read_meta,
     read_tensor_names,
 )
+from ringattn.train.config import ConfigError
 from tests.distributed import run_ranks
 
 WEIGHT = torch.arange(6.0)
@@ -144,6 +154,111 @@ def test_a_failed_save_does_not_fill_the_disk(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device.*check the disk"):
         save(tmp_path)
     assert names(tmp_path) == []
+
+
+def free_space(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every disk have `free` bytes of free space."""
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40, free=free))
+
+
+@contextmanager
+def open_full_device(self: FileSystem, path: Path, mode: str) -> Iterator[IO[bytes]]:
+    """Open a file on which every write fails, as on a full disk."""
+    with open("/dev/full", mode) as stream:
+        yield stream
+
+
+@pytest.mark.parametrize("elements", [6, 2**20], ids=["in the buffer of a file", "in torch's archive"])
+def test_a_full_disk_is_reported_with_its_sizes_and_the_remaining_checkpoint(elements, tmp_path, monkeypatch):
+    first = save(tmp_path, 1)
+    with monkeypatch.context() as patched, pytest.raises(DiskFullError) as error:
+        patched.setattr(FileSystem, "create_stream", open_full_device)
+        free_space(3 * 2**30, patched)
+        save(tmp_path, 2, {"model.w": torch.zeros(elements)})
+    message = str(error.value)
+    assert re.search(
+        r"full: .*/step_00000002 needs about (0|4).0 MiB, and 3.0 GiB are free.*remains is .*/step_00000001", message
+    )
+    assert "\n" not in message and names(tmp_path) == ["step_00000001"]
+    load(first, {"model.w": torch.zeros(6)})
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)], ids=["space", "quota", "damage"]
+)
+@pytest.mark.parametrize("function", ["_write_meta", "_fsync", "_write_tensors"])
+def test_errors_of_a_full_disk_are_distinguished_from_others(function, number, is_full, tmp_path, monkeypatch):
+    def fail(*arguments: object) -> None:
+        try:
+            raise OSError(number, os.strerror(number))
+        except OSError:
+            if function == "_write_tensors":
+                raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")  # noqa: B904
+            raise
+
+    monkeypatch.setattr(storage, function, fail)
+    with pytest.raises(CheckpointError) as error:
+        save(tmp_path, 1)
+    assert isinstance(error.value, DiskFullError) == is_full
+    assert ("there is no earlier checkpoint" in str(error.value)) == is_full
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_of_one_rank_is_reported_on_all_ranks(tmp_path):
+    run_ranks(_save_on_full_disk_of_rank_1, 2, tmp_path / "ranks", tmp_path / "checkpoints")
+
+
+def _save_on_full_disk_of_rank_1(directory: Path) -> None:
+    weight = distribute_tensor(torch.zeros(2**20), init_device_mesh("cpu", (2,)), [Shard(0)])
+    save(directory, 1, {"model.w": weight})
+    if dist.get_rank() == 1:
+        FileSystem.create_stream = open_full_device
+    with pytest.raises(DiskFullError, match=r"full: .*step_00000002 needs about 4.0 MiB.*remains is .*step_00000001"):
+        save(directory, 2, {"model.w": weight})
+    assert names(directory) == ["step_00000001"]
+
+
+@pytest.mark.parametrize(
+    ("existing", "saves", "keep", "fitting", "warning"),
+    [
+        pytest.param(0, 9, 2, 2, "3 more checkpoints", id="one checkpoint more than are kept"),
+        pytest.param(0, 9, 2, 3, None, id="enough"),
+        pytest.param(0, 2, 2, 2, None, id="few saves"),
+        pytest.param(1, 9, 2, 1, "2 more checkpoints", id="one exists"),
+        pytest.param(2, 9, 2, 1, None, id="all exist"),
+        pytest.param(4, 9, 2, 1, None, id="more exist than are kept"),
+    ],
+)
+def test_a_warning_if_the_checkpoints_will_not_fit(existing, saves, keep, fitting, warning, tmp_path, monkeypatch, caplog):
+    for step in range(1, existing + 1):
+        save(tmp_path, step, keep=9)
+    free_space(1000 * fitting, monkeypatch)
+    check_space(tmp_path, existing, 1000, keep, saves)
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert [warning in message for message in warnings] == ([True] if warning else [])
+
+
+def test_an_error_if_not_even_one_checkpoint_fits(tmp_path, monkeypatch):
+    free_space(2**20 - 1, monkeypatch)
+    with pytest.raises(ConfigError, match="each needs about 1.0 MiB.*1.0 MiB free"):
+        check_space(tmp_path / "missing" / "checkpoints", 0, 2**20, keep=2, saves=1)
+
+
+def test_space_of_checkpoints_that_will_be_removed_is_free(tmp_path, monkeypatch):
+    first, second = save(tmp_path, 1), save(tmp_path, 2)
+    hidden = second.rename(tmp_path / ".step_00000002.tmp")
+    sizes = [sum(file.stat().st_size for file in path.iterdir()) for path in (first, hidden)]
+    free_space(0, monkeypatch)
+    check_space(tmp_path, 1, sizes[1], keep=1, saves=1)
+    check_space(tmp_path, 0, sum(sizes), keep=1, saves=1)
+    with pytest.raises(ConfigError):
+        check_space(tmp_path, 1, sizes[1] + 1, keep=1, saves=1)
+    assert names(tmp_path) == [".step_00000002.tmp", "step_00000001"]
+
+
+def test_a_disk_of_unknown_size_is_not_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))
+    check_space(tmp_path, 0, 2**50, keep=2, saves=9)
 
 
 def test_a_directory_that_cannot_be_created_is_one_clear_error(tmp_path):
