@@ -60,9 +60,8 @@ class Recorder:
         if self._is_active:
             directory.mkdir(parents=True, exist_ok=True)
             self._wandb = _start_wandb(config, directory, done)
-            path = directory / "metrics.jsonl"
-            write_atomically(path, "".join(map(_to_json, read(path, until=done))))
-            self._file = open(path, "a")
+            self._path = directory / "metrics.jsonl"
+            self._rewrite(read(self._path, until=done))
 
     def log(self, step: int, *, tokens: int, seconds: float, flops: float | None = None, **values: float | None) -> None:
         """Record one step.
@@ -89,6 +88,27 @@ class Recorder:
             log.info(self._format(record))
         self._call_wandb("log", record)
 
+    def lacks_evaluation(self, step: int) -> bool:
+        """Return whether metrics.jsonl contains a record of `step` without `eval_loss`. Only the result of rank 0 is valid."""
+        return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
+
+    def amend(self, step: int, **values: float) -> None:
+        """Add metrics to the record of a step that an earlier launch has recorded."""
+        if not self._is_active:
+            return
+        self._file.close()
+        records = read(self._path)
+        record = next(record for record in records if record["step"] == step)
+        record |= values
+        self._rewrite(records)
+        log.info(self._format(record))
+        self._call_wandb("log", {"step": step, **values})
+
+    def _rewrite(self, records: list[dict[str, float]]) -> None:
+        """Replace metrics.jsonl by these records, and open it for the records of the next steps."""
+        write_atomically(self._path, "".join(map(_to_json, records)))
+        self._file = open(self._path, "a")
+
     def close(self) -> None:
         """Close metrics.jsonl and the W&B run."""
         if self._is_active:
@@ -97,11 +117,13 @@ class Recorder:
 
     def _format(self, record: dict[str, float]) -> str:
         """Return the message of a step on the console."""
-        # The first step is slow. The median, unlike the mean, is not affected by this step.
-        remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
         known = [form.format(record[name]) for name, form in CONSOLE_FORMATS.items() if name in record]
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
-        return "  ".join([step, *known, f"ETA {timedelta(seconds=round(remaining))}"])
+        if self._seconds:  # This launch has taken a step.
+            # The first step is slow. The median, unlike the mean, is not affected by this step.
+            remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
+            known.append(f"ETA {timedelta(seconds=round(remaining))}")
+        return "  ".join([step, *known])
 
     def _call_wandb(self, method: str, *arguments: Any) -> None:
         """Call a method of the W&B run, if there is such a run. After the first error, W&B is no longer used."""

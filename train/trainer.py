@@ -17,7 +17,7 @@ from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, check
 from ringattn.train.evaluate import evaluate
-from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
@@ -93,6 +93,10 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
     with closing(recorder), preemption.handle_stop_signals():
+        evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
+        if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
+            # The earlier launch skipped this evaluation, because it should stop.
+            recorder.amend(done, **evaluate(run))
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
             record, stop = take_step(run, step, consumed)
@@ -100,7 +104,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
             record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
-            # If the run should stop, it skips the evaluation, because the process may be killed soon.
+            # If the run should stop, it skips the evaluation, because the process may be killed soon. The next launch makes up
+            # for the evaluation.
             if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
                 record |= evaluate(run)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)

@@ -92,6 +92,21 @@ def test_resumed_run_records_every_step_once(tmp_path):
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
+def test_metrics_are_added_to_the_record_of_an_earlier_step(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    record(Recorder(config(log_every=9), tmp_path), 1, 2)
+    resumed = Recorder(config(log_every=9), tmp_path, done=2)
+    resumed._wandb = Mock()
+    assert resumed.lacks_evaluation(2) and not resumed.lacks_evaluation(3)
+    resumed.amend(2, eval_loss=7.0)
+    assert not resumed.lacks_evaluation(2)
+    record(resumed, 3)
+    first, second, third = read(tmp_path / "metrics.jsonl")
+    assert second == {**second, "step": 2, "loss": 2.5, "eval_loss": 7.0} and "eval_loss" not in first | third
+    assert resumed._wandb.log.call_args_list[0] == (({"step": 2, "eval_loss": 7.0},),)
+    assert caplog.messages == ["step   2/100  loss 2.5000  eval loss 7.0000  2,000 tokens/s per rank"]
+
+
 def test_new_run_starts_a_new_file(tmp_path):
     record(Recorder(config(), tmp_path), 1, 2)
     record(Recorder(config(), tmp_path), 1)
