@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.model.flops import utilisation
+from ringattn.train.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
 
@@ -235,9 +236,9 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     if not (done and id_file.exists()):
         id_file.write_text(secrets.token_hex(4))
     project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    # All jobs of a sweep have the name of the sweep, and the names of their directories are numbers.
-    is_job_of_sweep = bool(config.name) and directory.name.isdecimal() and directory.parent.name == Path(config.name).name
-    name, group = (f"{config.name}/{directory.name}", config.name) if is_job_of_sweep else (config.name, None)
+    name, group = config.name, None
+    if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
+        name, group = f"{config.name}/{directory.name}", config.name
     options = dict(project=project, name=name, group=group, id=id_file.read_text(), config=asdict(config))
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):

@@ -56,6 +56,7 @@ from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_rank
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.step import Diverged
 from ringattn.train.summary import Outcome, sweep_table
+from ringattn.train.sweep import job_directory
 from ringattn.train.trainer import train
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     """Run every job that Hydra composes from the command line. The other ranks run the same jobs. Return the exit status."""
     outcomes: list[Outcome] = []
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
+    OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
 
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()

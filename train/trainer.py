@@ -21,6 +21,7 @@ from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
+from ringattn.train.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +151,8 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
         meta = storage.read_meta(checkpoint)
         resume_rules.check_corpus(checkpoint, meta, corpus_fingerprint(run))
         resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
+        if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
+            resume_rules.check_job_of_sweep(checkpoint, meta, run.config)
         changed = resume_rules.compare_settings(checkpoint, meta, run.config, run.tokens_per_step)
     storage.load(checkpoint, state_dict.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))

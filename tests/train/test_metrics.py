@@ -238,10 +238,11 @@ def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch
     monkeypatch.setenv("WANDB_PROJECT", "ours")
     monkeypatch.setattr("wandb.login", lambda **options: True)
     monkeypatch.setattr("wandb.init", init)
-    Recorder(config("auto"), tmp_path / "run" / "3").close()
+    (tmp_path / "multirun.yaml").touch()
+    Recorder(config("auto"), tmp_path / "lr=0.1").close()
     if started is None:
         assert not init.called
     else:
         options = init.call_args.kwargs
-        expected = dict(mode=started, project="ours", name="run/3", group="run")
+        expected = dict(mode=started, project="ours", name="run/lr=0.1", group="run")
         assert {name: options[name] for name in expected} == expected

@@ -118,7 +118,7 @@ def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_l
     assert message in stopped
     directory = tmp_path / "outputs" / "a"
     assert [path.name for path in directory.glob("*/checkpoints/*")] == [f"step_0000000{step}"]
-    assert (directory / "0" / "summary.json").exists() == (step == 4)
+    assert (directory / "seed=0" / "summary.json").exists() == (step == 4)
     assert "stopped" in (directory / "sweep.md").read_text()
 
 

@@ -114,8 +114,10 @@ def test_sweep_continues_after_an_invalid_job(tmp_path):
     assert len(errors) == 1 and "data.seq_len=1" in errors[0], "only rank 0 reports an error"
 
     (sweep,) = (tmp_path / "outputs").iterdir()
-    assert sorted(path.name for path in sweep.iterdir()) == ["0", "1", "2", "multirun.yaml", "sweep.md"]
-    for job, seq_len in (("0", 64), ("2", 128)):
+    directories = [f"seq_len={seq_len}" for seq_len in (1, 128, 64)]
+    assert sorted(path.name for path in sweep.iterdir()) == ["multirun.yaml", *directories, "sweep.md"]
+    for seq_len in (64, 128):
+        job = f"seq_len={seq_len}"
         summary = json.loads((sweep / job / "summary.json").read_text())
         assert (summary["seq_len"], summary["ranks"], summary["ring"]) == (seq_len, 2, 2)
         assert (sweep / job / ".hydra" / "config.yaml").exists()
@@ -127,6 +129,28 @@ def test_sweep_continues_after_an_invalid_job(tmp_path):
         ("| data.seq_len=1", True),
         ("| data.seq_len=128", False),
     ]
+
+
+def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_command_line, only_error, capfd):
+    """The jobs of the second sweep have another order. The third sweep differs in settings that all jobs have in common."""
+    settings = [*SMALL, f"data.path={corpus}", "name=a", "model.layers=1", "optim.lr=0.01", "parallel.layout=zigzag"]
+    assert run_command_line("-m", *settings, "data.seed=0,1", "trainer.steps=1") == 0
+    more = ["data.seed=2,1", "trainer.steps=2", "trainer.checkpoint_every=7"]
+    capfd.readouterr()
+    assert run_command_line("-m", *settings, *more) == 0
+    assert re.findall(r"resumed .*/(.*)/checkpoints/(\w+),", capfd.readouterr().out) == [("seed=1", "step_00000001")]
+    sweep = tmp_path / "outputs" / "a"
+    assert sorted(path.parent.name for path in sweep.glob("*/summary.json")) == ["seed=0", "seed=1", "seed=2"]
+    table = (sweep / "sweep.md").read_text().splitlines()
+    assert [row.split(" | ")[3] for row in table[4:]] == ["256", "256"], "two steps of two sequences of 64 tokens"
+
+    saved = {path: path.read_bytes() for path in sweep.glob("seed=1/checkpoints/*/*")}
+    others = ["optim.lr=0.5", "parallel.layout=striped", "data.seed=1,3", "trainer.steps=3"]
+    assert run_command_line("-m", *settings, *others) == 1
+    error = only_error()
+    assert "seed=1/checkpoints" in error and "optim.lr=0.01 (now 0.5)" in error
+    assert "parallel.layout=zigzag (now striped)" in error and "trainer.steps" not in error
+    assert all(path.read_bytes() == content for path, content in saved.items()) and (sweep / "seed=3" / "summary.json").exists()
 
 
 def fail_on_rank_1(rank: int) -> None:

@@ -9,7 +9,7 @@ from ringattn.train.config import Config, ConfigError
 from ringattn.train.summary import Outcome, sweep_table
 
 SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123}
-SUMMARY |= {"mfu": None, "peak_memory_gib": 1.0}
+SUMMARY |= {"total_tokens": 20_000, "mfu": None, "peak_memory_gib": 1.0}
 
 
 @pytest.fixture
@@ -32,6 +32,7 @@ def records(first: int) -> list[dict[str, float]]:
             "step": step,
             "loss": float(step),
             "eval_loss": 10.0 + step,
+            "total_tokens": 1000 * step,
             "seconds": 100.0 if step == 11 else 0.1 * step,
             "tflops_per_rank": 2.0 if step > 11 else 1.0,
         }
@@ -41,7 +42,7 @@ def records(first: int) -> list[dict[str, float]]:
 
 def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
     result = summary.summarise(run, records(1), done=0)
-    assert (result["final_loss"], result["eval_loss"]) == (19.5, 30.0)
+    assert (result["final_loss"], result["eval_loss"], result["total_tokens"]) == (19.5, 30.0, 20_000)
     assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
 
 
@@ -73,9 +74,9 @@ def test_sweep_table():
     assert sweep_table(outcomes).splitlines() == [
         "Common to all: a=1",
         "",
-        "| overrides | final loss | eval loss | tokens/s | TFLOP/s per rank | MFU | peak GiB per rank |",
-        "|---|---|---|---|---|---|---|",
-        "| b=2 | 2.5000 | 2.7500 | 12,346 | 0.0123 | - | 1.00 |",
-        "| b=3 | failed | - | - | - | - | - |",
-        "| b=4 | stopped | - | - | - | - | - |",
+        "| overrides | final loss | eval loss | tokens | tokens/s | TFLOP/s per rank | MFU | peak GiB per rank |",
+        "|---|---|---|---|---|---|---|---|",
+        "| b=2 | 2.5000 | 2.7500 | 20,000 | 12,346 | 0.0123 | - | 1.00 |",
+        "| b=3 | failed | - | - | - | - | - | - |",
+        "| b=4 | stopped | - | - | - | - | - | - |",
     ]

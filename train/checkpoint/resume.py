@@ -166,6 +166,29 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     return ", ".join(changes.values())
 
 
+def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
+    """Check that a job of a sweep resumes with the settings of its checkpoint. Only `trainer.steps` may be larger.
+
+    The directory of a job is named by the settings that the sweep varies. The settings that all jobs have in common are not
+    part of the name. If they differ, the checkpoint belongs to a job of another sweep.
+
+    Args:
+        path: the checkpoint.
+        meta: the content of the checkpoint's meta.json.
+        config: the settings of the job.
+
+    Raises:
+        ConfigError: a setting differs.
+    """
+    changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
+    changes.pop("trainer.steps", None)  # `compare_settings` reports fewer steps.
+    if changes:
+        raise ConfigError(
+            f"{path} belongs to a job of a sweep that was launched with {', '.join(changes.values())}: choose another name for "
+            "this sweep, or launch it with the earlier settings"
+        )
+
+
 def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> str:
     """Describe the model settings in which a new run differs from the checkpoint that provides its initial weights.
 
