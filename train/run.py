@@ -12,16 +12,12 @@ All ranks therefore run the same job in the same directory, and an error in the 
 """
 
 import ctypes
-import errno
 import logging
 import os
-import re
 import signal
 import sys
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -45,16 +41,13 @@ import torch.distributed as dist
 from hydra.conf import HydraConf
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from ringattn.comm.watchdog import RingFault
 from ringattn.train.config import Config, ConfigError
+from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
-from ringattn.train.step import Diverged
 from ringattn.train.summary import Outcome, sweep_table
 from ringattn.train.sweep import job_directory
 from ringattn.train.trainer import train
@@ -64,22 +57,11 @@ log = logging.getLogger(__name__)
 # The folder of the YAML files is next to this package, both in the repository (configs/) and in an installation
 # (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-# Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
-USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
 
 def main() -> NoReturn:
-    """Run the command line and exit. This function is the entry point of `ringattn-train`.
-
-    The process exits without Python's usual cleanup. Threads of gloo sometimes abort a process during this cleanup, after the
-    run has completed.
-    """
-    status = run_command_line()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    """Run the command line and exit. This function is the entry point of `ringattn-train`."""
+    exit_process(run_command_line())
 
 
 def run_command_line() -> int:
@@ -193,65 +175,6 @@ def check_name(name: str | None, context: HydraConf) -> None:
     # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
         raise ConfigError(f"name={name} is one of several, but a sweep requires one name, under which each job has a directory")
-
-
-def report_error(error: Exception) -> None:
-    """Print a user error in one line."""
-    print("error:", describe_error(error), file=sys.stderr, flush=True)
-
-
-def describe_error(error: Exception) -> str:
-    """Return the message of a user error as one line.
-
-    Some messages of Hydra have several lines, and some of Hydra's errors keep the important message in `__cause__`.
-    """
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
-        known = ", ".join(field.name for field in fields(cause.object_type))
-        return f"unknown option {cause.full_key}: choose one of {known}"
-    if isinstance(error, OverrideParseException):
-        # In Hydra's message, some lines mark a position and some lines contain a link. The last of the other lines is the
-        # reason.
-        parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
-        reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
-        return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
-    if isinstance(cause, OmegaConfBaseException):
-        prefix = f"{cause.full_key}: " if cause.full_key else ""
-        return prefix + str(cause).splitlines()[0]
-    text = " ".join(re.split("Config search path|See https", str(error))[0].split())
-    return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
-
-
-def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
-    """Exit at once after an error that is not a user error.
-
-    Other ranks may be waiting in a collective for this rank, and would wait forever. When this process exits, torchrun
-    terminates the other ranks.
-    """
-    reason = describe_external_error(error) or "".join(traceback.format_exception(error))
-    terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)
-
-
-def describe_external_error(error: Exception) -> str | None:
-    """Describe an external error in one line. Return None if the error is not external.
-
-    An error is external if a disk or another rank has caused it. External errors need no traceback, because they are not faults
-    of this program.
-    """
-    if isinstance(error, RingFault):
-        return str(error)
-    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-        return f"{error}: check the disk, then launch the same name again to resume"
-    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
-        return f"another rank has exited; see the output of that rank for the reason: {str(error).splitlines()[0]}"
-    return None
-
-
-def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
-    """Exit at once. Only the first rank that calls this function prints `text`, because the first error causes all others."""
-    if store.add("failures", 1) == 1:
-        print(text, file=sys.stderr, flush=True)
-    os._exit(status)
 
 
 if __name__ == "__main__":

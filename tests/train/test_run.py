@@ -1,6 +1,5 @@
 """Tests of the training command: errors in one line, sweeps, and what happens to the other ranks if one rank fails."""
 
-import errno
 import json
 import os
 import re
@@ -12,12 +11,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from ringattn.comm import watchdog
 from ringattn.train import run, trainer
 from tests.train.launch import ROOT, SMALL, launch, launch_ranks, own_errors, write_corpus
 
@@ -64,38 +60,6 @@ def test_mistake_is_reported_without_a_traceback(overrides, named, corpus, run_c
     assert run_command_line(*SMALL, f"data.path={corpus}", *overrides) == 1
     error = only_error()
     assert [part for part in named if part not in error] == []
-
-
-def test_error_that_has_no_option_names_none():
-    assert run.describe_error(OmegaConfBaseException("the reason\nand more")) == "the reason"
-
-
-EXTERNAL = {
-    "full disk": (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
-    "read-only disk": (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
-    "rank of a ring": (watchdog.RingFault("ringattn: rank 1 gives no sign of life"), "rank 1 gives no sign of life"),
-    "rank, reported by gloo": (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error\nmore"), "another rank"),
-    "rank, reported by NCCL": (dist.DistBackendError("NCCL error"), "another rank"),
-}
-
-
-@pytest.mark.parametrize(("error", "reason"), EXTERNAL.values(), ids=EXTERNAL.keys())
-def test_external_error_is_reported_without_a_traceback(error, reason, monkeypatch):
-    """An error of a disk or of another rank needs no traceback."""
-    terminate = Mock()
-    monkeypatch.setattr(run, "terminate", terminate)
-    monkeypatch.setattr(run.dist, "get_rank", lambda: 1)
-    run.terminate_on_error(None, error)
-    _, text, status = terminate.call_args.args
-    assert text.startswith("rank 1 failed: ") and reason in text and status == 1 and "\n" not in text
-
-
-def test_internal_error_is_reported_with_a_traceback(monkeypatch):
-    terminate = Mock()
-    monkeypatch.setattr(run, "terminate", terminate)
-    monkeypatch.setattr(run.dist, "get_rank", lambda: 1)
-    run.terminate_on_error(None, OSError(errno.ENOENT, "No such file"))
-    assert "Traceback" in terminate.call_args.args[1] or "FileNotFoundError" in terminate.call_args.args[1]
 
 
 def test_sweep_over_names_is_an_error(corpus, run_command_line, capfd):
@@ -165,15 +129,6 @@ def test_only_the_first_failure_is_reported(tmp_path):
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=fail_on_rank_1)
     assert not succeeded and stderr.count("Traceback (most recent call last)") == 1
     assert "rank 1 failed:" in stderr and "RuntimeError: an unexpected error" in stderr
-
-
-def test_second_failure_exits_without_a_message(monkeypatch, capfd):
-    exit_process = Mock()
-    monkeypatch.setattr(os, "_exit", exit_process)
-    store = dist.HashStore()
-    for text in ("rank 1 failed", "rank 0 failed"):
-        run.terminate(store, text, 3)
-    assert capfd.readouterr().err == "rank 1 failed\n" and exit_process.call_args_list == [((3,),), ((3,),)]
 
 
 def kill_rank_1(rank: int) -> None:

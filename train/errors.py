@@ -1,0 +1,93 @@
+"""Report errors of the commands in train/, and exit on all ranks."""
+
+import errno
+import logging
+import os
+import re
+import sys
+import traceback
+from dataclasses import fields, is_dataclass
+from typing import NoReturn
+
+import torch.distributed as dist
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from ringattn.comm.watchdog import RingFault
+from ringattn.train.config import ConfigError
+from ringattn.train.step import Diverged
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+# Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
+USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
+
+
+def exit_process(status: int) -> NoReturn:
+    """Exit after the ranks have disconnected.
+
+    The process exits without Python's usual cleanup. Threads of gloo sometimes abort a process during this cleanup, after the
+    command has completed.
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def report_error(error: Exception) -> None:
+    """Print a user error in one line."""
+    print("error:", describe_error(error), file=sys.stderr, flush=True)
+
+
+def describe_error(error: Exception) -> str:
+    """Return the message of a user error as one line.
+
+    Some messages of Hydra have several lines, and some of Hydra's errors keep the important message in `__cause__`.
+    """
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
+        known = ", ".join(field.name for field in fields(cause.object_type))
+        return f"unknown option {cause.full_key}: choose one of {known}"
+    if isinstance(error, OverrideParseException):
+        # In Hydra's message, some lines mark a position and some lines contain a link. The last of the other lines is the
+        # reason.
+        parts = [part for part in error.message.splitlines() if part.strip(" ^") and not part.startswith("See https")]
+        reason = "Hydra cannot read the value" if parts[-1].startswith("Lexer") else parts[-1]
+        return f"{error.override}: {reason}; quote a value with brackets, ~ or the like for Hydra as well: 'key=\"value\"'"
+    if isinstance(cause, OmegaConfBaseException):
+        prefix = f"{cause.full_key}: " if cause.full_key else ""
+        return prefix + str(cause).splitlines()[0]
+    text = " ".join(re.split("Config search path|See https", str(error))[0].split())
+    return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
+
+
+def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
+    """Exit at once after an error that is not a user error.
+
+    Other ranks may be waiting in a collective for this rank, and would wait forever. When this process exits, torchrun
+    terminates the other ranks.
+    """
+    reason = describe_external_error(error) or "".join(traceback.format_exception(error))
+    terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)
+
+
+def describe_external_error(error: Exception) -> str | None:
+    """Describe an external error in one line. Return None if the error is not external.
+
+    An error is external if a disk or another rank has caused it. External errors need no traceback, because they are not faults
+    of this program.
+    """
+    if isinstance(error, RingFault):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return f"{error}: check the disk, then launch the same name again to resume"
+    if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
+        return f"another rank has exited; see the output of that rank for the reason: {str(error).splitlines()[0]}"
+    return None
+
+
+def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
+    """Exit at once. Only the first rank that calls this function prints `text`, because the first error causes all others."""
+    if store.add("failures", 1) == 1:
+        print(text, file=sys.stderr, flush=True)
+    os._exit(status)
