@@ -14,7 +14,7 @@ from torch import Tensor
 from ringattn import Mask
 from ringattn.train.data.packing import Batch
 from ringattn.train.model.loss import IGNORE, token_losses
-from ringattn.train.setup import Run
+from ringattn.train.setup import InferenceRun
 from ringattn.train.step import forward, layout_of, mask_of
 
 # The first group contains the tokens whose context is shorter than this number of tokens. The second group starts at this
@@ -23,7 +23,7 @@ SHORTEST_CONTEXT = 128
 
 
 @torch.no_grad()
-def evaluate(run: Run) -> dict[str, float]:
+def evaluate(run: InferenceRun) -> dict[str, float]:
     """Compute the loss on the held-out text. All ranks call this function together and return the same losses.
 
     Evaluation always uses the same sequences of `run.held_out`, with at least `trainer.eval_tokens` tokens in total.
@@ -67,7 +67,7 @@ def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
     return torch.bucketize(context, torch.tensor(starts[1:]), right=True).expand_as(batch.tokens)
 
 
-def held_out_batches(run: Run) -> Iterator[Batch]:
+def held_out_batches(run: InferenceRun) -> Iterator[Batch]:
     """Yield this rank's batches of held-out sequences.
 
     The evaluated sequences are spread evenly over the held-out text, so that they represent the whole text. All ranks receive

@@ -32,21 +32,27 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class Run:
-    """The parts of a run on this rank."""
+class InferenceRun:
+    """The parts of a run on this rank that evaluation and generation need."""
 
     config: Config
     device: torch.device
     mesh: Mesh
     tokenizer: Tokenizer
-    data: PackedDataset
     held_out: PackedDataset | None  # the text for evaluation
     kernel: dispatch.Choice  # the attention kernels, and the reason for choosing these kernels
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
     recompute: bool  # whether the backward pass recomputes the blocks, except for attention
-    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     model: GPT
+
+
+@dataclass
+class Run(InferenceRun):
+    """The parts of a training run on this rank."""
+
+    data: PackedDataset
+    memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
     init_from: Path | None  # the initial weights of a new run; None for random weights
@@ -81,17 +87,13 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     """
     set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
-        device = pick_device(config.trainer.device)
-        bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-        kernel = choose_backend(config, device, bf16)
+        device, bf16, kernel = choose_device(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
         if given is not None and given < minimum:
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
-    sequence = config.parallel.ring or dist.get_world_size()
-    ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
-    mesh = build_mesh(device.type, sequence, ulysses)
+    mesh = choose_mesh(config, device, bf16)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
@@ -120,8 +122,54 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    parts = config, device, mesh, tokenizer, data, held_out, kernel, bf16, compiled, recompute, needed, model, optimizer
-    return Run(*parts, peak_flops, init_from, init_from_changes)
+    parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recompute, model
+    return Run(*parts, data, needed, optimizer, peak_flops, init_from, init_from_changes)
+
+
+def build_for_inference(config: Config, weights: Path) -> InferenceRun:
+    """Build the sharded model of a run and load its weights, without an optimizer and without any text.
+
+    Args:
+        config: the settings, which `config.check` has accepted.
+        weights: a checkpoint, or a folder with a Hugging Face model.
+
+    Raises:
+        ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit the settings.
+    """
+    set_deterministic(config.trainer.deterministic)
+    with sync_errors():
+        device, bf16, kernel = choose_device(config)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        changes = initial_weights.compare_settings(weights, config, tokenizer)
+    mesh = choose_mesh(config, device, bf16)
+    set_timeout(mesh, config.parallel.timeout_s)
+    with torch.device("meta"):
+        model = GPT(config.model, tokenizer.vocab_size)
+    compiled = uses_compile(config, device)
+    if compiled:
+        compile_blocks(model)
+    shard_model(model, mesh, device, config.trainer.seed, bf16)
+    initial_weights.load(weights, model)
+    log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
+    return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recompute=False, model=model)
+
+
+def choose_device(config: Config) -> tuple[torch.device, bool, dispatch.Choice]:
+    """Return the device of this rank, whether the model computes in bf16, and the attention kernels.
+
+    Raises:
+        ConfigError: the machine does not have the device, or the kernels do not support the settings.
+    """
+    device = pick_device(config.trainer.device)
+    bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
+    return device, bf16, choose_backend(config, device, bf16)
+
+
+def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
+    """Build the mesh of all ranks. If a setting is None, this function chooses the number of ranks along the axis."""
+    sequence = config.parallel.ring or dist.get_world_size()
+    ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
+    return build_mesh(device.type, sequence, ulysses)
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:

@@ -15,7 +15,7 @@ from ringattn.train.data.packing import Batch
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel.mesh import Mesh
-from ringattn.train.setup import Run
+from ringattn.train.setup import InferenceRun, Run
 
 
 class Diverged(RuntimeError):
@@ -132,7 +132,7 @@ def count_pairs(mask: Mask, batch: Batch) -> int:
     return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
-def forward(run: Run, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
+def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
     """Run the model on this rank's tokens of the batch. `layout` selects these tokens.
 
     Returns:
