@@ -5,6 +5,7 @@ the keys and values of its tokens in a cache. Afterwards, one new token at a tim
 token attends to the caches of all ranks.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,14 +14,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention
-from ringattn.train.setup import Run
+from ringattn.train.setup import InferenceRun
+
+
+def generate(run: InferenceRun, prompt: list[int], num_tokens: int, **options: Any) -> list[int]:
+    """Sample a continuation of a prompt. All ranks call this function together and return the same tokens.
+
+    Args:
+        run: the run whose model generates the text.
+        prompt: the token ids of the prompt.
+        num_tokens: the largest number of tokens to generate.
+        options: the temperature, top_p and the seed, as in `stream`.
+
+    Returns:
+        The prompt and the generated tokens, without `eos`.
+    """
+    return [*prompt, *stream(run, prompt, num_tokens, **options)]
 
 
 # torch.compile would compile the model again for the prompt and for single tokens. This takes longer than the generation.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 0.8, seed: int = 0) -> list[int]:
-    """Sample a continuation of a prompt. All ranks call this function together and return the same tokens.
+def stream(
+    run: InferenceRun, prompt: list[int], num_tokens: int, temperature: float = 0.8, top_p: float = 1.0, seed: int = 0
+) -> Iterator[int]:
+    """Yield the tokens of a sampled continuation. All ranks call this function together and yield the same tokens.
 
     The rank that holds the last position samples each token and broadcasts it.
 
@@ -31,10 +49,9 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
         prompt: the token ids of the prompt. The model reads one `eos` before the prompt, as before every document in training.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
+        top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`. If `top_p` is 1,
+            each token is sampled from all tokens.
         seed: the seed of the sampling. The random numbers do not depend on the number of ranks.
-
-    Returns:
-        The prompt and the generated tokens, without `eos`.
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
     ranks, rank = group.size(), group.rank()
@@ -49,13 +66,13 @@ def generate(run: Run, prompt: list[int], num_tokens: int, temperature: float = 
         logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
         token = torch.zeros((), dtype=torch.int64)
         if rank == ranks - 1:
-            token = _sample(logits[0, : tokenizer.vocab_size].float().cpu(), temperature, generator)
+            token = _sample(logits[0, : tokenizer.vocab_size].float().cpu(), temperature, top_p, generator)
         dist.broadcast(token, group=group, group_src=ranks - 1)
         if token == tokenizer.eos:
             break
         inputs, positions = token.view(1, 1), torch.tensor([len(tokens)])
         tokens.append(int(token))
-    return tokens[1:]
+        yield tokens[-1]
 
 
 def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, **options: Any) -> Tensor:
@@ -83,8 +100,22 @@ def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
     return hidden[0, -1:] @ head.T
 
 
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> Tensor:
-    """Sample one token from the logits, (vocabulary,)."""
+def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    """Sample one token from the logits, (vocabulary,). `stream` explains the other arguments."""
     if temperature == 0:
         return logits.argmax()
-    return torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[0]
+    return torch.multinomial(_nucleus((logits / temperature).softmax(-1), top_p), 1, generator=generator)[0]
+
+
+def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
+    """Set all probabilities outside the nucleus to 0 (Holtzman et al. 2020).
+
+    The nucleus consists of the most likely tokens. It is the smallest set of tokens whose probabilities sum to at least
+    `top_p`. The returned probabilities are not normalised again.
+    """
+    if top_p == 1:
+        return probabilities
+    ordered, tokens = probabilities.sort(descending=True, stable=True)
+    # A token belongs to the nucleus if the more likely tokens do not reach `top_p`.
+    outside = ordered.cumsum(0) - ordered >= top_p
+    return probabilities.index_fill(0, tokens[outside], 0)

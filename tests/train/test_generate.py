@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ringattn import Mask
 from ringattn.train.config import Config
-from ringattn.train.generate import generate
+from ringattn.train.generate import _sample, generate
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
 from tests.train.model.test_gpt import VOCAB, build
@@ -123,3 +123,19 @@ def test_expected_tokens_vary(expected: dict) -> None:
     """If the model repeated one token, the comparison above would not notice errors in the caches."""
     assert all(len(set(tokens[-NUM_TOKENS:])) > 3 for tokens in expected.values())
     assert expected[None, 2] != expected[6, 2]
+
+
+# The probabilities are exact in fp32. Sorted, they sum to 1/2, 3/4, 7/8 and 1.
+# Of two equally likely tokens, the first one comes first.
+NUCLEI = {0.1: {2}, 0.5: {2}, 0.51: {2, 0}, 0.75: {2, 0}, 0.8: {2, 0, 1}, 0.875: {2, 0, 1}, 0.9: {2, 0, 1, 3}, 1.0: {2, 0, 1, 3}}
+
+
+@pytest.mark.parametrize("top_p", NUCLEI)
+def test_tokens_are_sampled_from_the_nucleus(top_p: float) -> None:
+    """The smallest set of the most likely tokens whose probabilities sum to at least top_p, with their relative frequencies."""
+    probabilities = torch.tensor([1 / 4, 1 / 8, 1 / 2, 1 / 8])
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.bincount(torch.stack([_sample(probabilities.log(), 1.0, top_p, generator) for _ in range(800)]), minlength=4)
+    assert set(counts.nonzero()[:, 0].tolist()) == NUCLEI[top_p]
+    kept = torch.tensor([p if token in NUCLEI[top_p] else 0.0 for token, p in enumerate(probabilities.tolist())])
+    torch.testing.assert_close(counts / 800, kept / kept.sum(), atol=0.06, rtol=0)
