@@ -1,25 +1,209 @@
-"""Evaluation: the loss on held-out text, overall and by context length.
+"""Compute the loss on held-out text, overall and by context length.
+
+    python train/evaluate.py run=NAME                                      at the sequence length of the training
+    python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at several lengths
+    torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
 The context length of a token is the number of earlier tokens that the token attends to. A model that benefits from long
 sequences has a lower loss on tokens with a longer context.
+
+The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
+default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
+
+    data=text, jsonl, parquet, hub or stdlib    the kind of text
+    data.path=...                               the files or the dataset
+    data.split=...                              the part of the text, all of it by default
+    data.column=... data.subset=...             as in training
+
+trainer.eval_tokens=N sets the minimum number of tokens per length. Other settings can follow as group.key=value, for example
+trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them.
 """
 
+import math
+import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+if __name__ == "__main__":
+    # The root of the repository replaces the folder of this script on the search path. train/run.py explains the reason.
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringattn import Mask
-from ringattn.train.data.packing import Batch
+from ringattn.train.config import Config, ConfigError, DataConfig, check
+from ringattn.train.data.packing import Batch, PackedDataset, load, load_documents, split_documents
+from ringattn.train.data.tokenizer import Tokenizer
+from ringattn.train.errors import exit_process
+from ringattn.train.inference import RUN_HELP, Model, apply_overrides, find_model, option, parse, run_command
 from ringattn.train.model.loss import IGNORE, token_losses
-from ringattn.train.setup import InferenceRun
+from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.setup import InferenceRun, build_for_inference
 from ringattn.train.step import forward, layout_of, mask_of
 
 # The first group contains the tokens whose context is shorter than this number of tokens. The second group starts at this
 # context length, and each further group starts at twice the context length of the previous group.
 SHORTEST_CONTEXT = 128
+
+# The settings that this command accepts, in addition to those of `ringattn.train.inference`.
+SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
+
+Results = dict[int, dict[str, float]]
+
+
+@dataclass
+class Options:
+    """The options of this command."""
+
+    run: str = option(RUN_HELP)
+    output: str = option(
+        "The folder of the table and the plot. If it is empty, the name of the folder is the name of the run with -evaluation "
+        "at its end, and the folder is next to the run. For a folder in Hugging Face's format, it is in outputs/.",
+        default="",
+    )
+
+
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-evaluate`."""
+    exit_process(run_command(run_command_line, Options, __doc__))
+
+
+def run_command_line(arguments: list[str]) -> None:
+    """Evaluate the model that the arguments name, and write the results on rank 0. All ranks call this function."""
+    options, overrides = parse(arguments, Options, SETTINGS)
+    model = find_model(options.run)
+    configs = evaluation_configs(model.config, overrides)
+    with sync_errors():
+        for config in configs:
+            check(config, dist.get_world_size())
+    run = build_for_inference(configs[0], model.path)
+    results: Results = {}
+    for config in configs:
+        with sync_errors():
+            held_out = load_text(config, model.config.data.seq_len, run.tokenizer)
+        at_length = replace(run, config=config, held_out=held_out)
+        results[config.data.seq_len] = evaluate(at_length) | {"tokens": num_sequences(at_length) * config.data.seq_len}
+    with sync_errors():
+        if dist.get_rank() == 0:
+            write_results(results, model, configs[0], options.output)
+
+
+def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
+    """Return the settings of the evaluation at each sequence length.
+
+    Evaluation uses only one text. In the overrides, data.path and data.split therefore describe the evaluated text.
+
+    Args:
+        config: the settings with which the model was trained.
+        overrides: the values of settings, from the command line.
+
+    Raises:
+        ConfigError: there is no text to evaluate, or a sequence length is not an integer.
+        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
+    """
+    overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
+    if any(name.startswith("data.eval_") for name in overrides):
+        raise ConfigError(
+            "data.eval_path and data.eval_split: an evaluation uses one text: use data.path and data.split instead"
+        )
+    lengths = overrides.pop("data.seq_len", str(config.data.seq_len)).split(",")
+    if (text := evaluated_text(config.data, overrides)) is not None:
+        config = replace(config, data=replace(text, eval_fraction=DataConfig.eval_fraction))
+    elif config.data.eval_fraction == 0:
+        raise ConfigError(f"run={config.name} has no held-out text: name the text to evaluate, such as data=text data.path=...")
+    configs = [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]
+    if text is not None:
+        for each in configs:
+            each.data.eval_split, each.data.split = each.data.split, DataConfig.split
+    return configs
+
+
+def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
+    """Return the settings of the evaluated text, as a corpus of its own and before the overrides.
+
+    The result is None if a fraction of the text of the training was held out, and the overrides do not name another text.
+    """
+    if overrides.keys() & {"data.source", "data.path"}:
+        source = overrides.get("data.source", data.source)
+        return DataConfig(source=source, tokenizer=data.tokenizer, mask_documents=data.mask_documents)
+    return data if data.held_out is None and "data.split" in overrides else data.held_out
+
+
+def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> PackedDataset:
+    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
+
+    The fraction of the text that the training has held out depends on the sequence length of the training, `trained_len`.
+    """
+    data = config.data
+    if data.held_out is not None:
+        return load(data.held_out, tokenizer, shuffle=False)
+    _, documents = split_documents(load_documents(data, tokenizer), data.eval_fraction, trained_len)
+    return PackedDataset(documents, data.seq_len, seed=0, shuffle=False)
+
+
+def write_results(results: Results, model: Model, config: Config, output: str) -> None:
+    """Print the table of the results, and write the table and the plot to a folder.
+
+    Args:
+        results: the result of `evaluate` and the number of evaluated tokens, by sequence length.
+        model: the evaluated model.
+        config: the settings of the evaluation at one of the lengths.
+        output: the folder. If it is empty, the folder is next to the directory of the run.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
+    part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
+    text = f"{config.data.description} {part}"
+    table = f"Loss of {model.path} on {text}, in nats per token.\n\n{results_table(results)}\n"
+    print(table, end="", flush=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "evaluation.md").write_text(table, encoding="utf-8")
+        plot_results(results, folder / "evaluation.png")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
+    print(f"{folder}/evaluation.md and {folder}/evaluation.png contain this table and its plot.", file=sys.stderr)
+
+
+def results_table(results: Results) -> str:
+    """Return the results as a Markdown table with one column per sequence length."""
+    starts = context_groups(max(results))
+    rows = [["sequence length", *(f"{length:,} tokens" for length in results)], ["---"] * (len(results) + 1)]
+    rows.append(["evaluated tokens", *(f"{result['tokens']:,}" for result in results.values())])
+    rows.append(["loss", *(f"{result['eval_loss']:.4f}" for result in results.values())])
+    for start, stop in zip(starts, [*starts[1:], math.inf], strict=True):
+        losses = [result.get(f"eval_loss/{start}") for result in results.values()]
+        name = f"loss, context of {start:,} to {stop - 1:,}" if stop < math.inf else f"loss, context of {start:,} or more"
+        rows.append([name, *("-" if loss is None else f"{loss:.4f}" for loss in losses)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def plot_results(results: Results, output: Path) -> None:
+    """Plot the loss by context length, with one curve per sequence length, and save the plot as a PNG file."""
+    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    starts = context_groups(max(results))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for length, result in results.items():
+        known = {i: result[f"eval_loss/{start}"] for i, start in enumerate(starts) if f"eval_loss/{start}" in result}
+        axes.plot(list(known), list(known.values()), "o-", label=f"{length:,} tokens")
+    axes.set_xticks(range(len(starts)), [f"{start:,}" for start in starts], rotation=45)
+    axes.set_xlabel("minimum context length in tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.legend(title="sequence length", frameon=False)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=150)
 
 
 @torch.no_grad()
@@ -67,6 +251,11 @@ def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
     return torch.bucketize(context, torch.tensor(starts[1:]), right=True).expand_as(batch.tokens)
 
 
+def num_sequences(run: InferenceRun) -> int:
+    """Return the number of sequences that an evaluation uses."""
+    return min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
+
+
 def held_out_batches(run: InferenceRun) -> Iterator[Batch]:
     """Yield this rank's batches of held-out sequences.
 
@@ -74,11 +263,14 @@ def held_out_batches(run: InferenceRun) -> Iterator[Batch]:
     the same number of batches, because every batch requires communication between all ranks. The last batches may therefore
     contain sequences that must not be evaluated. The labels of these sequences are IGNORE.
     """
-    dp, size = run.mesh.dp, run.config.trainer.batch_size
-    count = min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
+    dp, size, count = run.mesh.dp, run.config.trainer.batch_size, num_sequences(run)
     offset = dp.get_local_rank() * size
     for start in range(offset, offset + count, dp.size() * size):
         numbers = range(start, start + size)
         batch = run.held_out.batch(number * run.held_out.sequences_per_epoch // count for number in numbers)
         batch.labels[max(count - start, 0) :] = IGNORE
         yield batch
+
+
+if __name__ == "__main__":
+    main()

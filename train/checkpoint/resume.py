@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, TrainerConfig
@@ -232,3 +233,11 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dic
             if before != value and f"{group}.{name}" not in ignored:
                 changes[f"{group}.{name}"] = f"{group}.{name}={before} (now {value})"
     return changes
+
+
+def saved_config(meta: dict[str, Any]) -> Config:
+    """Return the settings of a run from the meta.json of one of its checkpoints.
+
+    A setting that did not exist when the checkpoint was saved has its default value.
+    """
+    return OmegaConf.to_object(OmegaConf.merge(Config, meta["config"]))
