@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 
 from ringattn import layout
 from ringattn.kernels import dispatch
@@ -18,6 +19,20 @@ from ringattn.planning import rank_plan
 
 class ConfigError(ValueError):
     """A setting, a file or a combination of settings is invalid. The message explains the problem and how to solve it."""
+
+
+def resolve_path(name: str, value: str) -> Path:
+    """Return the absolute path that the setting `name` has as its value. The path need not exist.
+
+    Raises:
+        ConfigError: no file can have this path, because it is too long or a loop of links.
+    """
+    try:
+        path = Path(value).expanduser().resolve()
+        path.exists()  # raises an error if the path is too long
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"{name}={value:.60} is not a valid path: {f'{error}':.100}; check it") from None
+    return path
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -285,23 +300,47 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The valid range of each numeric setting. The range does not apply to a setting that is None.
-AT_LEAST_ONE = (
-    "model.vocab_size model.layers model.dim model.heads model.kv_heads model.head_dim model.ffn_dim model.rope_factor "
-    "model.rope_trained_len model.window data.seq_len parallel.ring parallel.ulysses parallel.timeout_s trainer.steps "
-    "trainer.batch_size trainer.accumulate trainer.keep_checkpoints trainer.eval_tokens trainer.log_every"
-)
-AT_LEAST_ZERO = "optim.warmup_steps optim.weight_decay trainer.checkpoint_every trainer.eval_every trainer.sample_tokens"
-POSITIVE = "model.rope_theta model.norm_eps optim.lr optim.eps optim.clip trainer.peak_tflops trainer.time_limit_s"
-BOUNDS = (
-    (AT_LEAST_ONE, "at least 1 and finite", lambda value: 1 <= value < math.inf),
-    (AT_LEAST_ZERO, "at least 0", lambda value: value >= 0),
-    (POSITIVE, "positive and finite", lambda value: 0 < value < math.inf),
-    ("optim.decay_fraction", "above 0 and at most 1", lambda value: 0 < value <= 1),
-    ("optim.min_lr_ratio", "from 0 to 1", lambda value: 0 <= value <= 1),
-    ("data.eval_fraction", "at least 0 and below 1", lambda value: 0 <= value < 1),
-    ("data.seed trainer.seed", "at least 0 and below 2**63", lambda value: 0 <= value < 2**63),
-)
+# The valid range of each numeric setting. Both ends are valid. The range does not apply to a setting that is None. The upper
+# ends reject values that no training needs, because such values would overflow an integer or a float, or would never finish.
+RANGES = {
+    "model.vocab_size": (1, 2**30),
+    "model.layers": (1, 4096),
+    "model.dim": (1, 2**20),
+    "model.heads": (1, 2**14),
+    "model.kv_heads": (1, 2**14),
+    "model.head_dim": (1, 2**14),
+    "model.ffn_dim": (1, 2**24),
+    "model.rope_theta": (1, 1e12),
+    "model.rope_factor": (1, 1e6),
+    "model.rope_trained_len": (1, 2**31 - 1),
+    "model.norm_eps": (1e-12, 0.1),
+    "model.window": (1, 2**31 - 1),
+    "data.seq_len": (1, 2**31 - 1),
+    "data.eval_fraction": (0, 0.99),
+    "data.seed": (0, 2**63 - 1),
+    "parallel.ring": (1, 2**20),
+    "parallel.ulysses": (1, 2**14),
+    "parallel.timeout_s": (1, 604_800),  # a week
+    "optim.lr": (1e-30, 100),
+    "optim.eps": (1e-30, 1),
+    "optim.weight_decay": (0, 100),
+    "optim.clip": (1e-9, 1e9),
+    "optim.warmup_steps": (0, 99_999_999),
+    "optim.decay_fraction": (1e-9, 1),
+    "optim.min_lr_ratio": (0, 1),
+    "trainer.steps": (1, 99_999_999),  # The name of a checkpoint contains its step as eight digits.
+    "trainer.batch_size": (1, 2**20),
+    "trainer.accumulate": (1, 2**20),
+    "trainer.seed": (0, 2**63 - 1),
+    "trainer.checkpoint_every": (0, 2**31 - 1),
+    "trainer.keep_checkpoints": (1, 2**31 - 1),
+    "trainer.eval_every": (0, 2**31 - 1),
+    "trainer.eval_tokens": (1, 2**53),
+    "trainer.time_limit_s": (1e-9, 1e9),
+    "trainer.log_every": (1, 2**31 - 1),
+    "trainer.sample_tokens": (0, 2**20),
+    "trainer.peak_tflops": (1e-6, 1e6),
+}
 
 
 def check(config: Config, world_size: int) -> None:
@@ -328,12 +367,11 @@ def _check_values(config: Config) -> Iterator[str]:
         value = attrgetter(name)(config)
         if value not in allowed:
             yield f"unknown {name}={value}: choose one of {', '.join(allowed)}"
-    for names, bound, is_valid in BOUNDS:
-        for name in names.split():
-            value = attrgetter(name)(config)
-            # Every comparison of NaN with a number is false, so NaN is invalid for every setting.
-            if value is not None and not is_valid(value):
-                yield f"{name}={value}: must be {bound}"
+    for name, (low, high) in RANGES.items():
+        value = attrgetter(name)(config)
+        # Every comparison of NaN with a number is false, so NaN is invalid for every setting.
+        if value is not None and not low <= value <= high:
+            yield f"{name}={value}: must be from {low} to {high}"
 
 
 def _check_unused(config: Config) -> Iterator[str]:
@@ -346,7 +384,11 @@ def _check_unused(config: Config) -> Iterator[str]:
         ("data.column", data.source in ("stdlib", "text"), f"if data.source={data.source}: choose data=jsonl, parquet or hub"),
         ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
-        ("data.eval_fraction", data.held_out is not None, "with data.eval_split or data.eval_path: leave these out"),
+        (
+            "data.eval_fraction",
+            data.held_out is not None and data.eval_fraction > 0,
+            "with data.eval_split or data.eval_path: leave these out",
+        ),
         (
             "trainer.eval_every trainer.eval_tokens",
             data.held_out is None and data.eval_fraction == 0,

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.config import ConfigError
@@ -36,7 +36,9 @@ def exit_process(status: int) -> NoReturn:
 
 def report_error(error: Exception) -> None:
     """Print a user error in one line."""
-    print("error:", describe_error(error), file=sys.stderr, flush=True)
+    # A value in the message may contain line breaks and other control characters.
+    text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in describe_error(error))
+    print("error:", text, file=sys.stderr, flush=True)
 
 
 def describe_error(error: Exception) -> str:
@@ -44,6 +46,8 @@ def describe_error(error: Exception) -> str:
 
     Some messages of Hydra have several lines, and some of Hydra's errors keep the important message in `__cause__`.
     """
+    if isinstance(error, InterpolationResolutionError) and isinstance(error.__cause__, ConfigError):
+        return str(error.__cause__)  # A resolver, such as the one that checks the name of the run, has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
         known = ", ".join(field.name for field in fields(cause.object_type))

@@ -44,6 +44,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ringattn.train.command_line import check_options, check_overrides, checked_name
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
@@ -89,6 +90,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         outcome = Outcome(OmegaConf.to_container(context.overrides.task, resolve=False))
         outcomes.append(outcome)
         try:
+            check_overrides(outcome.overrides)
             config, directory = to_config(settings), Path(context.runtime.output_dir)
             check_name(config.name, context)
             broadcast_object((config, directory))
@@ -134,13 +136,19 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors instead of printing them.
     select_recipe()
     ConfigStore.instance().store(name="schema", node=Config)
+    # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
+    OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     try:
+        check_options()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()
     except USER_ERRORS as error:
         report_error(error)
         return 1
     except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
+        return 1
+    except Exception as error:  # Hydra raises errors of various types if it cannot use the command line.
+        report_error(ConfigError(f"Hydra cannot use the command line: {error}; see --help and --hydra-help"))
         return 1
     except SystemExit as request:  # Hydra raises SystemExit for --help, --cfg and unknown flags. TrainingStopped ends a sweep.
         return int(request.code or 0)
@@ -166,11 +174,9 @@ def check_name(name: str | None, context: HydraConf) -> None:
     """Check that the run has its own directory under this name. In a sweep, check that each job has its own directory.
 
     Raises:
-        ConfigError: the name is empty, or the jobs of a sweep have different names.
+        ConfigError: the name is invalid, or the jobs of a sweep have different names.
     """
-    if not name:
-        given = "null" if name is None else name
-        raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
+    checked_name(name)
     # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
     # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():

@@ -94,6 +94,14 @@ def build(config: Config, init_from: Path | None = None) -> Run:
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
     mesh = choose_mesh(config, device, bf16)
+    compiled = uses_compile(config, device)
+    estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)
+    recompute = config.parallel.activation_checkpointing
+    if recompute is None:
+        recompute = broadcast_object(memory.is_tight(estimate(recompute=False), device))
+    needed = estimate(recompute=recompute)
+    with sync_errors():
+        memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
@@ -104,14 +112,6 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
     # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
-    compiled = uses_compile(config, device)
-    estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)
-    recompute = config.parallel.activation_checkpointing
-    if recompute is None:
-        recompute = broadcast_object(memory.is_tight(estimate(recompute=False), device))
-    needed = estimate(recompute=recompute)
-    with sync_errors():
-        memory.check(needed, device)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)

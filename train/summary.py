@@ -16,7 +16,7 @@ from ringattn.train.config import ConfigError
 from ringattn.train.generate import generate
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.ranks import broadcast_object
+from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
@@ -102,12 +102,14 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
     If the run was killed after its last step and before it wrote its summary, this function writes the summary.
 
     Raises:
-        ConfigError: on every rank, if the run has no metrics. A run has no metrics if it branched from a checkpoint
-            without remaining steps.
+        ConfigError: on every rank, if summary.json is damaged or the run has no metrics. A run has no metrics if it branched
+            from a checkpoint without remaining steps.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")
-    summary = broadcast_object(json.loads(path.read_text()) if path.exists() else None)
+    with sync_errors():
+        summary = read_summary(path) if dist.get_rank() == 0 else None
+    summary = broadcast_object(summary)
     # If the summary has a different number of steps, it was written before the run was extended.
     if summary is not None and summary["steps"] == steps:
         write_sample(run, directory)
@@ -115,6 +117,23 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
     if not broadcast_object(metrics.read(directory / "metrics.jsonl")):
         raise ConfigError(f"no steps are left to train, because the checkpoint has completed all {steps}: raise trainer.steps")
     return write_results(run, directory)
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary in a file, or None if there is no such file.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    try:
+        summary = json.loads(path.read_text())
+        if not isinstance(summary["steps"], int):
+            raise ValueError("steps must be an integer")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} is damaged: {error}; remove it, and the next launch writes it again") from None
+    return summary
 
 
 def write_sample(run: Run, directory: Path) -> None:

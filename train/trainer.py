@@ -148,7 +148,7 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
         ConfigError: on every rank, if the settings or the data do not fit the checkpoint.
     """
     with sync_errors():
-        meta = storage.read_meta(checkpoint)
+        meta = resume_rules.read_run_meta(checkpoint)
         resume_rules.check_corpus(checkpoint, meta, corpus_fingerprint(run))
         resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():

@@ -30,14 +30,14 @@ MISTAKES = {
     "~ without quotes": (["data.path=~/c/*.txt"], ["data.path=~/c/*.txt", "quote"]),
     "brackets without quotes": (["data.split=train[:10]"], ["data.split=train[:10]", "'['", "quote"]),
     "reference to a missing key": (["data.column=${foo}"], ["data.column", "foo"]),
-    "invalid setting": (["model.window=0"], ["model.window=0", "at least 1"]),
+    "invalid setting": (["model.window=0"], ["model.window=0", "from 1 to"]),
     "seed of more than 64 bits": (["trainer.seed=99999999999999999999"], ["trainer.seed=99999999999999999999"]),
     "no GPU": (["trainer.device=cuda"], ["trainer.device=cuda", "trainer.device=cpu"]),
     "kernels for GPUs": (["parallel.kernel=triton"], ["parallel.kernel=triton", "parallel.kernel=auto"]),
     "missing data file": (["data.path=/missing/*.txt"], ["data.path=/missing/*.txt"]),
     "no data path": (["data.path=null"], ["data.source=text", "data.path"]),
     "folder instead of files": (["data.path=corpus"], ["data.path=corpus", "corpus/**/*.*"]),
-    "corpus shorter than a sequence": (["data.seq_len=1000000"], ["data.seq_len=1000000", "1,000,001"]),
+    "corpus shorter than a sequence": (["data.seq_len=100000"], ["data.seq_len=100000", "100,001"]),
     "held-out text that is trained on": (["data.eval_split=train"], ["data.eval_split=train"]),
     "missing held-out files": (["data.eval_path=/missing"], ["data.eval_path=/missing"]),
     "weights of neither format": (["trainer.init_from=/missing"], ["trainer.init_from=/missing", "step_"]),
@@ -45,6 +45,11 @@ MISTAKES = {
     "folder that is not a checkpoint": (["trainer.resume=."], ["step_"]),
     "missing checkpoint": (["trainer.resume=/missing"], ["/missing"]),
     "no name": (["name=null"], ["name=null"]),
+    "name with a slash": (["name=../../x"], ["name=../../x", "hydra.run.dir"]),
+    "deleted group": (["~model"], ["~model", "deletes"]),
+    "number in place of a boolean": (["model.qkv_bias=2"], ["model.qkv_bias=2", "true or false"]),
+    "model that does not fit into memory": (["model.vocab_size=1000000000"], ["GiB", "this host"]),
+    "unknown option of the command": (["--nonsense"], ["--nonsense", "--hydra-help"]),
     "empty name": (["name="], ["name="]),
     "file in place of the directory": (["hydra.run.dir=corpus/00.txt"], ["directory", "corpus/00.txt"]),
     "W&B without a login": (["logger.wandb=online"], ["logger.wandb=online", "wandb login"]),
@@ -60,6 +65,20 @@ def test_mistake_is_reported_without_a_traceback(overrides, named, corpus, run_c
     assert run_command_line(*SMALL, f"data.path={corpus}", *overrides) == 1
     error = only_error()
     assert [part for part in named if part not in error] == []
+
+
+@pytest.mark.parametrize("mode", [[], ["-m"]], ids=["job", "sweep"])
+def test_no_directory_is_created_for_an_invalid_name(mode, run_command_line, only_error, tmp_path):
+    before = set(tmp_path.parent.iterdir())
+    assert run_command_line(*mode, "name=../../escaped") == 1
+    assert "hydra.run.dir" in only_error()
+    assert set(tmp_path.parent.iterdir()) == before and not (tmp_path / "outputs").exists()
+
+
+def test_hydra_selects_another_location(corpus, run_command_line, tmp_path):
+    arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1"]
+    assert run_command_line(*arguments, "hydra.run.dir=other/place") == 0
+    assert (tmp_path / "other" / "place" / "summary.json").exists() and not (tmp_path / "outputs").exists()
 
 
 def test_sweep_over_names_is_an_error(corpus, run_command_line, capfd):

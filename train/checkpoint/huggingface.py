@@ -203,7 +203,7 @@ def load(path: Path, model: nn.Module) -> None:
         if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
             raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
         shape = tuple(stored.get_shape())
-        num_rows = min(shape[0], len(parameter)) if parameter_name in ("embedding", "head") else len(parameter)
+        num_rows = min((*shape[:1], len(parameter))) if parameter_name in ("embedding", "head") else len(parameter)
         if shape != (num_rows, *parameter.shape[1:]):
             raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(parameter.shape)} in this run")
         own, first = _own_rows(parameter)
@@ -245,6 +245,6 @@ def _open_tensors(path: Path) -> dict[str, Any]:
         else:
             names = path.glob("*.safetensors")
         files = [safe_open(name, "pt") for name in sorted(names)]
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
     return {name: file for file in files for name in file.keys()}

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import nn
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
-from ringattn.train.checkpoint.resume import compare_model_settings
-from ringattn.train.config import Config, ConfigError
+from ringattn.train.checkpoint.resume import compare_model_settings, read_run_meta
+from ringattn.train.config import Config, ConfigError, resolve_path
 from ringattn.train.data.tokenizer import Tokenizer, check_tokenizer, fingerprint
 from ringattn.train.parallel.ranks import sync_errors
 
@@ -18,7 +18,7 @@ from ringattn.train.parallel.ranks import sync_errors
 def initial_weights_path(config: Config) -> Path | None:
     """Return the checkpoint or folder that `trainer.init_from` names, or None for random weights."""
     path = config.trainer.init_from
-    return None if path is None else Path(path).expanduser().resolve()
+    return None if path is None else resolve_path("trainer.init_from", path)
 
 
 def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
@@ -45,8 +45,8 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
             f"trainer.init_from={path} must be the path of a checkpoint (a step_... directory) or of a folder with a Hugging "
             "Face model (with a config.json)"
         )
-    meta = storage.read_meta(path)
-    reason = f"{path} was trained with the tokenizer {meta['config']['data']['tokenizer']}"
+    meta = read_run_meta(path)
+    reason = f"{path} was trained with the tokenizer {meta['config']['data'].get('tokenizer')}"
     check_tokenizer(config.data.tokenizer, tokenizer, meta.get("tokenizer"), reason)
     return compare_model_settings(path, meta, config)
 

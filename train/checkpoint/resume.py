@@ -10,7 +10,7 @@ import torch.distributed as dist
 from omegaconf import OmegaConf
 
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import Config, ConfigError, TrainerConfig
+from ringattn.train.config import Config, ConfigError, TrainerConfig, resolve_path
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
 # The prefixes of settings that must not change within a run. These settings determine what the weights mean.
@@ -25,6 +25,22 @@ FREE = (
 
 # These settings have no effect if model.rope_factor is None.
 ROPE_SCALING = ["model.rope_trained_len", "model.rope_scaling"]
+
+
+def read_run_meta(path: Path) -> dict[str, Any]:
+    """Return the content of meta.json of a checkpoint that a run has saved.
+
+    Raises:
+        CheckpointError: `path` is not such a checkpoint, or its meta.json is damaged.
+    """
+    meta = storage.read_meta(path)
+    config = meta.get("config")
+    is_complete = isinstance(config, dict) and all(
+        isinstance(config.get(group), dict) for group in ("model", "data", "parallel", "optim", "trainer")
+    )
+    if not is_complete or not isinstance(meta.get("corpus"), dict | None):
+        raise storage.CheckpointError(f"{path} is damaged: meta.json lacks the settings of its run; choose another checkpoint")
+    return meta
 
 
 def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
@@ -61,7 +77,7 @@ def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | No
             raise ConfigError(f"trainer.resume=never, but {newest} would be overwritten: choose another name for this run")
     if trainer.resume in ("auto", "never"):
         return newest, _parent(newest) if newest else None
-    path = Path(trainer.resume).expanduser().resolve()
+    path = resolve_path("trainer.resume", trainer.resume)
     if path.parent == directory.resolve():
         return path, _parent(path)
     if newest is not None and _parent(newest) != str(path):
@@ -74,8 +90,8 @@ def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | No
 
 def _check_init_from(newest: Path, init_from: str) -> None:
     """Check that a run with the checkpoint `newest` started from the initial weights that `trainer.init_from` names."""
-    saved = storage.read_meta(newest)["config"]["trainer"].get("init_from")
-    if saved is None or Path(saved).expanduser().resolve() != Path(init_from).expanduser().resolve():
+    saved = read_run_meta(newest)["config"]["trainer"].get("init_from")
+    if saved is None or Path(saved).expanduser().resolve() != resolve_path("trainer.init_from", init_from):
         raise ConfigError(
             f"trainer.init_from={init_from}, but {newest} belongs to a run that started from {saved or 'random weights'}: "
             "choose another name for this run, or remove trainer.init_from"

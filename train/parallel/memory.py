@@ -1,4 +1,6 @@
-"""Estimate the GPU memory that a rank needs. A run that does not fit is rejected before it allocates any large tensor."""
+"""Estimate the memory that a rank needs. A run that does not fit is rejected before it allocates any large tensor."""
+
+import os
 
 import torch
 
@@ -6,6 +8,7 @@ from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import CHUNK
 from ringattn.train.parallel.mesh import Mesh
+from ringattn.train.parallel.ranks import ranks_per_host
 
 GIB = 2**30
 
@@ -124,24 +127,27 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
     """Return True if a run that needs this memory would leave too little free memory on a GPU. For a CPU, return False."""
-    return sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
+    return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
 
 
 def check(needed: dict[str, float], device: torch.device) -> None:
-    """Check that the estimated memory fits into the memory of the GPU. On a CPU, nothing is checked.
+    """Check that the estimated memory fits into the memory of the GPU, or into this rank's share of the memory of the host.
 
     Raises:
-        ConfigError: the GPU has less memory than the estimate. The message lists the memory by purpose.
+        ConfigError: the rank has less memory than the estimate. The message lists the memory by purpose.
     """
     total = _total_memory(device)
     if sum(needed.values()) > total:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
+        owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise ConfigError(
-            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but its GPU has {total / GIB:.1f}: "
+            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {total / GIB:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
 
 
 def _total_memory(device: torch.device) -> float:
-    """Return the memory of a GPU in bytes. Return infinity for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else float("inf")
+    """Return the memory of a GPU, or this rank's share of the memory of the host, in bytes."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks_per_host()

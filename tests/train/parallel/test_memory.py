@@ -1,5 +1,6 @@
 """Estimates of GPU memory: how they grow, how close they are to measured peaks, and what follows from them."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -72,8 +73,15 @@ def test_memory_is_tight_if_little_of_it_remains_free(needed, tight, gpu):
     assert memory.is_tight({"activations": needed * memory.GIB}, gpu) == tight
 
 
-def test_a_cpu_always_has_enough_memory():
-    memory.check({"activations": 1e30}, torch.device("cpu"))
+def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):
+    cpu, total = torch.device("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory.check({"activations": 0.9 * total}, cpu)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="its share of this host"):
+        memory.check({"activations": 0.9 * total}, cpu)
+
+
+def test_memory_of_a_host_is_never_tight():
     assert not memory.is_tight({"activations": 1e30}, torch.device("cpu"))
 
 

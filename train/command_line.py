@@ -1,0 +1,68 @@
+"""Check the command line for mistakes that Hydra would not report, or would report in several lines."""
+
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import NoReturn
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from ringattn.train.config import Config, ConfigError
+
+# File systems limit a name to 255 bytes. The rest is for suffixes of files that are named after a run.
+MAX_NAME_BYTES = 200
+
+
+def check_options() -> None:
+    """Check the options of the command line, such as `--cfg`. Overrides are not options, and they are not checked here.
+
+    Hydra's parser would print its usage and exit.
+
+    Raises:
+        ConfigError: an option is unknown, or its value is invalid.
+    """
+
+    def raise_error(message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --hydra-help for the options")
+
+    parser = get_args_parser()
+    parser.error = raise_error
+    parser.parse_args()
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Check the overrides for mistakes that are no longer visible in the composed settings.
+
+    Args:
+        overrides: the overrides of one job, without those of Hydra's own settings.
+
+    Raises:
+        ConfigError: an override deletes settings, or sets a boolean setting to a number other than 0 and 1.
+    """
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        key, value = override.key_or_group, override.value()
+        if override.is_delete():
+            raise ConfigError(f"~{key} deletes settings that every run needs: remove this override, or set {key} to a value")
+        group, _, option = key.partition(".")
+        # OmegaConf converts every number other than 0 to true.
+        kinds = {field.name: field.type for field in fields(getattr(Config(), group, None))} if option else {}
+        if "bool" in str(kinds.get(option)) and isinstance(value, int) and value not in (0, 1):
+            raise ConfigError(f"{key}={value}: must be true or false")
+
+
+def checked_name(name: str | None) -> str:
+    """Return the name of a run, if a directory under `outputs/` can have this name.
+
+    Raises:
+        ConfigError: the name is empty, is not a single component of a path, or is too long.
+    """
+    if not name:
+        given = "null" if name is None else name
+        raise ConfigError(f"name={given} gives the run no directory: set a name, or leave it out to use the time of the launch")
+    name = str(name)
+    if "/" in name or name in (".", "..") or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        raise ConfigError(
+            f"name={name:.60} must be at most {MAX_NAME_BYTES} bytes, without slashes and control characters, and "
+            "neither . nor ..; set hydra.run.dir, or hydra.sweep.dir for a sweep, to write to another location"
+        )
+    return name
