@@ -44,11 +44,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ringattn.train.checkpoint import storage
 from ringattn.train.command_line import check_options, check_overrides, checked_name
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
+from ringattn.train.settings import resolve_settings
 from ringattn.train.summary import Outcome, sweep_table
 from ringattn.train.sweep import job_directory
 from ringattn.train.trainer import train
@@ -85,16 +87,22 @@ def run_as_rank_zero(launch: Launch) -> int:
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
 
+    # `select_recipe` may add a recipe to the command line. Such a recipe is not a choice of the user.
+    recipe_chosen = any(argument.startswith("recipe=") for argument in sys.argv)
+
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
         outcome = Outcome(OmegaConf.to_container(context.overrides.task, resolve=False))
         outcomes.append(outcome)
         try:
-            check_overrides(outcome.overrides)
-            config, directory = to_config(settings), Path(context.runtime.output_dir)
+            directory = Path(context.runtime.output_dir)
+            resumes = storage.latest(directory / "checkpoints") is not None
+            overrides = [text for text in outcome.overrides if recipe_chosen or not text.startswith("recipe=")]
+            check_overrides(overrides)
+            config = resolve_settings(to_config(settings), overrides, directory)
             check_name(config.name, context)
             broadcast_object((config, directory))
-            if context.runtime.choices.get("experiment") is None:
+            if not resumes and context.runtime.choices.get("experiment") is None:
                 log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")

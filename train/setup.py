@@ -89,10 +89,10 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     with sync_errors():
         device, bf16, kernel = choose_device(config)
         tokenizer = load_tokenizer(config.data.tokenizer)
+        init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
         if given is not None and given < minimum:
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
-        init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
     estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)

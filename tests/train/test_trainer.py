@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import DEFAULT, Mock
@@ -15,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ringattn.train import config as train_config
-from ringattn.train import metrics, trainer
+from ringattn.train import metrics, run, trainer
 from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import ConfigError
@@ -47,7 +48,8 @@ def test_run_writes_its_files(corpus, outputs, run_command_line, capfd):
     output = capfd.readouterr().out
     assert "step 3/3" in output and "sample" in output
     files = {path.name for path in (outputs / "a").iterdir()}
-    assert {".hydra", "checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
+    assert ".hydra" not in files
+    assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
 
 
 def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_line, only_error):
@@ -84,6 +86,39 @@ def test_completed_run_keeps_its_summary_and_writes_a_new_sample(settings, outpu
     assert run_command_line(*settings, "trainer.sample_tokens=3", "trainer.sample_prompt=7 is") == 0
     assert "all 2 steps" in capfd.readouterr().out and summary_of(outputs / "a") == summary
     assert (outputs / "a" / "sample.txt").read_text(encoding="utf-8").startswith("7 is")
+
+
+def contents_of(directory: Path) -> dict[str, bytes]:
+    """The contents of all files of a run that a launch without training must not change."""
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name not in ("run.log", "sample.txt", "lock")]
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("overrides", [[], ["trainer.sample_tokens=4"]], ids=str)
+def test_inspecting_a_completed_run_changes_none_of_its_results(overrides, settings, outputs, run_command_line, capfd):
+    """The settings of the run are not repeated. With the default settings, the run would have 1,500 steps."""
+    assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
+    before = contents_of(outputs / "a")
+    assert run_command_line("name=a", *overrides) == 0
+    assert "all 2 steps" in capfd.readouterr().out
+    assert contents_of(outputs / "a") == before
+
+
+def test_recipe_of_the_device_is_not_a_choice_of_the_user(settings, outputs, run_command_line, monkeypatch, capfd):
+    assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
+    monkeypatch.setattr(run, "select_recipe", lambda: sys.argv.insert(1, "recipe=gpu"))
+    assert run_command_line("name=a") == 0
+    assert "all 2 steps" in capfd.readouterr().out
+
+
+def test_launch_by_name_resumes_with_the_settings_of_the_run(settings, outputs, run_command_line, capfd):
+    assert run_command_line(*settings, "name=a", "trainer.steps=2", "optim=wsd", "optim.lr=1e-3") == 0
+    assert run_command_line("name=a", "trainer.steps=3") == 0
+    output = capfd.readouterr().out
+    assert "resumed" in output and "which was trained with trainer.steps=2 (now 3)" in output
+    config = storage.read_meta(outputs / "a" / "checkpoints" / "step_00000003")["config"]
+    assert (config["optim"]["schedule"], config["optim"]["lr"], config["data"]["seq_len"]) == ("wsd", 1e-3, 32)
+    assert summary_of(outputs / "a")["steps"] == 3
 
 
 class Killed(BaseException):
@@ -236,9 +271,8 @@ def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_comman
 
     folder = write_folder(tmp_path / "hf", tie_word_embeddings=True)
     shutil.copy(own, folder / "tokenizer.json")
-    started = [*settings, "name=c", f"trainer.init_from={folder}"]
-    started += ["model.layers=2", "model.head_dim=16", "model.ffn_dim=48", "model.vocab_size=259"]
-    assert run_command_line(*started) == 1
+    started = [*settings, "name=c", f"trainer.init_from={folder}", "model.layers=2"]
+    assert run_command_line(*started, "data.tokenizer=bytes") == 1
     error = only_error()
     assert "data.tokenizer=bytes" in error and f"{folder}/tokenizer.json" in error
     assert run_command_line(*started, f"data.tokenizer={own}") == 0
@@ -247,9 +281,9 @@ def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_comman
 def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_command_line, only_error, monkeypatch):
     folder = write_folder(tmp_path / "hf")
     monkeypatch.setattr(run_setup, "load", lambda *_: pytest.fail("the text was read"))
-    assert run_command_line(*settings, "name=a", f"trainer.init_from={folder}") == 1
+    assert run_command_line(*settings, "name=a", f"trainer.init_from={folder}", "data.tokenizer=bytes") == 1
     error = only_error()
-    assert str(folder) in error and "model." in error
+    assert str(folder) in error and "model.layers=2 (now 1)" in error
 
 
 def test_divergence_is_reported_without_a_traceback(settings, run_command_line, only_error, monkeypatch):

@@ -53,6 +53,8 @@ DEFAULTS = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
+# The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
+MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
 
 
 def is_model(path: Path) -> bool:
@@ -86,6 +88,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
+
+
+def model_config(path: Path) -> ModelConfig:
+    """Return the settings of the model in the folder `path`.
+
+    Raises:
+        ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
+    """
+    return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in read_settings(path).items()})
 
 
 def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -171,12 +182,17 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
+    if fixed := {name: value for name, value in changes.items() if name not in MAY_DIFFER}:
+        listed = _list_changes(fixed, model)
+        raise ConfigError(f"{path} is a model of {listed}: leave these settings out, because the folder defines them")
+    return _list_changes(changes, model)
+
+
+def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
+    """Return the names of `settings` on the command line, with their values in the folder and in `model`."""
     # The user sets resolved_head_dim and resolved_ffn_dim by the options head_dim and ffn_dim.
-    names = {name: f"model.{name.removeprefix('resolved_')}" for name in changes}
-    listed = ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in changes.items())
-    if not changes.keys() <= {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}:
-        raise ConfigError(f"{path} is a model of {listed}: use the same settings")
-    return listed
+    names = {name: f"model.{name.removeprefix('resolved_')}" for name in settings}
+    return ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in settings.items())
 
 
 def load(path: Path, model: nn.Module) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch.distributed as dist
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import Config, ConfigError, TrainerConfig, resolve_path
+from ringattn.train.config import Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
 # The prefixes of settings that must not change within a run. These settings determine what the weights mean.
@@ -23,8 +24,43 @@ FREE = (
     "trainer.sample_tokens trainer.sample_prompt"
 ).split()
 
-# These settings have no effect if model.rope_factor is None.
-ROPE_SCALING = ["model.rope_trained_len", "model.rope_scaling"]
+# The groups of settings.
+GROUPS = ("model", "data", "parallel", "optim", "trainer", "logger")
+
+
+def saved_config(meta: dict[str, Any]) -> Config:
+    """Return the settings with which a checkpoint was trained.
+
+    Settings that did not exist when the checkpoint was saved have their default values.
+
+    Args:
+        meta: the content of the checkpoint's meta.json.
+
+    Raises:
+        ConfigError: a setting has an invalid type, or another version of the program has saved a setting that does not exist in
+            this version. A setting that does not exist is ignored if its value is None.
+    """
+    schema, stored = OmegaConf.structured(Config), meta.get("config")
+    if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
+        raise ConfigError("meta.json of the checkpoint is damaged: it contains no settings; restore the file")
+    saved = {"name": stored.get("name")}
+    for group in GROUPS:
+        values, known = stored.get(group, {}), schema[group]
+        saved[group] = {name: value for name, value in values.items() if name in known}
+        if unknown := [f"{group}.{name}={value}" for name, value in values.items() if name not in known and value is not None]:
+            raise ConfigError(
+                f"the checkpoint was saved with {', '.join(unknown)}, which this version does not know: use the version that "
+                "saved the checkpoint"
+            )
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
+    except OmegaConfBaseException as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"meta.json of the checkpoint is damaged: {error.full_key}: {reason}; restore the file") from error
+    if config.model.rope_factor is None:
+        # These settings have no effect without a factor, and earlier versions saved other values of them.
+        config.model.rope_trained_len, config.model.rope_scaling = ModelConfig.rope_trained_len, ModelConfig.rope_scaling
+    return config
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
@@ -64,11 +100,12 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     """
     # Only rank 0 looks for checkpoints, so that all ranks resume from the same checkpoint.
     with sync_errors():
-        found = _find_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
+        found = choose_checkpoint(directory, trainer) if dist.get_rank() == 0 else None
     return broadcast_object(found)
 
 
-def _find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
+def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | None, str | None]:
+    """Do the same as `find_checkpoint`, without the other ranks."""
     newest = storage.latest(directory)
     if newest is not None:
         if trainer.init_from is not None:
@@ -234,26 +271,11 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dic
     Returns:
         A dict from the name of each differing setting to its description.
     """
-    saved = meta["config"]
-    # The checkpoint stores settings as JSON, which turns tuples into lists. The current settings are converted in the same way.
-    current, defaults = (json.loads(json.dumps(asdict(each))) for each in (config, Config()))
-    ignored = FREE
-    if current["model"]["rope_factor"] is None and saved["model"].get("rope_factor") is None:
-        ignored = FREE + ROPE_SCALING
+    # JSON turns tuples into lists. Both sides are therefore converted to JSON.
+    before, now = (json.loads(json.dumps(asdict(each))) for each in (saved_config(meta), config))
     changes = {}
     for group in groups:
-        for name, value in current[group].items():
-            # If the checkpoint lacks a setting, the setting did not exist when the checkpoint was saved. The run then behaved
-            # as the default value of this setting specifies.
-            before = saved[group].get(name, defaults[group][name])
-            if before != value and f"{group}.{name}" not in ignored:
-                changes[f"{group}.{name}"] = f"{group}.{name}={before} (now {value})"
+        for name, value in now[group].items():
+            if (saved := before[group][name]) != value and f"{group}.{name}" not in FREE:
+                changes[f"{group}.{name}"] = f"{group}.{name}={saved} (now {value})"
     return changes
-
-
-def saved_config(meta: dict[str, Any]) -> Config:
-    """Return the settings of a run from the meta.json of one of its checkpoints.
-
-    A setting that did not exist when the checkpoint was saved has its default value.
-    """
-    return OmegaConf.to_object(OmegaConf.merge(Config, meta["config"]))

@@ -14,6 +14,7 @@ from ringattn.train.checkpoint.resume import (
     compare_model_settings,
     compare_settings,
     find_checkpoint,
+    saved_config,
 )
 from ringattn.train.config import Config, ConfigError, TrainerConfig
 from tests.train.jobs import one_rank
@@ -136,7 +137,6 @@ def test_settings_that_may_change_are_described_with_both_values(name, before, n
         ("trainer.checkpoint_every", 3),
         ("trainer.time_limit_s", 3.0),
         ("data.path", "elsewhere"),
-        ("model.rope_scaling", "yarn"),  # It has no effect without a factor.
     ],
 )
 def test_settings_that_do_not_affect_the_losses_are_not_described(name, value):
@@ -236,3 +236,34 @@ def test_a_checkpoint_without_an_entry_read_its_sequences_in_order():
 def test_a_checkpoint_without_a_corpus_is_an_error():
     with pytest.raises(ConfigError, match="another corpus"):
         check_corpus(PATH, {}, CORPUS | {"sequences": "in order"})
+
+
+def test_saved_settings_are_read_with_their_types():
+    saved = changed("optim.betas", (0.5, 0.6))
+    saved.optim.lr, saved.name = 0.25, "a"
+    config = saved_config(meta_of(saved))
+    assert (config.name, config.optim.lr, list(config.optim.betas)) == ("a", 0.25, [0.5, 0.6])
+
+
+def test_saved_settings_may_be_incomplete_and_contain_unknown_settings_without_a_value():
+    config = saved_config({"config": {"model": {"dim": 64, "removed": None}}})
+    assert config.model.dim == 64 and config.trainer == TrainerConfig()
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        ({"model": {"removed": 3}}, "saved with model.removed=3, which this version does not know"),
+        ({"model": {"dim": "wide"}}, "damaged: model.dim"),
+        ({"model": 3}, "damaged"),
+        ([], "damaged"),
+    ],
+)
+def test_saved_settings_that_cannot_be_used_are_an_error(saved, message):
+    with pytest.raises(ConfigError, match=message):
+        saved_config({"config": saved})
+
+
+def test_scaling_without_a_factor_is_not_read():
+    """Earlier versions saved a length that had no effect."""
+    assert saved_config(meta_of(changed("model.rope_trained_len", 8192))).model == Config().model
