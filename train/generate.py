@@ -138,7 +138,7 @@ def stream(
         run: the run whose model generates the text. The positions of the text are divided among the ranks that share a
             sequence. The embedding may be padded beyond the vocabulary of the tokenizer, and token ids of this padding are
             never sampled. Generation stops when the model generates the end-of-text token `eos` of the tokenizer.
-        prompt: the token ids of the prompt. The model reads one `eos` before the prompt, as before every document in training.
+        prompt: the token ids of the prompt. The model reads one `bos` before the prompt, as before every document in training.
         num_tokens: the largest number of tokens to generate.
         temperature: divides the logits before the softmax; 0 selects the most likely token.
         top_p: each token is sampled from the most likely tokens whose probabilities sum to at least `top_p`. If `top_p` is 1,
@@ -147,7 +147,7 @@ def stream(
     """
     model, tokenizer, group = run.model, run.tokenizer, run.mesh.sequence.get_group()
     ranks, rank = group.size(), group.rank()
-    tokens = [tokenizer.eos, *prompt]
+    tokens = [tokenizer.bos, *prompt]
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
     options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]

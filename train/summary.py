@@ -145,7 +145,7 @@ def write_sample(run: Run, directory: Path) -> None:
     if trainer.sample_tokens == 0:
         return
     if trainer.sample_prompt is None and run.held_out:
-        prompt = run.held_out.beginning(PROMPT_TOKENS)
+        prompt = [token for token in run.held_out.beginning(PROMPT_TOKENS) if token != run.tokenizer.eos]
     else:
         prompt = run.tokenizer.encode("def " if trainer.sample_prompt is None else trainer.sample_prompt).tolist()
     tokens = generate(run, prompt, trainer.sample_tokens)

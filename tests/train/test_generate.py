@@ -29,10 +29,10 @@ def random_model(window: int | None) -> GPT:
     return model
 
 
-def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS) -> list[int]:
+def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: int = EOS, bos: int | None = None) -> list[int]:
     """The prompt and the most likely tokens up to `eos`, computed with PyTorch's attention over the whole sequence."""
     attend = plain_attention(Mask.causal(model.config.window))
-    tokens = [eos, *prompt]
+    tokens = [eos if bos is None else bos, *prompt]
     for _ in range(num_tokens):
         logits = model(torch.tensor([tokens]), torch.arange(len(tokens)), attend, lambda hidden, head: head @ hidden[0, -1])
         token = int(logits[:VOCAB].argmax())
@@ -42,13 +42,13 @@ def generate_without_cache(model: GPT, prompt: list[int], num_tokens: int, eos: 
     return tokens[1:]
 
 
-def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, **options) -> list[int]:
+def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, bos: int | None = None, **options) -> list[int]:
     """The generated tokens, which must be equal on all ranks."""
     run = SimpleNamespace(
         model=model,
         config=Config(),
         device=torch.device("cpu"),
-        tokenizer=SimpleNamespace(vocab_size=VOCAB, eos=eos),
+        tokenizer=SimpleNamespace(vocab_size=VOCAB, eos=eos, bos=eos if bos is None else bos),
         mesh=SimpleNamespace(sequence=SimpleNamespace(get_group=lambda: dist.group.WORLD)),
     )
     tokens = generate(run, prompt, NUM_TOKENS, **options)
@@ -61,6 +61,8 @@ def generate_on_ranks(model: GPT, prompt: list[int], eos: int = EOS, **options) 
 def check_tokens(expected: dict, early: tuple[int, list[int]], path: Path) -> None:
     """On every rank: compare the most likely tokens with the expected ones. Rank 0 also saves tokens that are sampled."""
     assert generate_on_ranks(random_model(None), PROMPTS[1], eos=early[0], temperature=0.0) == early[1]
+    with_bos = generate_without_cache(random_model(None), PROMPTS[1], NUM_TOKENS, bos=3)
+    assert generate_on_ranks(random_model(None), PROMPTS[1], bos=3, temperature=0.0) == with_bos
     for (window, i), tokens in expected.items():
         assert generate_on_ranks(random_model(window), PROMPTS[i], temperature=0.0) == tokens
     sampled = generate_on_ranks(random_model(None), [1, 2, 3], temperature=1.0, seed=5)

@@ -1,6 +1,7 @@
 """Turn documents into tokens, and pack the tokens into sequences without padding. Each sequence can be read by its number.
 
-    document    one EOS token, followed by the tokens of the text; cached on disk
+    document    one EOS token, followed by the tokens of the text; cached on disk. If the tokenizer prepends a token of its own
+                to a text, a document is this BOS token, the tokens of the text, and the EOS token.
     epoch e     one stream of T tokens: all documents in a random order that depends on the seed and on e
     sequence    S consecutive tokens of the stream, with the next token of the stream as the label of each token. An epoch has
                 floor((T - 1) / S) sequences.
@@ -8,8 +9,9 @@
 The sequences of an epoch are read in a second random order, which also depends on the seed and on e. Without the second order,
 consecutive steps and all entries of a batch would often come from the same long document.
 
-EOS is the first token of every document, so the label of a document's last token is EOS. A document that does not fit into one
-sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not fill a sequence.
+The label of the last token of a text is always EOS, which belongs to the same document or to the next one. A document that does
+not fit into one sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not
+fill a sequence.
 
 The only state of the data is the number of sequences that have been consumed, so a run needs one integer to resume.
 """
@@ -79,7 +81,8 @@ class PackedDataset:
         """Create the sequences of tokenised documents.
 
         Args:
-            documents: one row per document, with the columns `tokens` (int32, EOS first) and `length` (the number of tokens).
+            documents: one row per document, with the columns `tokens` (int32, including the special tokens) and
+                `length` (the number of tokens).
             seq_len: the number S of tokens per sequence.
             seed: the seed of the random orders.
             shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of
@@ -320,7 +323,9 @@ def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_col
     """
     if json_column is not None:
         texts = [sources.json_text(line, json_column) for line in texts]
-    tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.eos) for text in texts if text]
+    tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.bos) for text in texts if text]
+    if tokenizer.bos != tokenizer.eos:
+        tokens = [np.append(document, np.int32(tokenizer.eos)) for document in tokens]
     return {"tokens": tokens, "length": [len(document) for document in tokens]}
 
 

@@ -1,7 +1,9 @@
 """Encode text as tokens. The two tokenizers are the bytes of the text, and the tokenizer of a `tokenizer.json` file."""
 
+import json
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,12 +18,14 @@ class BytesTokenizer:
 
     Attributes:
         vocab_size: the number of token ids, which are 0 to vocab_size - 1.
-        eos: the id of the end-of-text token, which is the first token of every document. `encode` never returns it.
+        eos: the id of the end-of-text token. `encode` never returns it.
+        bos: the id of the first token of every document. It equals `eos`, unless the tokenizer has another token for the
+            beginning of a text.
         fingerprint: a checksum that identifies the tokenizer.
     """
 
     vocab_size = 257
-    eos = 256
+    eos = bos = 256
     fingerprint = 0
 
     def encode(self, text: str) -> np.ndarray:
@@ -56,6 +60,26 @@ class JsonTokenizer:
         # The file may contain the end-of-text tokens without marking them as special tokens.
         self._tokenizer.add_special_tokens(names)
         self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
+        bos = self._first_special_token(read_tokenizer_config(Path(path).expanduser().parent))
+        self.bos = self.eos if bos is None else bos
+
+    def _first_special_token(self, config: dict[str, Any]) -> int | None:
+        """Return the id of the token that the tokenizer prepends to a text, or None if it prepends no token.
+
+        The post-processor in `tokenizer.json` prepends the token, or `config`, the content of `tokenizer_config.json`, asks
+        for it by `add_bos_token`.
+        """
+        encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        if encoding.special_tokens_mask[:1] == [1]:
+            return encoding.ids[0]
+        if not config.get("add_bos_token"):
+            return None
+        token = config.get("bos_token")
+        return self._tokenizer.token_to_id(token["content"] if isinstance(token, dict) else str(token))
+
+    def token(self, index: int) -> str:
+        """Return the name of a token, such as "<|endoftext|>"."""
+        return self._tokenizer.id_to_token(index)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
@@ -78,6 +102,22 @@ def load_tokenizer(name: str) -> Tokenizer:
         ConfigError: the package `tokenizers` is missing, the file cannot be read, or the file has no end-of-text token.
     """
     return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json` in a folder, or {} if the folder does not contain this file.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    path = folder / "tokenizer_config.json"
+    try:
+        config = json.loads(path.read_text()) if path.is_file() else {}
+        if not isinstance(config, dict):
+            raise ValueError("it must contain a dict")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; download it again, or remove it") from error
+    return config
 
 
 def fingerprint(path: str | Path) -> int:

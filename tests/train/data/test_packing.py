@@ -161,7 +161,7 @@ TOKENIZER = """
 import numpy as np
 
 class Letters:
-    vocab_size, eos = 257, {eos}
+    vocab_size, eos, bos = 257, {eos}, {eos}
 
     def encode(self, text):
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
@@ -181,6 +181,15 @@ def test_a_tokenizer_that_changed_tokenises_the_text_again(tmp_path, monkeypatch
         tokenizer = importlib.import_module("letters").Letters()
         first_tokens.append(int(load(corpus, tokenizer).batch([0]).tokens[0, 0]))
     assert first_tokens == [255, 256]
+
+
+def test_a_document_has_bos_and_eos_if_the_tokenizer_has_both(tmp_path):
+    tokenizer = BytesTokenizer()
+    tokenizer.bos = 255
+    batch = load(write_text(tmp_path), tokenizer).batch([0])
+    assert batch.tokens.tolist() == [[255, *b"tex"]]
+    documents = packing._tokenise(["ab", None, ""], tokenizer, "", None)
+    assert [document.tolist() for document in documents["tokens"]] == [[255, *b"ab", EOS]] and documents["length"] == [4]
 
 
 def test_packing_code_that_changed_tokenises_the_text_again(tmp_path, monkeypatch):

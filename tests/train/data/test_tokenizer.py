@@ -1,5 +1,6 @@
 """Tokenizers: text to token ids and back, and errors for files that are not tokenizers."""
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -110,3 +111,48 @@ def test_a_missing_package_is_an_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match="pip install tokenizers"):
         load_tokenizer("tokenizer.json")
+
+
+def save_words(path: Path, post_processor: tokenizers.processors.PostProcessor | None = None) -> Path:
+    """Write a tokenizer of words in the manner of Llama 3, whose tokens 3 and 4 mark the end and the beginning of a text."""
+    words = {"<unk>": 0, "def": 1, "ring": 2, "<|end_of_text|>": 3, "<|begin_of_text|>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|end_of_text|>", "<|begin_of_text|>"])
+    if post_processor is not None:
+        tokenizer.post_processor = post_processor
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path / "tokenizer.json"
+
+
+def prepend(name: str, index: int) -> tokenizers.processors.PostProcessor:
+    return tokenizers.processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, index)])
+
+
+def test_documents_start_with_eos_unless_the_tokenizer_prepends_a_token(tmp_path):
+    assert BytesTokenizer().bos == BytesTokenizer().eos
+    tokenizer = load_tokenizer(str(save_words(tmp_path)))
+    assert (tokenizer.bos, tokenizer.eos) == (3, 3)
+
+
+def test_documents_start_with_the_token_that_the_post_processor_prepends(tmp_path):
+    tokenizer = load_tokenizer(str(save_words(tmp_path, prepend("<|begin_of_text|>", 4))))
+    assert (tokenizer.bos, tokenizer.eos) == (4, 3)
+    assert tokenizer.encode("def ring").tolist() == [1, 2]
+    assert (tokenizer.token(tokenizer.bos), tokenizer.token(tokenizer.eos)) == ("<|begin_of_text|>", "<|end_of_text|>")
+
+
+@pytest.mark.parametrize("token", ["<|begin_of_text|>", {"content": "<|begin_of_text|>"}], ids=["text", "dict"])
+@pytest.mark.parametrize(("added", "bos"), [(True, 4), (False, 3), (None, 3)])
+def test_tokenizer_config_may_ask_for_the_first_token(token, added, bos, tmp_path):
+    path = save_words(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": added, "bos_token": token}))
+    assert load_tokenizer(str(path)).bos == bos
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_tokenizer_config_is_an_error(content, tmp_path):
+    path = save_words(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="tokenizer_config.json cannot be read"):
+        load_tokenizer(str(path))
