@@ -2,9 +2,11 @@
 
     python -m scripts.tools.export_huggingface outputs/long/checkpoints/step_00010000 long-hf
 
-The exported folder contains config.json, safetensors files and the tokenizer. The exported model usually has the Llama
-architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
-The export needs enough memory for all parameters.
+The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
+tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
+
+The exported model usually has the Llama architecture. A model with a window becomes a Mistral model. A model with
+model.qkv_bias or model.qk_norm becomes a Qwen model. The export needs enough memory for all parameters.
 """
 
 import json
@@ -16,8 +18,10 @@ from typing import Any
 import torch
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
-from ringattn.train.config import ConfigError, DataConfig, ModelConfig
-from ringattn.train.data.tokenizer import check_tokenizer, load_tokenizer
+from ringattn.train.checkpoint.init import initial_weights_path
+from ringattn.train.checkpoint.resume import saved_config
+from ringattn.train.config import ConfigError, ModelConfig
+from ringattn.train.data.tokenizer import JsonTokenizer, check_tokenizer, load_tokenizer
 from ringattn.train.model.gpt import GPT
 from scripts import command
 
@@ -49,21 +53,26 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} already exists and is not an empty folder: choose a new folder")
     meta = storage.read_meta(path)
-    data, settings = DataConfig(**meta["config"]["data"]), ModelConfig(**meta["config"]["model"])
+    saved = saved_config(meta)
+    data, settings = saved.data, saved.model
     tokenizer = load_tokenizer(data.tokenizer)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
-    config = config_json(settings, tokenizer.vocab_size, data.seq_len, tokenizer.eos, dtype)
+    special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
+    config = config_json(settings, tokenizer.vocab_size, max_positions(meta), special, dtype)
     tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, folder)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        if data.tokenizer != "bytes":
-            shutil.copy(Path(data.tokenizer).expanduser(), folder / "tokenizer.json")
+        _write_json(folder / "config.json", config)
+        _write_json(folder / "generation_config.json", special)
+        if isinstance(tokenizer, JsonTokenizer):
+            write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
     print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
+    if not isinstance(tokenizer, JsonTokenizer):
+        print(f"The folder has no tokenizer: the token ids are the bytes of the text, and {tokenizer.eos} starts each document")
 
 
 def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -77,14 +86,59 @@ def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: 
     return tensors
 
 
-def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dtype: torch.dtype) -> dict[str, Any]:
+def max_positions(meta: dict[str, Any]) -> int:
+    """Return the number of tokens of the longest sequences for which the model of a checkpoint was trained.
+
+    If the run started from a Hugging Face model, the result is at least the `max_position_embeddings` of that model.
+
+    Args:
+        meta: the content of the checkpoint's meta.json.
+
+    Raises:
+        ConfigError: the config.json of the Hugging Face model cannot be read.
+    """
+    settings = saved_config(meta)
+    folder = initial_weights_path(settings)
+    if folder is None or not huggingface.is_model(folder):
+        return settings.data.seq_len
+    try:
+        published = json.loads((folder / "config.json").read_text()).get("max_position_embeddings") or 0
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder}/config.json cannot be read: {error}; download it again") from error
+    return max(settings.data.seq_len, published)
+
+
+def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json to a folder.
+
+    Args:
+        path: the tokenizer.json of the training. If a tokenizer_config.json is next to it, that file is copied.
+        tokenizer: the tokenizer that was loaded from `path`.
+        folder: the folder.
+    """
+    shutil.copy(path, folder / "tokenizer.json")
+    config = path.with_name("tokenizer_config.json")
+    if config.is_file():
+        shutil.copy(config, folder / "tokenizer_config.json")
+        return
+    names = {"bos_token": tokenizer.token(tokenizer.bos), "eos_token": tokenizer.token(tokenizer.eos)}
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def config_json(
+    model: ModelConfig, vocab_size: int, max_positions: int, special: dict[str, int], dtype: torch.dtype
+) -> dict[str, Any]:
     """Return the content of config.json for a model.
 
     Args:
         model: the settings of the model.
         vocab_size: the number of rows of the embedding.
-        seq_len: the number of tokens per sequence in the training of the model.
-        eos: the id of the end-of-text token.
+        max_positions: the number of tokens of the longest sequences for which the model was trained.
+        special: the ids of the special tokens under their names in config.json.
         dtype: the dtype of the weights.
 
     Raises:
@@ -113,9 +167,8 @@ def config_json(model: ModelConfig, vocab_size: int, seq_len: int, eos: int, dty
         "rope_theta": model.rope_theta,
         "rms_norm_eps": model.norm_eps,
         "tie_word_embeddings": model.tie_embeddings,
-        "max_position_embeddings": seq_len,
-        "bos_token_id": eos,
-        "eos_token_id": eos,
+        "max_position_embeddings": max_positions,
+        **special,
         "torch_dtype": str(dtype).removeprefix("torch."),
         **huggingface.FIXED,
         **optional,

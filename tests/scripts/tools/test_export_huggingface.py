@@ -7,6 +7,7 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 
@@ -14,13 +15,27 @@ from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
+from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.model.gpt import GPT
 from scripts.tools import export_huggingface
 from tests.distributed import run_ranks
-from tests.train.hub_models import LLAMA3_SCALING, SIZES, logits, read_tensors, settings_of, transformers_logits, write_folder
+from tests.train.conftest import corpus as corpus
+from tests.train.conftest import run_command_line as run_command_line
+from tests.train.hub_models import (
+    LLAMA3,
+    LLAMA3_SCALING,
+    SIZES,
+    logits,
+    read_tensors,
+    settings_of,
+    transformers_logits,
+    write_config,
+    write_folder,
+)
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 
+SPECIAL = {"bos_token_id": 256, "eos_token_id": 256}
 MODEL = ModelConfig(**SIZES, tie_embeddings=False, qk_norm=True)
 
 
@@ -91,13 +106,76 @@ def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
     assert settings_of(out).window == config.model.window == 40
 
 
-def test_tokenizer_is_copied_next_to_the_model(tmp_path, monkeypatch):
-    path = tmp_path / "tokenizer.json"
-    path.write_text("{}")
-    monkeypatch.setattr(export_huggingface, "load_tokenizer", lambda name: run_setup.load_tokenizer("bytes"))
+def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
+    """Write a small byte-pair tokenizer, trained on a few words. With `adds_bos`, it adds a token in the manner of Llama 3."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the ring of the ranks"] * 9, trainer)
+    if adds_bos:
+        bos = special[0]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False], ids=["with BOS", "without BOS"])
+def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, tmp_path, corpus, run_command_line, capfd):
+    """Only the path of the folder is given. transformers then loads the exported model and its tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    folder = write_folder(tmp_path / "hf", max_position_embeddings=4096, rope_parameters=LLAMA3)
+    write_tokenizer(folder, adds_bos)
+    settings = ["data=text", f"data.path={corpus}", "data.seq_len=48", "logger=off", "trainer.device=cpu"]
+    settings += [f"trainer.init_from={folder}", "name=a", "trainer.steps=2", "trainer.sample_tokens=2"]
+    assert run_command_line(*settings) == 0
+    saved = storage.latest(tmp_path / "outputs" / "a" / "checkpoints")
+    assert run_command_line("name=a") == 0 and "all 2 steps" in capfd.readouterr().out
+    assert export_huggingface.main([str(saved), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ours = load_tokenizer(str(folder / "tokenizer.json"))
+    text = "the ring of é"
+    expected = ([ours.bos] if adds_bos else []) + ours.encode(text).tolist()
+    assert theirs(text)["input_ids"] == expected and theirs.eos_token_id == ours.eos
+    assert theirs.decode(expected, skip_special_tokens=True) == ours.decode(expected) == text
+    names = {"bos_token_id": 0 if adds_bos else 1, "eos_token_id": 1}
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == names
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert names.items() <= config.items() and config["max_position_embeddings"] == 4096
+
+    model = GPT(ModelConfig(**storage.read_meta(saved)["config"]["model"]), ours.vocab_size)
+    storage.load(saved, state_dict.model_state(model))
+    tokens = torch.tensor(expected * 5)
+    ours = logits(model, tokens)[:, : ours.vocab_size].double()
+    torch.testing.assert_close(ours, transformers_logits(tmp_path / "out", tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_tokenizer_and_its_settings_are_copied_next_to_the_model(tmp_path):
+    path = write_tokenizer(tmp_path, adds_bos=True)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>", "chat_template": "own"}')
     saved = save_checkpoint(tmp_path / "checkpoints", config={"data": {"tokenizer": str(path)}, "model": SIZES})
     export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+def test_export_of_bytes_says_that_it_has_no_tokenizer(tmp_path, capsys):
+    export_huggingface.export(save_checkpoint(tmp_path / "checkpoints"), tmp_path / "out", torch.bfloat16)
+    assert "no tokenizer: the token ids are the bytes" in capsys.readouterr().out
+    assert not list((tmp_path / "out").glob("tokenizer*"))
+
+
+@pytest.mark.parametrize(("published", "expected"), [(4096, 4096), (16, 61), (None, 61)])
+def test_export_keeps_the_length_of_the_model_that_the_run_started_from(published, expected, tmp_path):
+    write_config(tmp_path / "hf", max_position_embeddings=published)
+    config = {"data": {"seq_len": 61}, "trainer": {"init_from": str(tmp_path / "hf")}}
+    assert export_huggingface.max_positions({"config": config}) == expected
+    assert export_huggingface.max_positions({"config": config | {"trainer": {"init_from": "/deleted"}}}) == 61
 
 
 def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
@@ -125,14 +203,14 @@ def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys):
 
 
 def test_config_json_contains_what_transformers_requires():
-    written = export_huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, 256, torch.bfloat16)
+    written = export_huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, SPECIAL, torch.bfloat16)
     expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
     assert expected.items() <= written.items()
 
 
 def test_config_json_contains_the_scaling():
     model = ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192)
-    written = export_huggingface.config_json(model, 257, 61, 256, torch.bfloat16)["rope_scaling"]
+    written = export_huggingface.config_json(model, 257, 61, SPECIAL, torch.bfloat16)["rope_scaling"]
     assert written == LLAMA3_SCALING | {"factor": 8.0, "original_max_position_embeddings": 8192}
 
 
@@ -152,10 +230,10 @@ def test_config_json_contains_the_scaling():
 )
 def test_settings_can_be_written_and_read_again(settings, tmp_path):
     model = ModelConfig(**SIZES, vocab_size=300, **settings)
-    (tmp_path / "config.json").write_text(json.dumps(export_huggingface.config_json(model, 300, 61, 256, torch.bfloat16)))
+    (tmp_path / "config.json").write_text(json.dumps(export_huggingface.config_json(model, 300, 61, SPECIAL, torch.bfloat16)))
     assert settings_of(tmp_path) == model
 
 
 def test_an_architecture_that_transformers_does_not_have_is_an_error():
     with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
-        export_huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, 256, torch.bfloat16)
+        export_huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, SPECIAL, torch.bfloat16)
