@@ -57,6 +57,8 @@ def saved_config(meta: dict[str, Any]) -> Config:
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"meta.json of the checkpoint is damaged: {error.full_key}: {reason}; restore the file") from error
+    if config.data.held_out is None and "eval_fraction" not in saved["data"]:
+        config.data.eval_fraction = 0.0  # Earlier versions trained on the whole text.
     if config.model.rope_factor is None:
         # These settings have no effect without a factor, and earlier versions saved other values of them.
         config.model.rope_trained_len, config.model.rope_scaling = ModelConfig.rope_trained_len, ModelConfig.rope_scaling

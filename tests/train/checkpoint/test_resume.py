@@ -264,6 +264,14 @@ def test_saved_settings_that_cannot_be_used_are_an_error(saved, message):
         saved_config({"config": saved})
 
 
+def test_a_run_of_an_earlier_version_held_out_no_text_by_default():
+    meta = meta_of(Config())
+    del meta["config"]["data"]["eval_fraction"]
+    assert saved_config(meta).data.eval_fraction == 0
+    meta["config"]["data"]["eval_split"] = "test"
+    assert saved_config(meta).data.eval_fraction == Config().data.eval_fraction
+
+
 def test_scaling_without_a_factor_is_not_read():
     """Earlier versions saved a length that had no effect."""
     assert saved_config(meta_of(changed("model.rope_trained_len", 8192))).model == Config().model
