@@ -45,9 +45,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train.checkpoint import storage
-from ringattn.train.command_line import check_options, check_overrides, checked_name
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
+from ringattn.train.overrides import check_options, check_overrides, checked_name
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.settings import resolve_settings

@@ -140,7 +140,7 @@ MISTAKES = {
     "other shapes": (generate, ["run=done", "model.dim=64"], ["shape"]),
     "other heads": (generate, ["run=done", "model.heads=2"], ["model.heads=4 (now 2)"]),
     "no length": (evaluate, ["run=done", "data.seq_len=64,"], ["data.seq_len", "Integer"]),
-    "length of 0": (evaluate, ["run=done", "data.seq_len=64,0"], ["data.seq_len=0", "at least 1"]),
+    "length of 0": (evaluate, ["run=done", "data.seq_len=64,0"], ["data.seq_len=0", "from 1 to"]),
     "length beyond the text": (evaluate, ["run=done", "data.seq_len=10000000"], ["data.seq_len=10000000", "more text"]),
     "held-out text of training": (evaluate, ["run=done", "data.eval_path=a.txt"], ["data.eval_path", "use data.path"]),
     "missing text": (evaluate, ["run=done", "data.path=/missing/*.txt"], ["data.path=/missing/*.txt"]),

@@ -72,12 +72,12 @@ def read_run_meta(path: Path) -> dict[str, Any]:
         CheckpointError: `path` is not such a checkpoint, or its meta.json is damaged.
     """
     meta = storage.read_meta(path)
-    config = meta.get("config")
-    is_complete = isinstance(config, dict) and all(
-        isinstance(config.get(group), dict) for group in ("model", "data", "parallel", "optim", "trainer")
-    )
-    if not is_complete or not isinstance(meta.get("corpus"), dict | None):
-        raise storage.CheckpointError(f"{path} is damaged: meta.json lacks the settings of its run; choose another checkpoint")
+    try:
+        saved_config(meta)
+    except ConfigError as error:
+        raise storage.CheckpointError(f"{path}: {error}") from error
+    if not isinstance(meta.get("corpus"), dict | None):
+        raise storage.CheckpointError(f"{path} is damaged: meta.json lacks the corpus of its run; choose another checkpoint")
     return meta
 
 
