@@ -247,8 +247,9 @@ class TrainerConfig:
     # steps, the optimizer and the data start from the beginning. Use this setting to continue training with longer sequences or
     # on other text. None: random weights.
     init_from: str | None = None
-    # The number of steps between two lines on the console. metrics.jsonl contains every step.
-    log_every: int = 25
+    # The number of steps between two lines on the console. metrics.jsonl contains every step. None: the console shows the first
+    # three steps of a launch, and then at most one step every five seconds. The last step and evaluations are always shown.
+    log_every: int | None = None
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
     # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or

@@ -6,6 +6,7 @@ import math
 import os
 import secrets
 import statistics
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import asdict
@@ -34,6 +35,11 @@ CONSOLE_FORMATS = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 
+# Without `trainer.log_every`, the console shows this number of steps at the start of a launch, and then at most one step in this
+# number of seconds.
+FIRST_STEPS = 3
+SECONDS_PER_LINE = 5.0
+
 # The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
@@ -55,7 +61,8 @@ class Recorder:
         """
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self._steps, self._every = config.trainer.steps, config.trainer.log_every
+        self._done, self._steps, self._every = done, config.trainer.steps, config.trainer.log_every
+        self._last_line = -math.inf  # the time of the latest line on the console
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
         if self._is_active:
@@ -85,8 +92,9 @@ class Recorder:
         self._file.write(_to_json(record))
         self._file.flush()
         self._seconds.append(seconds)
-        if step % self._every == 0 or step == self._steps or "eval_loss" in record:
+        if step == self._steps or "eval_loss" in record or self._is_due(step):
             log.info(self._format(record))
+            self._last_line = time.monotonic()
         self._call_wandb("log", record)
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -115,6 +123,12 @@ class Recorder:
         if self._is_active:
             self._file.close()
             self._call_wandb("finish")
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the console shows a step that is neither the last step nor evaluated."""
+        if self._every is not None:
+            return step % self._every == 0
+        return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_line >= SECONDS_PER_LINE
 
     def _format(self, record: dict[str, float]) -> str:
         """Return the message of a step on the console."""

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -26,7 +27,7 @@ def not_logged_in(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
 
 
-def config(wandb: str = "off", steps: int = 100, log_every: int = 1) -> Config:
+def config(wandb: str = "off", steps: int = 100, log_every: int | None = 1) -> Config:
     return Config(name="run", trainer=TrainerConfig(steps=steps, log_every=log_every), logger=LoggerConfig(wandb=wandb))
 
 
@@ -79,6 +80,18 @@ def test_console_shows_every_nth_step_and_the_last_one(tmp_path, caplog):
     record(Recorder(config(steps=7, log_every=3), tmp_path), *range(1, 8))
     assert [re.match(r"step (\d)/7", message)[1] for message in caplog.messages] == ["3", "6", "7"]
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_console_shows_the_first_steps_and_then_a_step_every_few_seconds(tmp_path, monkeypatch, caplog):
+    """The launch resumes after step 2, and a step takes a second."""
+    recorder = Recorder(config(steps=20, log_every=None), tmp_path, done=2)
+    caplog.set_level(logging.INFO)
+    for step in range(3, 21):
+        monkeypatch.setattr(time, "monotonic", lambda step=step: float(step))
+        record(recorder, step, **({"eval_loss": 1.0} if step == 12 else {}))
+    shown = [int(re.match(r"step +(\d+)/20", message)[1]) for message in caplog.messages]
+    assert shown == [3, 4, 5, 10, 12, 17, 20]
+    assert steps_of(tmp_path) == list(range(3, 21))
 
 
 def test_resumed_run_records_every_step_once(tmp_path):
