@@ -35,10 +35,10 @@ CONSOLE_FORMATS = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 
-# Without `trainer.log_every`, the console shows this number of steps at the start of a launch, and then at most one step in this
-# number of seconds.
+# Without `trainer.log_every`, the console shows this number of steps at the start of a launch, and then at most one step in
+# this number of seconds.
 FIRST_STEPS = 3
-SECONDS_PER_LINE = 5.0
+CONSOLE_INTERVAL_S = 5.0
 
 # The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
@@ -62,7 +62,7 @@ class Recorder:
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._done, self._steps, self._every = done, config.trainer.steps, config.trainer.log_every
-        self._last_line = -math.inf  # the time of the latest line on the console
+        self._last_shown = -math.inf  # the time of the latest line on the console
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
         if self._is_active:
@@ -94,7 +94,7 @@ class Recorder:
         self._seconds.append(seconds)
         if step == self._steps or "eval_loss" in record or self._is_due(step):
             log.info(self._format(record))
-            self._last_line = time.monotonic()
+            self._last_shown = time.monotonic()
         self._call_wandb("log", record)
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -128,7 +128,7 @@ class Recorder:
         """Return whether the console shows a step that is neither the last step nor evaluated."""
         if self._every is not None:
             return step % self._every == 0
-        return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_line >= SECONDS_PER_LINE
+        return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
 
     def _format(self, record: dict[str, float]) -> str:
         """Return the message of a step on the console."""
@@ -238,6 +238,7 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
     if choice == "auto":
         choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
     if choice == "off":
+        log.info(f"{'W&B':<12}off")
         return None
     import wandb  # Importing wandb is slow.
 
@@ -260,6 +261,7 @@ def _start_wandb(config: Config, directory: Path, done: int) -> Any:
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options)
             # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
             run.define_metric("*", step_metric="step")
+            log.info(f"{'W&B':<12}{mode}, " + (run.url if mode == "online" else f"wandb sync {run.settings.sync_dir}"))
             return run
         except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
             log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))

@@ -60,8 +60,8 @@ def test_rates_are_per_rank(tmp_path):
 
 
 def test_console_shows_all_metrics(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     recorder = Recorder(config(), tmp_path, peak_flops=8e12)
+    caplog.set_level(logging.INFO)
     recorder.log(3, tokens=1000, seconds=0.5, flops=1e12, loss=2.5, grad_norm=1.25, lr=1e-3, peak_memory_gib=1.5)
     assert caplog.messages == [
         "step   3/100  loss 2.5000  grad norm 1.25  lr 1.00e-03  2,000 tokens/s per rank  2 TFLOP/s  MFU 25.0%  1.50 GiB"
@@ -70,14 +70,16 @@ def test_console_shows_all_metrics(tmp_path, caplog):
 
 
 def test_console_omits_unknown_metrics(tmp_path, caplog):
+    recorder = Recorder(config(), tmp_path)
     caplog.set_level(logging.INFO)
-    Recorder(config(), tmp_path).log(100, tokens=1000, seconds=0.5, loss=2.5, mfu=None)
+    recorder.log(100, tokens=1000, seconds=0.5, loss=2.5, mfu=None)
     assert caplog.messages == ["step 100/100  loss 2.5000  2,000 tokens/s per rank  ETA 0:00:00"]
 
 
 def test_console_shows_every_nth_step_and_the_last_one(tmp_path, caplog):
+    recorder = Recorder(config(steps=7, log_every=3), tmp_path)
     caplog.set_level(logging.INFO)
-    record(Recorder(config(steps=7, log_every=3), tmp_path), *range(1, 8))
+    record(recorder, *range(1, 8))
     assert [re.match(r"step (\d)/7", message)[1] for message in caplog.messages] == ["3", "6", "7"]
     assert steps_of(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
 
@@ -106,9 +108,9 @@ def test_resumed_run_records_every_step_once(tmp_path):
 
 
 def test_metrics_are_added_to_the_record_of_an_earlier_step(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
     record(Recorder(config(log_every=9), tmp_path), 1, 2)
     resumed = Recorder(config(log_every=9), tmp_path, done=2)
+    caplog.set_level(logging.INFO)
     resumed._wandb = Mock()
     assert resumed.lacks_evaluation(2) and not resumed.lacks_evaluation(3)
     resumed.amend(2, eval_loss=7.0)
@@ -194,14 +196,16 @@ def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monke
 
 
 @pytest.mark.parametrize("choice", ["auto", "offline"])
-def test_offline_wandb_writes_only_to_the_directory(tmp_path, capfd, choice):
-    """Without a login, "auto" means offline."""
+def test_offline_wandb_writes_only_to_the_directory(tmp_path, capfd, caplog, choice):
+    """Without a login, "auto" means offline. The console shows the command that uploads the data."""
+    caplog.set_level(logging.INFO)
     directory = tmp_path / "run"
     recorder = Recorder(config(choice), directory)
     record(recorder, 1, 2)
     recorder.close()
     identity = (directory / "wandb_id").read_text()
-    assert len(list(directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb"))) == 1
+    (file,) = directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")
+    assert f"offline, wandb sync {file.parent}" in caplog.text
     assert capfd.readouterr() == ("", "")
 
 
@@ -242,9 +246,11 @@ def test_training_continues_if_wandb_fails_later(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("mode", "started"), [("disabled", None), ("offline", "offline"), ("dryrun", "offline"), (None, "online")]
 )
-def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch):
-    """The user is logged in. The jobs of a sweep form a group."""
-    init = Mock()
+def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch, caplog):
+    """The user is logged in. The jobs of a sweep form a group. The console shows where the data goes."""
+    caplog.set_level(logging.INFO)
+    init = Mock(return_value=Mock(url="https://wandb.example/ours/runs/1"))
+    init.return_value.settings.sync_dir = "run/3/wandb/offline-run-1"
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if mode:
         monkeypatch.setenv("WANDB_MODE", mode)
@@ -253,6 +259,8 @@ def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch
     monkeypatch.setattr("wandb.init", init)
     (tmp_path / "multirun.yaml").touch()
     Recorder(config("auto"), tmp_path / "lr=0.1").close()
+    where = {"online": "online, https://wandb.example/ours/runs/1", "offline": "offline, wandb sync run/3/wandb/offline-run-1"}
+    assert re.search(rf"W&B +{where.get(started, 'off')}$", caplog.text, re.MULTILINE)
     if started is None:
         assert not init.called
     else:
