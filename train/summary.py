@@ -26,7 +26,7 @@ PROMPT_TOKENS = 256
 
 # The columns of the table of a sweep. Each column shows one entry of the summary in the given format.
 SWEEP_COLUMNS = {
-    "final loss": ("final_loss", "{:.4f}"),
+    "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
     "eval loss": ("eval_loss", "{:.4f}"),
     "tokens": ("total_tokens", "{:,}"),
     "tokens/s": ("tokens_per_s", "{:,.0f}"),
@@ -58,7 +58,7 @@ def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
     summary = None
     if dist.get_rank() == 0:
         summary = summarise(run, metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps), done)
-        log.info("done        " + ", ".join(f"{k} {v:.6g}" for k, v in summary.items() if isinstance(v, float)))
+        log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return broadcast_object(summary)
@@ -68,8 +68,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     """Return the summary of a run.
 
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
-    step. Rates are computed from the median step after step `done`. The first step after `done` includes the warm-up of the
-    device, so it is left out of the median if there are further steps.
+    step. `final_loss_steps` is the number of steps in this mean. Rates are computed from the median step after step `done`. The
+    first step after `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
 
     Args:
         run: the run.
@@ -80,13 +80,15 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     recent = [record for record in records if record["step"] > done]
     steady = recent[1:] or recent
     seconds = statistics.median(record["seconds"] for record in steady)
+    last = records[-max(steps // 10, 1) :]
     flops_per_s = statistics.median(record["tflops_per_rank"] for record in steady) * 1e12
     return {
         "seq_len": run.config.data.seq_len,
         "ranks": dist.get_world_size(),
         "ring": run.mesh.sequence.size(),
         "steps": steps,
-        "final_loss": statistics.fmean(record["loss"] for record in records[-max(steps // 10, 1) :]),
+        "final_loss": statistics.fmean(record["loss"] for record in last),
+        "final_loss_steps": len(last),
         "eval_loss": records[-1].get("eval_loss"),
         "total_tokens": records[-1].get("total_tokens"),
         "seconds_per_step": seconds,
@@ -94,6 +96,12 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device),
     }
+
+
+def _describe(name: str, summary: dict[str, Any]) -> str:
+    """Return one number of the summary with its name, for the console."""
+    steps = f" (mean of the last {summary['final_loss_steps']} steps)" if name == "final_loss" else ""
+    return f"{name} {summary[name]:.6g}{steps}"
 
 
 def complete_summary(run: Run, directory: Path) -> dict[str, Any]:

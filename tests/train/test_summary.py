@@ -1,5 +1,7 @@
 """Tests of the summary of a run, of its sample, and of the table of a sweep."""
 
+import json
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +44,7 @@ def records(first: int) -> list[dict[str, float]]:
 
 def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
     result = summary.summarise(run, records(1), done=0)
+    assert result["final_loss_steps"] == 2
     assert (result["final_loss"], result["eval_loss"], result["total_tokens"]) == (19.5, 30.0, 20_000)
     assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
 
@@ -65,6 +68,13 @@ def test_run_without_steps_and_metrics_is_an_error(run, tmp_path):
         summary.complete_summary(run, tmp_path)
 
 
+def test_console_says_that_the_final_loss_is_a_mean(run, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records(1)))
+    summary.write_results(run, tmp_path)
+    assert "final_loss 19.5 (mean of the last 2 steps), eval_loss 30," in caplog.text
+
+
 def test_sweep_table():
     outcomes = [
         Outcome(["a=1", "b=2"], SUMMARY),
@@ -74,7 +84,8 @@ def test_sweep_table():
     assert sweep_table(outcomes).splitlines() == [
         "Common to all: a=1",
         "",
-        "| overrides | final loss | eval loss | tokens | tokens/s | TFLOP/s per rank | MFU | peak GiB per rank |",
+        "| overrides | final loss (mean of the last tenth) | eval loss | tokens | tokens/s | TFLOP/s per rank | MFU | "
+        "peak GiB per rank |",
         "|---|---|---|---|---|---|---|---|",
         "| b=2 | 2.5000 | 2.7500 | 20,000 | 12,346 | 0.0123 | - | 1.00 |",
         "| b=3 | failed | - | - | - | - | - | - |",
