@@ -5,6 +5,7 @@ comment above each field explains the setting. For settings whose default is Non
 """
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -258,6 +259,20 @@ class TrainerConfig:
     # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
     # GPUs. If the table does not contain the device, MFU is left out.
     peak_tflops: float | None = None
+    # The steps to profile: true (three steps after the warm-up of each launch), or a range of steps such as 10-12. Every rank
+    # writes a trace of torch.profiler, and on a GPU also a memory snapshot, to the folder profile/ of the run. None: no step.
+    profile: str | None = None
+
+    @property
+    def is_profiled(self) -> bool:
+        """Whether a launch profiles some of its steps."""
+        return self.profile is not None and self.profile.lower() != "false"
+
+    @property
+    def profiled_range(self) -> tuple[int, int] | None:
+        """The first and the last step of the range in `profile`, or None if `profile` contains no range."""
+        match = re.fullmatch(r"([0-9]+)-([0-9]+)", self.profile or "")
+        return (int(match[1]), int(match[2])) if match else None
 
 
 @dataclass
@@ -447,6 +462,10 @@ def _check_training(config: Config) -> Iterator[str]:
             f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "
             "init_from to start a new run from weights, or only resume to continue a run"
         )
+    if trainer.is_profiled and trainer.profile.lower() != "true":
+        first, last = trainer.profiled_range or (0, 0)
+        if not 1 <= first <= last <= trainer.steps:
+            yield f"trainer.profile={trainer.profile}: must be true or a range of steps from 1 to {trainer.steps}, such as 3-5"
     if trainer.deterministic and config.parallel.kernel == "hopper":
         # The backward pass of the Hopper kernels accumulates gradients in no fixed order.
         yield "trainer.deterministic=true is impossible with parallel.kernel=hopper: use parallel.kernel=auto"

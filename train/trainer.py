@@ -18,6 +18,7 @@ from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, check
 from ringattn.train.evaluate import evaluate
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.profiling import Profiler
 from ringattn.train.setup import Run, build, describe
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
@@ -93,14 +94,16 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
-    with closing(recorder), preemption.handle_stop_signals():
+    profiler = Profiler(trainer, directory, run.device, done)
+    with closing(recorder), closing(profiler), preemption.handle_stop_signals():
         evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
         if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
             # The earlier launch skipped this evaluation, because it should stop.
             recorder.amend(done, **evaluate(run))
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
-            record, stop = take_step(run, step, consumed)
+            with profiler.profile_step(step):
+                record, stop = take_step(run, step, consumed)
             seconds = time.perf_counter() - start
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step

@@ -21,7 +21,7 @@ FIXED = ("model.", "data.mask_documents")
 FREE = (
     "data.path parallel.timeout_s trainer.device trainer.compile trainer.resume trainer.init_from trainer.peak_tflops "
     "trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.keep_checkpoints trainer.log_every "
-    "trainer.sample_tokens trainer.sample_prompt"
+    "trainer.sample_tokens trainer.sample_prompt trainer.profile"
 ).split()
 
 # The groups of settings.
