@@ -1,0 +1,84 @@
+"""Write docs/settings.md, which lists every setting of training with its type, its default and its explanation.
+
+    python -m scripts.tools.write_settings
+
+The page is generated from the dataclasses in train/config.py and from the comments above their fields. Run this script after
+every change of a setting.
+"""
+
+import dataclasses
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from ringattn.train import config
+from scripts import command
+
+PAGE = command.ROOT / "docs" / "settings.md"
+HEADER = """# Settings
+
+<!-- Generated from train/config.py by `python -m scripts.tools.write_settings`. Do not edit this page by hand. -->
+
+This page lists every setting of `train/run.py` with its type, its default and its explanation. Set a value on the command
+line as `group.setting=value`, for example `trainer.steps=500`. The value None is written as `null`. The YAML files in
+`configs/` change some of these defaults. `python train/run.py --cfg job --resolve` prints the values of a run.
+"""
+
+
+def explanations(group: type) -> dict[str, str]:
+    """Return the comment above each field of a dataclass in train/config.py, as one paragraph per field."""
+    comments: list[str] = []
+    found = {}
+    for line in inspect.getsource(group).splitlines():
+        if comment := re.fullmatch(r"    # (.*)", line):
+            comments.append(comment[1])
+            continue
+        if field := re.match(r"    (\w+): ", line):
+            found[field[1]] = " ".join(comments)
+        comments = []
+    return found
+
+
+def as_yaml(value: object) -> str:
+    """Return a default as it is written on the command line."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, tuple):
+        return f"[{','.join(map(as_yaml, value))}]"
+    return repr(value) if value == "" or str(value).strip() != str(value) else str(value)
+
+
+def as_text(annotation: object) -> str:
+    """Return a type as it is written in train/config.py."""
+    return annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+
+
+def entries(group: type, prefix: str) -> list[str]:
+    """Return one Markdown paragraph per setting of a group. Nested groups are left out."""
+    texts = explanations(group)
+    return [
+        f"**`{prefix}{field.name}`** ({as_text(field.type)}, default `{as_yaml(field.default)}`): {texts[field.name]}"
+        for field in dataclasses.fields(group)
+        if field.default is not dataclasses.MISSING
+    ]
+
+
+def page() -> str:
+    """Return the content of the page."""
+    parts = [HEADER.rstrip(), *entries(config.Config, "")]
+    for field in dataclasses.fields(config.Config):
+        if dataclasses.is_dataclass(field.type):
+            parts += [f"## {field.name}", inspect.getdoc(field.type), *entries(field.type, f"{field.name}.")]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: list[str]) -> None:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--output", type=Path, default=PAGE, help="the file to write (default: docs/settings.md)")
+    args = parser.parse_args(argv)
+    args.output.write_text(page())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
