@@ -27,6 +27,7 @@ def ring_attention(
     seed: int = 0,
     first_head: int = 0,
     schedule: str = "auto",
+    route: str = "auto",
     transport: str = "auto",
     backend: str = "auto",
     precision: str = "ieee",
@@ -56,8 +57,11 @@ def ring_attention(
         first_head: the index of q's first head among all heads of the layer; 0 unless the heads are divided among several
             rings. Only the dropout uses this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", the forward
-            pass and the backward pass each use the schedule with the lower predicted time. If the times are equal, the schedule
-            that sends fewer bytes wins. `ringattn.explain` shows the reason for the choice.
+            pass and the backward pass each use the state ring, unless the KV ring is predicted to be at least 3% faster. On
+            CPUs, "auto" always stands for the state ring. `ringattn.explain` shows the reason for the choice.
+        route: "relay" (neighbours relay blocks and results around the ring), "direct" (each message goes directly to the rank
+            that needs it), or "auto" ("direct" if all ranks are in one host, and "relay" otherwise). A ring with
+            route="relay" uses NCCL or gloo instead of NVLink copies.
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
         backend: the kernels, see `ringattn.kernels.dispatch`.
@@ -69,15 +73,15 @@ def ring_attention(
         inputs). If the mask allows a query no key, `out` is 0 and `lse` is -inf for this query.
 
     Raises:
-        ValueError: the shapes, dtypes, layout, mask, group, schedule or transport contradict each other. All arguments are
-            checked before any work starts.
+        ValueError: the shapes, dtypes, layout, mask, group, schedule, route or transport contradict each other. All arguments
+            are checked before any work starts.
         RingFault: a rank of the ring does not respond. If the host is waiting for a GPU that waits for another rank, Python
             cannot raise an exception. In this case, the process prints the reason and exits. The environment variable
             RINGATTN_TIMEOUT sets the timeout in seconds.
     """
     q, k, v = autocast(q, k, v)
     scale = resolve_scale(q, scale)
-    check_choices(schedule, transport)
+    check_choices(schedule, route, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
     # This line ignores a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
@@ -92,7 +96,7 @@ def ring_attention(
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank must hold the same positions of both")
     # The schema of the operator declares dropout_p as a float, so the spec must not contain an integer such as 0.
-    options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, transport=transport)
+    options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, route=route, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out

@@ -8,17 +8,10 @@ from ringattn.kernels.validation import check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.cost_model import HopCost, Interconnect, attention_flops, interconnect
-from ringattn.planning.rank_plan import Plan, get_plan
+from ringattn.planning.rank_plan import CIRCULATING, Plan, get_plan
 from ringattn.planning.schedule import Message, RankStep
 from ringattn.planning.workload import Work, backward_work, forward_work, head_chunk
-from ringattn.spec import check_choices, check_layout
-
-CIRCULATING = {  # (names of the tensors that circulate, names of the tensors that return to their owner)
-    ("forward", "kv"): ("k, v", ""),
-    ("forward", "state"): ("q", "m, l, o"),
-    ("backward", "kv"): ("k, v", "dk, dv"),
-    ("backward", "state"): ("q, dout, lse, delta", "dq"),
-}
+from ringattn.spec import check_choices, check_layout, with_route
 
 
 def explain(
@@ -31,6 +24,7 @@ def explain(
     group: Group | None = None,
     rank: int | None = None,
     schedule: str = "auto",
+    route: str = "auto",
     transport: str = "auto",
 ) -> str:
     """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
@@ -41,25 +35,26 @@ def explain(
     `ringattn.planning.cost_model`.
 
     Args:
-        q, k, v, layout, mask, schedule, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so the
-            tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
+        q, k, v, layout, mask, schedule, route, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so
+            the tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
         group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
-            NVLink, or by NCCL with transport="p2p".
+            NVLink, or by NCCL with transport="p2p" or route="relay".
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
         ValueError: the layout has a different number of ranks than the group, `rank` is not a rank of the layout, the tensors
-            or the documents do not fit the layout, or `schedule` or `transport` has an unknown name.
+            or the documents do not fit the layout, or `schedule`, `route` or `transport` has an unknown name.
     """
-    check_choices(schedule, transport)
+    check_choices(schedule, route, transport)
     check_layout(layout)
     if group is None:
         flops = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
-        joined, this_rank = interconnect("nccl" if transport == "p2p" else "nvlink", flops=flops), 0
+        joined, this_rank = interconnect("nccl" if transport == "p2p" or route == "relay" else "nvlink", flops=flops), 0
     else:
-        connection = connect(group.group_name, q.device, transport)
+        connection = connect(group.group_name, q.device, transport, relays=route == "relay")
         joined, this_rank = connection.interconnect, connection.rank
         check_layout(layout, connection.size)
+    joined = with_route(joined, route)
     rank = this_rank if rank is None else rank
     if not 0 <= rank < layout.ranks:
         raise ValueError(f"rank={rank}: the ring has {layout.ranks} ranks, so it must be 0 to {layout.ranks - 1}")
@@ -80,7 +75,7 @@ def explain(
 
 
 def _describe_ring(layout: Layout, joined: Interconnect) -> str:
-    route = "every pair connected directly" if joined.all_pairs else "blocks relayed by neighbours"
+    route = "messages go directly to the rank that needs them" if joined.all_pairs else "neighbours relay messages"
     return (
         f"{layout.ranks} ranks over {joined.name}, {route}: {joined.bytes_per_second / 1e9:.0f} GB/s and "
         f"{1e6 * joined.latency:.0f} us per message, {joined.flops / 1e12:.3g} TFLOP/s per rank"
@@ -98,8 +93,7 @@ def _describe_shapes(q: Tensor, k: Tensor, v: Tensor, layout: Layout, rank: int)
 def _describe_direction(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> list[str]:
     chosen = plan.choose_schedule(schedule, work, joined)
     block, result = CIRCULATING[work.direction, chosen]
-    returning = f", {result} return to their owner" if result else ""
-    lines = [f"{work.direction}: {chosen} schedule, {block} circulate{returning}", _reason(plan, work, joined, schedule)]
+    lines = [plan.describe_choice(schedule, work, joined)]
     results = getattr(work.row_bytes, chosen)[1] > 0
     steps = plan.schedule(chosen, results, joined.all_pairs).by_rank[plan.rank]
     costs = plan.costs(chosen, work, joined, plan.rank)
@@ -107,17 +101,6 @@ def _describe_direction(plan: Plan, work: Work, joined: Interconnect, schedule: 
     for t, (step, cost) in enumerate(zip(steps, costs, strict=True)):
         lines.append(f"  hop {t}: {_describe_step(step, names)}; {_describe_time(cost)}")
     return lines
-
-
-def _reason(plan: Plan, work: Work, joined: Interconnect, schedule: str) -> str:
-    """Return a line that compares the times and the bytes of both schedules, and states the reason for the choice."""
-    texts = []
-    for name in ("kv", "state"):
-        hops = plan.costs(name, work, joined)
-        moved = sum(hop.bytes for hop in hops) / 2**20
-        texts.append(f"{name} {1e3 * sum(hop.seconds for hop in hops):.3g} ms with {moved:,.1f} MiB")
-    reason = "requested" if schedule != "auto" else "least time, then fewest bytes, summed over the busiest rank of each hop"
-    return f"  {reason}: {', '.join(texts)}"
 
 
 def _describe_step(step: RankStep, names: dict[str, str]) -> str:

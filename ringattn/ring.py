@@ -50,10 +50,11 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
 from ringattn.planning.workload import backward_work, forward_work, head_chunk
-from ringattn.spec import AttentionSpec
+from ringattn.spec import AttentionSpec, with_route
 from ringattn.state import PartialState
 
 Compute = Callable[[LocalStep, Tensors, Tensors | None], Tensors | None]
@@ -218,7 +219,7 @@ class Ring:
     @classmethod
     def of(cls, spec: AttentionSpec, device: torch.device, call: Callable[[], connect.Call] | None = None) -> "Ring":
         """Return the ring that `spec` describes. The first call for a group performs a handshake, see `connect.connect`."""
-        transport = connect.connect(spec.group, device, spec.transport, call)
+        transport = connect.connect(spec.group, device, spec.transport, call, relays=spec.route == "relay")
         # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. The host can read the
         # lengths without waiting for the GPU, because the tensor of the lengths is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
@@ -237,6 +238,11 @@ class Ring:
         return replace(self, spec=spec, all_to_all_uses_sms=all_to_all_uses_sms or self.all_to_all_uses_sms)
 
     @property
+    def interconnect(self) -> Interconnect:
+        """The interconnect between the ranks, with the route that the spec names."""
+        return with_route(self.transport.interconnect, self.spec.route)
+
+    @property
     def kernel_options(self) -> dict[str, Any]:
         """The options that are the same for all kernels of this ring, see `ringattn.kernels.dispatch.forward`."""
         shares_sms = self.all_to_all_uses_sms or self.transport.interconnect.uses_sms
@@ -245,7 +251,7 @@ class Ring:
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype, and lse in fp32 (fp64 for fp64 inputs)."""
-        chosen = self.plan.choose_schedule(self.spec.schedule, forward_work(q, k, v), self.transport.interconnect)
+        chosen = self.plan.choose_schedule(self.spec.schedule, forward_work(q, k, v), self.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
     @_in_head_chunks
@@ -257,7 +263,7 @@ class Ring:
         # dtypes of the inputs.
         if self.transport.size == 1:
             return self._backward_alone(q, k, v, out, lse, dout, dlse)
-        chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.transport.interconnect)
+        chosen = self.plan.choose_schedule(self.spec.schedule, backward_work(q, k, v), self.interconnect)
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, out, lse, dout, dlse)
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
@@ -267,7 +273,7 @@ class Ring:
         The host computes all of these values before the pass begins, so that the host does not delay a pass in progress.
         """
         # All layers of a model use the same plan, so only the first layer computes the schedule and the intervals.
-        schedule = self.plan.schedule(name, results, self.transport.interconnect.all_pairs)
+        schedule = self.plan.schedule(name, results, self.interconnect.all_pairs)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
 

@@ -18,6 +18,7 @@ from ringattn.kernels import dispatch, validation
 from ringattn.kernels.reference import under_autocast
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
+from ringattn.planning.cost_model import ROUTES, Interconnect
 from ringattn.planning.rank_plan import SCHEDULES
 
 
@@ -37,6 +38,7 @@ class AttentionSpec(NamedTuple):
     scale: float  # factor on the scores before the softmax
     group: str = ""  # name of the process group of the ring; "" for a ring of one
     schedule: str = "auto"  # "state", "kv" or "auto"
+    route: str = "auto"  # "relay", "direct" or "auto"
     transport: str = "auto"  # "nvlink", "p2p" or "auto"
     dropout_p: float = 0.0
     seed: int = 0  # seed of the dropout
@@ -72,7 +74,9 @@ class AttentionSpec(NamedTuple):
             "dtype": str(q.dtype),
         }
         shapes |= {"head dim": q.shape[3], "value head dim": v.shape[3], "documents": shorten(self.documents.tolist())}
-        settings = {name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "scale", "dropout_p")}
+        settings = {
+            name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "route", "scale", "dropout_p")
+        }
         # A window of 0 means no window. Without dropout the seed has no effect, so ranks may pass different seeds.
         return shapes | settings | {"window": self.window or None, "seed": self.seed if self.dropout_p else None}
 
@@ -129,11 +133,19 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
         raise ValueError(f"the layout is for {layout.ranks} ranks but the group has {size}{alone}: the two must be equal")
 
 
-def check_choices(schedule: str, transport: str) -> None:
-    """Raise ValueError unless `schedule` is in SCHEDULES and `transport` is in TRANSPORTS."""
-    for name, value, known in (("schedule", schedule, SCHEDULES), ("transport", transport, TRANSPORTS)):
+def check_choices(schedule: str, route: str, transport: str) -> None:
+    """Raise ValueError unless the names are in SCHEDULES, ROUTES and TRANSPORTS, and the transport supports the route."""
+    choices = ("schedule", schedule, SCHEDULES), ("route", route, ROUTES), ("transport", transport, TRANSPORTS)
+    for name, value, known in choices:
         if value not in known:
             raise ValueError(f"unknown {name} {value!r}: it must be one of {', '.join(known)}")
+    if route == "relay" and transport == "nvlink":
+        raise ValueError("transport='nvlink' does not relay blocks: use transport='p2p', or route='direct'")
+
+
+def with_route(interconnect: Interconnect, route: str) -> Interconnect:
+    """Return the interconnect of a ring that uses a route of `ROUTES`."""
+    return interconnect if route == "auto" else interconnect._replace(all_pairs=route == "direct")
 
 
 def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, precision) -> None:

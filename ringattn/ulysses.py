@@ -46,6 +46,7 @@ def ulysses_attention(
     dropout_p: float = 0.0,
     seed: int = 0,
     schedule: str = "auto",
+    route: str = "auto",
     transport: str = "auto",
     backend: str = "auto",
     precision: str = "ieee",
@@ -68,7 +69,7 @@ def ulysses_attention(
         mask: which keys each position may attend to; the same on all ranks.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
-        scale, dropout_p, seed, schedule, backend, precision: as for `ring_attention`.
+        scale, dropout_p, seed, schedule, route, backend, precision: as for `ring_attention`.
         transport: the transport of the ring and of the all-to-all, one of the names that `ring_attention` accepts.
         return_lse: also return the log-sum-exp of the scores.
         recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward
@@ -91,11 +92,11 @@ def ulysses_attention(
     q, k, v = autocast(q, k, v)
     check_layout(layout)
     scale = resolve_scale(q, scale)
-    check_choices(schedule, transport)
+    check_choices(schedule, route, transport)
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
-    options |= dict(schedule=schedule, transport=transport)
+    options |= dict(schedule=schedule, route=route, transport=transport)
     # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
     # and is the same as a call of ring_attention.
     if size == 1:

@@ -15,7 +15,7 @@ from pathlib import Path
 from ringattn import layout
 from ringattn.kernels import dispatch
 from ringattn.kernels.validation import MAX_HEAD_DIM
-from ringattn.planning import rank_plan
+from ringattn.planning import cost_model, rank_plan
 
 
 class ConfigError(ValueError):
@@ -160,15 +160,20 @@ class ParallelConfig:
     # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
     ring: int | None = None
     # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. The ranks of a
-    # group exchange heads by all-to-all, and rings connect the groups. A larger number means rings with fewer hops. None: the
-    # number for which the cost model predicts the shortest time.
+    # group exchange heads by all-to-all, and rings connect the groups. A larger number means rings with fewer hops. 0: the
+    # largest number that divides both the ranks that share a sequence and the query heads. None: the number for which the cost
+    # model predicts the shortest time.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" picks the layout
     # that gives the busiest rank the least work under the mask of the step.
     layout: str = "auto"
-    # The tensors that circulate on the ring: "state" (queries and partial results), "kv" (keys and values) or "auto" (the
-    # faster of the two according to the cost model).
+    # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto". On
+    # GPUs, "auto" stands for "state" unless the cost model predicts that "kv" is at least 3% faster. On CPUs, "auto" always
+    # stands for "state".
     schedule: str = "auto"
+    # The route of the circulating tensors: "relay" (from neighbour to neighbour around the ring, over NCCL or gloo), "direct"
+    # (directly to the rank that needs them) or "auto" ("direct" if all ranks are in one host).
+    route: str = "auto"
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
     # device and the shapes).
     kernel: str = "auto"
@@ -309,6 +314,7 @@ CHOICES = {
     "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
+    "parallel.route": cost_model.ROUTES,
     "parallel.kernel": (*dispatch.BACKENDS, *dispatch.DEPRECATED_BACKENDS),
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
@@ -335,7 +341,7 @@ RANGES = {
     "data.eval_fraction": (0, 0.99),
     "data.seed": (0, 2**63 - 1),
     "parallel.ring": (1, 2**20),
-    "parallel.ulysses": (1, 2**14),
+    "parallel.ulysses": (0, 2**14),
     "parallel.timeout_s": (1, 604_800),  # a week
     "optim.lr": (1e-30, 100),
     "optim.eps": (1e-30, 1),

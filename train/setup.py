@@ -5,6 +5,7 @@ Each part is checked before the next part is built.
 
 import gc
 import logging
+import math
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -168,7 +169,11 @@ def choose_device(config: Config) -> tuple[torch.device, bool, dispatch.Choice]:
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     """Build the mesh of all ranks. If a setting is None, this function chooses the number of ranks along the axis."""
     sequence = config.parallel.ring or dist.get_world_size()
-    ulysses = config.parallel.ulysses or _best_ulysses(config, sequence, device, bf16)
+    ulysses = config.parallel.ulysses
+    if ulysses is None:
+        ulysses = _best_ulysses(config, sequence, device, bf16)
+    elif ulysses == 0:
+        ulysses = math.gcd(sequence, config.model.heads)
     return build_mesh(device.type, sequence, ulysses)
 
 
@@ -241,7 +246,7 @@ def describe(run: Run, directory: Path) -> None:
         f"on {run.device.type}",
         "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
         "ring": f"layout {config.parallel.layout}, {memory.tokens_per_rank(config, mesh):,} tokens per rank, "
-        f"schedule {config.parallel.schedule}",
+        f"schedule {config.parallel.schedule}, route {config.parallel.route}",
         "kernel": f"{run.kernel.backend}: {run.kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "FLOPs": f"{flops_per_token:.3g} per token, for a sequence of one document",

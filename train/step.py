@@ -147,6 +147,7 @@ def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn
         ulysses_group=run.mesh.ulysses.get_group(),
         ring_group=run.mesh.ring.get_group(),
         schedule=run.config.parallel.schedule,
+        route=run.config.parallel.route,
         backend=run.config.parallel.kernel,
         recompute_all_to_all=run.recompute,
     )

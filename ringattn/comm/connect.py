@@ -57,6 +57,7 @@ def connect(
     device: torch.device | None = None,
     transport: str = "auto",
     call: Callable[[], Call] | None = None,
+    relays: bool = False,
 ) -> Transport:
     """Return the transport of the process group with the given name. The name "" stands for a ring of one rank.
 
@@ -73,6 +74,8 @@ def connect(
             other's memory, and "p2p" is chosen otherwise.
         call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
             only once, in the handshake.
+        relays: whether neighbours relay the blocks of the ring. NVLink copies do not relay blocks, so "auto" then stands for
+            "p2p".
 
     Raises:
         ValueError: the transport is unknown or unavailable, or the settings of the first call differ between ranks.
@@ -87,6 +90,8 @@ def connect(
     group = _resolve_process_group(group_name)
     if device is None:
         return P2PTransport(group)
+    if relays and transport == "auto":
+        transport = "p2p"
     key = group_name, device, transport
     # There is one lock per key, because a thread that waits for the ranks of one group must not block threads that use other
     # groups. If several threads create a lock for the same key, all of them receive the same lock, because `setdefault` is
@@ -145,8 +150,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     # The slowest rank determines the speed of a ring. All ranks must use the same speed in the cost model, so that they choose
     # the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
-    route = "direct" if joined.all_pairs else "relayed"
-    log.info("ring of %d ranks over %s (%s), hops are %s", group.size(), name, why, route)
+    log.info("group of %d ranks over %s (%s)", group.size(), name, why)
     watchdog = Watchdog(store, group.rank(), group.size(), device)
     if name == "nvlink":
         from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory

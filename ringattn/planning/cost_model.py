@@ -27,11 +27,16 @@ MERGE_FLOPS_PER_BYTE = {"forward": 2 * FLOPS_PER_HBM_BYTE, "backward": 1200}
 ALL_TO_ALL_FACTOR = 2.5
 
 
+# The routes of blocks and results. With "relay", neighbours relay them. With "direct", they go directly to the rank that needs
+# them. With "auto", they go directly if the ranks are in one host.
+ROUTES = ("auto", "relay", "direct")
+
+
 class Interconnect(NamedTuple):
     """The connection between the ranks of a ring, and the speed of the ranks. Every rank uses the same values."""
 
     name: str
-    all_pairs: bool  # whether every pair of ranks is connected directly, so that no rank must relay blocks
+    all_pairs: bool  # whether every pair of ranks exchanges messages directly, so that no rank relays blocks
     bytes_per_second: float  # bytes per second that a rank can send while it receives equally many bytes
     latency: float  # seconds per message, in addition to the time that the bytes of the message need
     flops: float = 5e14  # speed of attention on one rank, FLOP/s

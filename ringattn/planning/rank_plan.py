@@ -24,8 +24,16 @@ SCHEDULES = ("auto", "state", "kv")
 # A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
 # contains the rest of the work and hides the last hop.
 FIRST_SHARE = 0.4
-# Two predicted times count as equal if they differ by at most 1%, because the table of speeds is not more accurate.
-EQUAL_TIMES = 1.01
+# The KV ring is chosen only if the state ring is predicted to take at least 1.03 times as long. Smaller differences are less
+# than the accuracy of the table of speeds.
+STATE_RING_MARGIN = 1.03
+# The tensors that circulate, and the tensors that return to their owner, by the direction and the schedule of a pass.
+CIRCULATING = {
+    ("forward", "kv"): ("k, v", ""),
+    ("forward", "state"): ("q", "m, l, o"),
+    ("backward", "kv"): ("k, v", "dk, dv"),
+    ("backward", "state"): ("q, dout, lse, delta", "dq"),
+}
 log = logging.getLogger(__name__)
 
 
@@ -83,7 +91,7 @@ class Plan:
         Future passes then do not wait for the computation of these values.
         """
         for key in other._choices:
-            self.choose_schedule("auto", *key)
+            self.choose_schedule(*key)
         for (name, *options), schedule in other._schedules.items():
             if (name, schedule) in other._block_pairs:
                 ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
@@ -153,38 +161,60 @@ class Plan:
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
         """Return "state" if queries circulate, and "kv" if keys and values circulate.
 
-        If `name` is not "auto", the method returns `name`. For "auto", the method chooses the schedule with the lower predicted
-        time. If the times are equal, the schedule that sends fewer bytes wins. If the bytes are equal as well, "kv" wins.
+        If `name` is not "auto", the method returns `name`. For "auto", the method chooses the state ring unless the KV ring has
+        a clearly lower predicted time. On CPUs, the method always chooses the state ring, because speed is not important there.
+        A single rank has no ring, and the KV schedule needs no merge.
+
+        The method logs the choice once.
         """
-        if name != "auto":
-            return name
-        key = work, interconnect
+        key = name, work, interconnect
         if key not in self._choices:
-            totals = {}
-            for candidate in ("kv", "state"):
-                hops = self.costs(candidate, work, interconnect)
-                totals[candidate] = sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
-            best = min(seconds for seconds, _ in totals.values())
-            # The dict keeps the order of the candidates, and min() returns the first minimum. Therefore "kv" wins if both the
-            # times and the bytes are equal.
-            fastest = [candidate for candidate, (seconds, _) in totals.items() if seconds <= EQUAL_TIMES * best]
-            self._choices[key] = min(fastest, key=lambda candidate: totals[candidate][1])
-            _log_choice(work.direction, self._choices[key], totals)
+            self._choices[key], _ = self._choose(*key)
+            # Packed documents change the predicted times at every training step, so there would otherwise be a message in every
+            # step.
+            if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
+                _logged.add((work.direction, self._choices[key]))
+                log.info(self.describe_choice(*key))
         return self._choices[key]
+
+    def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
+        """Return the schedule that `name` stands for, and the reason for the choice."""
+        if name != "auto":
+            return name, "as requested"
+        if self.layout.ranks == 1:
+            return "kv", "there is only one rank"
+        if interconnect.name == "gloo":
+            return "state", "CPU ranks use the state ring"
+        kv, state = (self.total_cost(name, work, interconnect)[0] for name in ("kv", "state"))
+        if kv * STATE_RING_MARGIN <= state:
+            return "kv", "the KV ring is predicted to be faster"
+        return "state", "the KV ring is not predicted to be faster" if state < kv else "the predicted times are about equal"
+
+    def total_cost(self, name: str, work: Work, interconnect: Interconnect) -> tuple[float, int]:
+        """Return the predicted seconds and the bytes of a pass, each as the sum over the busiest rank of every step."""
+        hops = self.costs(name, work, interconnect)
+        return sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
+
+    def describe_choice(self, name: str, work: Work, interconnect: Interconnect) -> str:
+        """Return one line that says what circulates, by which route and transport, why, and what each schedule would cost.
+
+        The arguments are those of `choose_schedule`.
+        """
+        chosen, reason = self._choose(name, work, interconnect)
+        block, result = CIRCULATING[work.direction, chosen]
+        moved = f"({block}) and the results ({result})" if result else f"({block})"
+        route = "go directly to the ranks that need them" if interconnect.all_pairs else "are relayed by neighbours"
+        costs = []
+        for schedule in ("state", "kv"):
+            seconds, count = self.total_cost(schedule, work, interconnect)
+            costs.append(f"{schedule} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB")
+        return (
+            f"{work.direction}: {chosen} ring of {self.layout.ranks} ranks over {interconnect.name}; {moved} {route}; "
+            f"{reason}; predicted for the busiest rank: {', '.join(costs)}"
+        )
 
 
 _logged: set[tuple[str, str]] = set()
-
-
-def _log_choice(direction: str, chosen: str, totals: dict[str, tuple[float, int]]) -> None:
-    """Log a choice unless the same choice was logged before.
-
-    Packed documents change the predicted times at every training step, so there would otherwise be a message in every step.
-    """
-    if (direction, chosen) not in _logged:
-        _logged.add((direction, chosen))
-        texts = [f"{name} {1e3 * seconds:.3g} ms and {count / 2**20:,.1f} MiB" for name, (seconds, count) in totals.items()]
-        log.info("%s: %s schedule; predicted time and bytes of the busiest rank: %s", direction, chosen, ", ".join(texts))
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:

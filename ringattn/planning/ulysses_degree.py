@@ -16,12 +16,14 @@ from ringattn.layout import Layout
 from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
 from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR, MERGE_FLOPS_PER_BYTE, STEP_OVERHEAD, Interconnect
-from ringattn.planning.rank_plan import EQUAL_TIMES, Plan
+from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 
 # The minimum number of rows (tokens x heads) per chunk. The kernels of a smaller chunk would leave SMs idle.
 MIN_CHUNK_ROWS = 2**15
 MAX_HEAD_CHUNKS = 32  # the maximum number of chunks of heads per call
+# Two predicted times count as equal if they differ by at most 1%, because the table of speeds is not more accurate.
+EQUAL_TIMES = 1.01
 # `best_ulysses_degree` makes a full plan for at most this many ranks and this many positions. For more ranks or positions, the
 # function uses an approximation.
 MAX_PLANNED_RANKS, MAX_PLANNED_POSITIONS = 64, 2**15

@@ -17,18 +17,25 @@ def test_the_text_describes_every_hop() -> None:
     lines = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal()).splitlines()
     assert lines[0].startswith("2 ranks over nvlink") and "330 GB/s" in lines[0] and "580 TFLOP/s" in lines[0]
     assert lines[1].startswith("rank 0 holds 8,192 of 16,384 positions (zigzag); batch 1, 16 query and 16 key heads")
-    assert lines[3].startswith("forward: kv schedule, k, v ")
-    assert lines[4].endswith("kv 0.948 ms with 64.0 MiB, state 1.09 ms with 97.0 MiB")
+    assert lines[3].startswith("forward: kv ring of 2 ranks over nvlink; (k, v) go directly")
+    assert lines[3].endswith("state 1.09 ms and 97.0 MiB, kv 0.948 ms and 64.0 MiB")
     sends = "sends k, v rows 0:4096 of rank 0 to rank 1, receives k, v rows 0:8192 of rank 1 from rank 1"
-    assert lines[5].startswith(f"  hop 0: computes with rows 0:8192 of rank 0, {sends}; 474 us of kernels")
-    assert "64.0 MiB" in lines[5] and "215 us" in lines[5] and lines[5].endswith("hidden")
-    assert lines[6] == "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels"
-    assert any(line.startswith("backward: kv schedule, k, v ") and "dk, dv return" in line for line in lines)
+    assert lines[4].startswith(f"  hop 0: computes with rows 0:8192 of rank 0, {sends}; 474 us of kernels")
+    assert "64.0 MiB" in lines[4] and "215 us" in lines[4] and lines[4].endswith("hidden")
+    assert lines[5] == "  hop 1: computes with rows 0:8192 of rank 1; 474 us of kernels"
+    assert any(line.startswith("backward: kv ring ") and "results (dk, dv)" in line for line in lines)
+
+
+def test_the_text_describes_a_relay() -> None:
+    """NVLink does not relay blocks, so the text describes a ring over NCCL."""
+    text = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal(), schedule="state", route="relay")
+    assert text.startswith("2 ranks over nccl, neighbours relay messages")
+    assert "(q) and the results (m, l, o) are relayed by neighbours; as requested" in text
 
 
 def test_the_text_describes_one_of_several_head_chunks() -> None:
     """With 2**18 tokens per rank one head fills a GPU, so a call has 16 ring passes of one head."""
-    text = explain(*shapes(2**18), layout=Layout.zigzag(2**20, 4), mask=Mask.full())
+    text = explain(*shapes(2**18), layout=Layout.zigzag(2**20, 4), mask=Mask.full(), schedule="kv")
     assert "16 chunks of 1 query and 1 key heads" in text
     assert "sends k, v rows 0:262144 of rank 0 to rank 1, receives k, v rows 0:262144 of rank 1 from rank 1" in text
     assert "128.0 MiB" in text
@@ -55,7 +62,7 @@ def test_a_group_determines_rank_and_interconnect() -> None:
     layout, mask = Layout.contiguous(12, 3), Mask.causal(window=3)
     q = torch.zeros(1, 4, 2, 8)
     texts = simulate(3, lambda rank, group: explain(q, q, q, layout=layout, mask=mask, group=group, schedule="state"))
-    assert all("relayed by neighbours" in text and "requested" in text for text in texts)
+    assert all("neighbours relay" in text and "requested" in text for text in texts)
     assert "rank 2 holds 4 of 12" in texts[2]
 
 

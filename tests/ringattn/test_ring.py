@@ -3,10 +3,14 @@
 import pytest
 import torch
 
-from ringattn import Layout, Mask, ring, simulate
+from ringattn import Layout, Mask, ring, ring_attention, simulate
+from ringattn.comm.simulated import SimulatedRank
+from ringattn.comm.transport import Addressed, Wait
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.planning import workload
+from ringattn.planning.rank_plan import get_plan
+from ringattn.planning.workload import forward_work
 from ringattn.ring import Ring
 from tests.covering import every_pair
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
@@ -211,3 +215,35 @@ def test_a_query_without_keys_on_its_own_rank_is_exact() -> None:
     out, _, _, _, dv = case.on_ring(Layout.striped(20, 3), Mask.causal(window=1))
     assert torch.allclose(out, case.v, atol=1e-12)
     assert torch.allclose(dv, case.dout, atol=1e-12)
+
+
+def test_a_relay_moves_what_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every hop of a relaying state ring sends queries and states to the next rank, although all ranks are connected."""
+    ranks, layout, case = 8, Layout.contiguous(64, 8), Case.random(64, dtype=torch.float32)
+    sent: list[list[list[tuple[int, int]]]] = [[] for _ in range(ranks)]  # (receiver, bytes) by rank and exchange
+    exchange = SimulatedRank.exchange
+
+    def record(self: SimulatedRank, sends: Addressed, receives: Addressed) -> Wait:
+        sent[self.rank].append([(dst, x.nbytes) for x, dst in sends])
+        return exchange(self, sends, receives)
+
+    monkeypatch.setattr(SimulatedRank, "exchange", record)
+
+    def forward(rank: int, group: SimulatedRank) -> torch.Tensor:
+        q, k, v = (layout.shard(x, rank) for x in (case.q, case.k, case.v))
+        return ring_attention(q, k, v, layout=layout, mask=Mask.full(), group=group, schedule="state", route="relay")
+
+    out = layout.unshard(simulate(ranks, forward, all_pairs=True))
+    torch.testing.assert_close(out, case.unsharded(Mask.full())[0])
+    schedule = get_plan(Mask.full(), layout, 0, torch.device("cpu")).schedule("state", results=True, all_pairs=False)
+    block_bytes, result_bytes = forward_work(case.q, case.k, case.v).row_bytes.state
+    num_tensors, row_bytes = {"block": 1, "result": 3}, {"block": block_bytes, "result": result_bytes}  # q, and m, l and o
+    for rank, exchanges in enumerate(sent):
+        assert len(exchanges) == ranks + 1
+        for step, messages in zip(schedule.by_rank[rank], exchanges, strict=True):
+            assert {dst for dst, _ in messages} == ({(rank + 1) % ranks} if step.outgoing else set())
+            assert len(messages) == sum(num_tensors[message.kind] for message in step.outgoing)
+            assert sum(count for _, count in messages) == sum(row_bytes[x.kind] * len(x.rows) for x in step.outgoing)
+    assert all(
+        sum(message.kind == kind for step in schedule.by_rank[3] for message in step.outgoing) == 7 for kind in num_tensors
+    )

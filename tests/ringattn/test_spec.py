@@ -88,12 +88,16 @@ def test_check_layout() -> None:
 
 
 def test_check_choices() -> None:
-    """Names of schedules and transports are compared with the known ones."""
-    check_choices("kv", "p2p")
-    with pytest.raises(ValueError, match="'p2p'.*auto, state, kv"):
-        check_choices("p2p", "kv")
-    with pytest.raises(ValueError, match="'kv'.*auto, nvlink, p2p"):
-        check_choices("kv", "kv")
+    """Names of schedules, routes and transports are compared with the known ones."""
+    check_choices("kv", "relay", "p2p")
+    for choices, message in (
+        (("p2p", "auto", "auto"), "schedule 'p2p'.*auto, state, kv"),
+        (("kv", "ring", "auto"), "route 'ring'.*auto, relay, direct"),
+        (("kv", "auto", "kv"), "transport 'kv'.*auto, nvlink, p2p"),
+        (("kv", "relay", "nvlink"), "'nvlink' does not relay.*'p2p'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_choices(*choices)
 
 
 INVALID = {

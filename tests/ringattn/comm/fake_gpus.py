@@ -202,8 +202,8 @@ def run_on_host(monkeypatch: pytest.MonkeyPatch, capture: Capture) -> RunOnHost:
     transports: dict[str, FakeNvlinkTransport] = {}  # by the name of a simulated rank
     original = connect.connect
 
-    def connect_to_host(name: str, device: torch.device | None = None, *options: object) -> object:
-        return transports[name] if device is not None and name in transports else original(name, device, *options)
+    def connect_to_host(name: str, device: torch.device | None = None, *options: object, **relays: bool) -> object:
+        return transports[name] if device is not None and name in transports else original(name, device, *options, **relays)
 
     monkeypatch.setattr(connect, "connect", connect_to_host)
 

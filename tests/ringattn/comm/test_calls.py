@@ -55,7 +55,9 @@ DIFFERENCES: dict[str, tuple[Callable, Callable, str]] = {
     "head dim": (attend, lambda: attend(dims=(16, 8), scale=1.0), "head dim = 8"),
     "value dim": (attend, lambda: attend(dims=(8, 16)), "value head dim"),
     "dtype": (attend, lambda: attend(dtype=torch.float64), "dtype"),
-    "direction": (attend, lambda: attend().backward(), "the call = "),
+    # In the KV ring, the first messages of both directions have the same size. Messages of different sizes could make gloo
+    # abort a process before this process has published its call.
+    "direction": (lambda: attend(schedule="kv"), lambda: attend(schedule="kv").backward(), "the call = "),
     "backward": (lambda: attend().backward(), lambda: attend(scale=0.5).backward(), "scale"),
     "Ulysses": (lambda: attend(ulysses=True), lambda: attend(ulysses=True, mask=Mask.full()), "is_causal"),
     "Ulysses backward": (lambda: attend(ulysses=True).backward(), lambda: attend(ulysses=True), "the call = "),

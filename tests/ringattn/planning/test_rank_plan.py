@@ -69,10 +69,37 @@ def test_auto_chooses_the_fewest_bytes_on_slow_links(heads: int, key_heads: int,
     assert sum(forward_work(q, k, k).row_bytes.kv) == key_heads * 4 * 128
     assert sum(backward_work(q, k, k).row_bytes.state) == heads * (8 * 128 + 8)
     assert sum(backward_work(q, k, k).row_bytes.kv) == key_heads * 12 * 128
-    for slow in (interconnect("gloo"), interconnect("nccl", one_host=False)):
-        assert plan.choose_schedule("auto", forward_work(q, k, k), slow) == forward
-        assert plan.choose_schedule("auto", backward_work(q, k, k), slow) == backward
+    slow = interconnect("nccl", one_host=False)._replace(latency=0.0)
+    assert plan.choose_schedule("auto", forward_work(q, k, k), slow) == forward
+    assert plan.choose_schedule("auto", backward_work(q, k, k), slow) == backward
     assert plan.choose_schedule("state", backward_work(q, k, k), slow) == "state"
+
+
+@pytest.mark.parametrize(("difference", "expected"), ((0.97, "state"), (1.0, "state"), (1.029, "state"), (1.031, "kv")))
+def test_auto_chooses_the_state_ring_unless_the_kv_ring_is_clearly_faster(
+    difference: float, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = torch.empty(1, 4, 2, 8)
+    seconds = {"kv": 1.0, "state": difference}
+    monkeypatch.setattr(planning.Plan, "total_cost", lambda self, name, *_: (seconds[name], 0))
+    plan = planning.Plan(Mask.causal(), Layout.zigzag(16, 4), 0, CPU)
+    assert plan.choose_schedule("auto", forward_work(q, q, q), interconnect("nvlink")) == expected
+
+
+def test_auto_chooses_the_state_ring_on_cpus_and_no_ring_for_one_rank() -> None:
+    q = torch.empty(1, 4, 32, 8)
+    work, gloo = backward_work(q, q[:, :, :1], q[:, :, :1]), interconnect("gloo")
+    assert get_plan(Mask.causal(), Layout.zigzag(16, 4), 0, CPU).choose_schedule("auto", work, gloo) == "state"
+    assert get_plan(Mask.causal(), Layout.zigzag(16, 1), 0, CPU).choose_schedule("auto", work, interconnect("alone")) == "kv"
+
+
+def test_the_choice_is_described_in_one_line() -> None:
+    q = torch.empty(1, 4, 2, 8)
+    plan, work = get_plan(Mask.causal(), Layout.zigzag(16, 4), 0, CPU), forward_work(q, q, q)
+    line = plan.describe_choice("state", work, interconnect("gloo")._replace(all_pairs=False))
+    assert line.startswith("forward: state ring of 4 ranks over gloo; (q) and the results (m, l, o) are relayed by neighbours")
+    assert "as requested" in line and "kv " in line and "\n" not in line
+    assert "(k, v) go directly" in plan.describe_choice("kv", work, interconnect("gloo"))
 
 
 def test_auto_chooses_the_kv_ring_on_fast_links() -> None:
