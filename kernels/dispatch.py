@@ -258,6 +258,19 @@ def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch
     return reference.sum_partials(base, parts, dtype)
 
 
+def merge_states(
+    base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
+) -> State | tuple[Tensor, Tensor]:
+    """Merge partial states into `base`, as `ringattn.kernels.reference.merge_states` specifies.
+
+    On a GPU, if the states are in fp32 and contiguous, one kernel merges them in one pass over memory.
+    """
+    tensors = [*base, *(x for _, state in parts for x in state)]
+    if base[2].is_cuda and base[2].dtype == torch.float32 and all(x.is_contiguous() for x in tensors):
+        return _module("triton", "merge_states").merge_states(base, parts, dtype)
+    return reference.merge_states(base, parts, dtype)
+
+
 class IncrementalBackward:
     """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 

@@ -84,6 +84,26 @@ def merge(a: State, b: State) -> State:
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
 
 
+def merge_states(
+    base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
+) -> State | tuple[Tensor, Tensor]:
+    """Merge the partial states of some tokens into a state, in place.
+
+    Args:
+        base: (m, l, o) of N tokens. It is overwritten.
+        parts: pairs (first, state). The state covers n tokens, and is merged into the tokens [first, first + n) of `base`.
+        dtype: None to return the merged state, or the dtype of `out` to finalise the state.
+
+    Returns:
+        `base`, or (out, lse) as `finalize` returns them.
+    """
+    for first, part in parts:
+        rows = tuple(x[:, first : first + part[0].shape[1]] for x in base)
+        for x, merged in zip(rows, merge(rows, part), strict=True):
+            x.copy_(merged)
+    return base if dtype is None else finalize(base, dtype)
+
+
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return out = o / l in `dtype` and lse = m + log l in the dtype of the state. An empty state gives out = 0, lse = -inf."""
     m, l, o = state

@@ -150,9 +150,7 @@ def _add(a: Tensors, b: Tensors) -> Tensors:
 
 def _merge_states(a: Tensors, b: Tensors) -> Tensors:
     """Merge the partial softmax state `b` into the state `a`, in place, and return `a`."""
-    for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
-        x.copy_(y)
-    return a
+    return dispatch.merge_states(a, [(0, b)])
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
@@ -286,16 +284,32 @@ class Ring:
         """Compute the forward pass of the state ring, in which the circulating queries attend to the resident keys."""
         schedule, prepared = self._prepare("state", results=True)
         # The empty state is the identity of the merge. If no local step covers a row of this rank's queries, the row keeps the
-        # empty state, which `finalize` turns into out = 0 and lse = -inf.
+        # empty state, which is finalised to out = 0 and lse = -inf.
         own_state = PartialState.empty(q, v.shape[-1])
+        results: list[Tensor] = []
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            state = dispatch.forward(*block, k, v, intervals, self.spec.scale, **options)
-            return state if into is None else _merge_states(into, state)
+            # The epilogue of the kernel merges the incoming state, which must be contiguous. A slice of rows is contiguous only
+            # if there is one batch entry.
+            incoming = into if q.shape[0] == 1 else None
+            state = dispatch.forward(*block, k, v, intervals, self.spec.scale, incoming, **options)
+            if into is None:
+                return state
+            if incoming is None:
+                return _merge_states(into, state)
+            for x, y in zip(into, state, strict=True):
+                if x.data_ptr() != y.data_ptr():  # this backend returns new tensors
+                    x.copy_(y)
+            return into
 
-        run_schedule(schedule, self.transport, (q,), compute, own_state, _merge_states, label="forward of the state ring")
-        return own_state.finalize(q.dtype)
+        def merge_arrivals(arrivals: Arrivals) -> None:
+            # One kernel reads all states that have arrived and writes the output.
+            results.extend(dispatch.merge_states(own_state, [(rows.start, state) for rows, state in arrivals], q.dtype))
+
+        label = "forward of the state ring"
+        run_schedule(schedule, self.transport, (q,), compute, own_state, _merge_states, merge_arrivals, label)
+        return tuple(results)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the forward pass of the KV ring, in which the kernels update the state of the resident queries in place."""

@@ -1,7 +1,7 @@
 """Add the partial gradients of several ranks and round their sum, in one pass over memory.
 
-This module only sums gradients. `ringattn.kernels.reference.merge` merges partial softmax states (m, l, o). Inside the kernels,
-`ringattn.kernels.hopper.epilogue` and `ringattn.kernels.triton.forward` merge an incoming state.
+This module only sums gradients. `ringattn.kernels.triton.merge_states` merges partial softmax states (m, l, o). Inside the
+kernels, `ringattn.kernels.hopper.epilogue` and `ringattn.kernels.triton.forward` merge an incoming state.
 """
 
 from collections.abc import Sequence

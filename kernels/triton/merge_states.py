@@ -1,0 +1,115 @@
+"""Merge partial softmax states (m, l, o) of the same queries, in one pass over memory.
+
+The last merge of a pass can also finalise the state, so that the merged state is never written. The alpha-rescale is the one of
+`ringattn.kernels.reference.merge`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.reference import State
+from ringattn.kernels.triton.launcher import launch
+
+ELEMENTS = 4096  # elements of o per program
+MAX_PARTS = 3  # states that one launch merges into the base; a parameter of the kernel exists for each
+
+
+@triton.jit
+def _merge_part(state, part, tokens, batch, row, columns, inside, HEADS: tl.constexpr, DIM: tl.constexpr):
+    """Merge one part into the state of the rows `row`. The part covers the tokens [first, end), given as `tokens`."""
+    m, l, o = state
+    part_m, part_l, part_o = part
+    # A launch with fewer than MAX_PARTS parts passes None for the others. Triton then generates no code for them.
+    if part_m is not None:
+        first, end = tokens
+        covered = inside & (row >= first * HEADS) & (row < end * HEADS)
+        index = batch.to(tl.int64) * (end - first) * HEADS + (row - first * HEADS)
+        other_m = tl.load(part_m + index, mask=covered, other=float("-inf"))
+        other_l = tl.load(part_l + index, mask=covered, other=0.0)
+        elements = index[:, None] * DIM + columns[None, :]
+        other_o = tl.load(part_o + elements, mask=covered[:, None] & (columns < DIM)[None, :], other=0.0)
+        new_m = tl.maximum(m, other_m)
+        # If both states are empty, new_m is -inf. Subtract 0 instead, because exp(-inf + inf) is NaN.
+        reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
+        alpha, other_alpha = tl.exp(m - reference_max), tl.exp(other_m - reference_max)
+        m = new_m
+        l = alpha * l + other_alpha * other_l
+        o = alpha[:, None] * o + other_alpha[:, None] * other_o
+    return m, l, o
+
+
+@triton.jit(do_not_specialize=["num_tokens", "start", "end", "a_first", "a_end", "b_first", "b_end", "c_first", "c_end"])
+def _merge_kernel(
+    m, l, o, a_m, a_l, a_o, b_m, b_l, b_o, c_m, c_l, c_o, out, lse,
+    num_tokens, start, end, a_first, a_end, b_first, b_end, c_first, c_end,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Merge up to three parts into the tokens [start, end) of the base (m, l, o). A row is a token and a head.
+
+    If `out` is None, the merged state overwrites the base. Otherwise, the kernel writes o / l to `out` and m + log(l) to `lse`.
+    """
+    blocks = tl.cdiv((end - start) * HEADS, ROWS)
+    batch = tl.program_id(0) // blocks
+    row = start * HEADS + tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, PADDED_DIM)
+    inside = row < end * HEADS
+    index = batch.to(tl.int64) * num_tokens * HEADS + row
+    elements = index[:, None] * DIM + columns[None, :]
+    mask = inside[:, None] & (columns < DIM)[None, :]
+    state = (
+        tl.load(m + index, mask=inside, other=float("-inf")),
+        tl.load(l + index, mask=inside, other=0.0),
+        tl.load(o + elements, mask=mask, other=0.0),
+    )
+    state = _merge_part(state, (a_m, a_l, a_o), (a_first, a_end), batch, row, columns, inside, HEADS, DIM)
+    state = _merge_part(state, (b_m, b_l, b_o), (b_first, b_end), batch, row, columns, inside, HEADS, DIM)
+    state = _merge_part(state, (c_m, c_l, c_o), (c_first, c_end), batch, row, columns, inside, HEADS, DIM)
+    new_m, new_l, new_o = state
+    if out is None:
+        tl.store(m + index, new_m, mask=inside)
+        tl.store(l + index, new_l, mask=inside)
+        tl.store(o + elements, new_o, mask=mask)
+    else:
+        divisor = tl.where(new_l == 0.0, 1.0, new_l)
+        tl.store(out + elements, (new_o / divisor[:, None]).to(out.dtype.element_ty), mask=mask)
+        tl.store(lse + index, new_m + tl.log(new_l), mask=inside)
+
+
+def merge_states(
+    base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
+) -> State | tuple[Tensor, Tensor]:
+    """Merge partial states into `base`, as `ringattn.kernels.reference.merge_states` specifies.
+
+    Args:
+        base: fp32 (m, l, o), contiguous: m and l (B, N, H), o (B, N, H, D). It is overwritten.
+        parts: pairs (first, state). The state is fp32 and contiguous, covers n tokens, and is merged into the tokens
+            [first, first + n) of `base`.
+        dtype: None to return the merged state, or the dtype of `out` to finalise the state.
+
+    Returns:
+        `base`, or out (B, N, H, D) in `dtype` and lse (B, N, H) in fp32.
+    """
+    while len(parts) > MAX_PARTS:
+        base, parts = merge_states(base, parts[:MAX_PARTS]), parts[MAX_PARTS:]
+    m, _, o = base
+    batch, num_tokens, heads, dim = o.shape
+    ranges = [(first, first + state[0].shape[1]) for first, state in parts]
+    # Without `dtype`, tokens that no part covers stay unchanged, and they need not be read.
+    start, end = (0, num_tokens) if dtype else (min(x for x, _ in ranges), max(x for _, x in ranges)) if parts else (0, 0)
+    results = (torch.empty_like(o, dtype=dtype), torch.empty_like(m)) if dtype else (None, None)
+    if start < end and o.numel() > 0:
+        missing = MAX_PARTS - len(parts)
+        padded_dim = triton.next_power_of_2(dim)
+        rows = max(ELEMENTS // padded_dim, 1)
+        with torch.cuda.device_of(o):
+            launch(
+                _merge_kernel, batch * -(-(end - start) * heads // rows),
+                (*base, *(x for _, state in parts for x in state), *3 * missing * [None], *results),
+                (num_tokens, start, end, *(bound for each in ranges for bound in each), *missing * [0, 0]),
+                HEADS=heads, DIM=dim, PADDED_DIM=padded_dim, ROWS=rows,
+            )  # fmt: skip
+    return results if dtype else base
