@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
+from ringattn.train.config import Config, ConfigError, DataConfig, TrainerConfig
 from ringattn.train.errors import USER_ERRORS, report_error, terminate, terminate_on_error
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
 
@@ -185,10 +185,9 @@ def folder_config(path: Path) -> Config:
     Raises:
         ConfigError: config.json does not describe a supported model, or tokenizer.json is missing.
     """
-    settings = huggingface.read_settings(path)
+    model = huggingface.model_config(path)
     if not (tokenizer := path / "tokenizer.json").is_file():
         raise ConfigError(f"{path} has no tokenizer.json: download the tokenizer of the model as well")
-    model = ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})
     return Config(
         path.name, model, DataConfig(tokenizer=str(tokenizer), eval_fraction=0.0), trainer=TrainerConfig(compile=False)
     )
