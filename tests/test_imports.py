@@ -16,7 +16,7 @@ LAYERS = (
     ("planning",),
     ("comm", "spec", "custom_op", "checkpointing"),
     ("ring",),
-    ("attention", "ulysses", "flash", "decode", "explain"),
+    ("attention", "ulysses", "flash", "decode", "explain", "trace"),
 )
 
 # Modules without a test file of their own: the test files that cover them instead.
