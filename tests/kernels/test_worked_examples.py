@@ -1,18 +1,51 @@
-"""Worked examples of the online softmax with known answers, computed with the reference."""
+"""Worked examples of the online softmax with known answers, on the portable kernels."""
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from ringattn.kernels import reference
+from ringattn.kernels import blockwise, reference
+from ringattn.kernels.triton import forward as triton_forward
 from tests.kernels.masks import full
+from tests.worked_examples import EXAMPLES, Example, check_forward, tokens
+
+# The module of each kernel, and the dtype of its inputs.
+KERNELS = {
+    "reference": (reference, torch.float64),
+    "blockwise": (blockwise, torch.float64),
+    "triton": (triton_forward, torch.float32),
+}
 
 
-def tokens(*values: list[float]) -> Tensor:
-    """Return a float64 tensor (1, N, 1, D) of N vectors."""
-    return torch.tensor(values, dtype=torch.float64)[None, :, None]
+@pytest.fixture
+def tiles_of_two(monkeypatch: pytest.MonkeyPatch, small_tiles: None) -> None:
+    """Make the blockwise kernel use tiles of two tokens, and the Triton kernel small tiles."""
+    monkeypatch.setattr(blockwise, "QUERY_TILE", 2)
+    monkeypatch.setattr(blockwise, "KEY_TILE", 2)
+
+
+# Copies of each key fill several tiles of the Triton kernel.
+@pytest.mark.parametrize("copies", (1, 16))
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_give_the_known_answers(
+    kernel: str, example: Example, copies: int, tiles_of_two: None, device: torch.device
+) -> None:
+    module, dtype = KERNELS[kernel]
+    check_forward(example.repeated(copies), module, dtype, device if kernel == "triton" else "cpu", 1e-6)
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_a_kernel_without_its_last_tile_gives_other_answers(
+    example: Example, tiles_of_two: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_tiles: Callable[..., Iterator] = blockwise._key_tiles
+    monkeypatch.setattr(blockwise, "_key_tiles", lambda *arguments: list(key_tiles(*arguments))[:-1])
+    with pytest.raises(AssertionError):
+        check_forward(example, blockwise, torch.float64)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, state: reference.State | None = None) -> reference.State:

@@ -17,6 +17,8 @@ from tests.kernels.contract import check_faults_are_caught, check_forward, check
 from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES
 from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
+from tests.worked_examples import EXAMPLES
+from tests.worked_examples import check_forward as check_worked_example
 
 ROWS = hopper_forward.ROWS.value
 
@@ -41,6 +43,14 @@ def test_only_bf16_starts_with_an_optimistic_reference_max():
 
 def test_few_rows_have_smaller_work_tiles():
     assert configure(few_rows=False).queries == 192 and configure(few_rows=True).queries == 128
+
+
+# 64 copies of each key fill several tiles of keys. The kernel requires a head dim that is a multiple of 8.
+@pytest.mark.parametrize("copies", (1, 64))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_worked_examples_give_the_known_answers(example, dtype, copies, hopper):
+    check_worked_example(example.padded(8).repeated(copies), hopper_forward, dtype, hopper, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dim", DIMS, indirect=True)
