@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringattn.kernels import blockwise, reference
 from tests.covering import every_pair
@@ -105,3 +106,46 @@ def test_blocks_that_are_not_kept_are_not_computed(monkeypatch):
 def test_random_intervals_match_the_reference(num_queries, num_keys, batch, heads, seed):
     lo, hi = random_intervals(num_queries, num_keys, seed, batch)
     check_kernels(make_problem(lo, hi, num_keys, batch=batch, heads=heads), blockwise, blockwise, floor=1.0)
+
+
+class _LargestTensor(TorchDispatchMode):
+    """Record the number of elements of the largest tensor that any operation creates."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.numel = max(
+            [self.numel, *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))]
+        )
+        return out
+
+
+def largest_tensor(num_tokens: int) -> int:
+    """Return the size of the largest tensor of a causal forward and backward with head dim 8 and one head."""
+    problem = make_problem(*intervals_of("causal", num_tokens, num_tokens), num_tokens, heads=(1, 1), dims=(8, 8))
+    out, lse = problem.forward(blockwise, final=True)
+    with _LargestTensor() as mode:
+        problem.forward(blockwise, final=True)
+        blockwise.backward(
+            *(problem.q, problem.k, problem.v, problem.dout, lse, reference.row_delta(out, problem.dout)),
+            *(problem.intervals, problem.scale),
+        )
+    return mode.numel
+
+
+def has_linear_memory(num_tokens: int) -> bool:
+    """Whether no tensor has more elements than a tile of 25 x 33 scores and than q."""
+    return largest_tensor(num_tokens) <= max(25 * 33, 8 * num_tokens)
+
+
+@pytest.mark.parametrize("num_tokens", (128, 256))
+def test_memory_is_linear_in_the_number_of_tokens(num_tokens):
+    assert has_linear_memory(num_tokens)
+
+
+def test_memory_of_tiles_that_contain_all_tokens_is_not_linear(monkeypatch):
+    """The test above fails for a kernel whose tiles have 10^9 rows."""
+    monkeypatch.setattr(blockwise, "QUERY_TILE", 10**9)
+    monkeypatch.setattr(blockwise, "KEY_TILE", 10**9)
+    assert not has_linear_memory(128) and largest_tensor(256) == 256**2
