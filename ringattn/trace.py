@@ -172,13 +172,13 @@ class _Observer:
             if traced and into is None:
                 self.partial_m = state.m
             # `into` is still the empty state, so this merge does not change the state and is not an event.
-            return state if into is None else _merge_into(into, state)
+            return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
             # A merge concerns the traced query in two cases. On the owner, the state of the query has returned. On another
             # rank, the state over the keys of earlier ranks is merged with the partial state of this rank.
             returned = rank == self.owner and a[0].data_ptr() == own_state.m.data_ptr()
-            return self._record_merge(a, b) if returned or b[0] is self.partial_m else _merge_into(a, b)
+            return self._record_merge(a, b) if returned or b[0] is self.partial_m else dispatch.merge_states(a, [(0, b)])
 
         run_schedule(schedule, self.group, (q,), compute, own_state, merge)
         return self.events, _result(own_state, self.row) if rank == self.owner else None
@@ -195,17 +195,11 @@ class _Observer:
         # Every hop moves the query to the next rank, so the number of hops follows from the rank.
         hop = (rank - self.owner) % ranks or ranks
         old = [x[0][0, self.row, 0].item() for x in (a, b)]
-        merged = _merge_into(a, b)
+        merged = dispatch.merge_states(a, [(0, b)])
         m, l, o = _numbers_of(PartialState(*merged), self.row)
         seen = sorted(x for i in range(1, hop + 1) for x in self.positions[(self.owner + i) % ranks])
         self.events.append(Event(hop, rank, range(0), tuple(seen), tuple(math.exp(x - m) for x in old), m, l, o))
         return merged
-
-
-def _merge_into(a: Tensors, b: Tensors) -> Tensors:
-    for x, y in zip(a, PartialState(*a).merge(PartialState(*b)), strict=True):
-        x.copy_(y)
-    return a
 
 
 def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ringattn.kernels import blockwise, reference
 from ringattn.kernels.triton import forward as triton_forward
+from ringattn.kernels.triton import merge_states as triton_merge
 from tests.kernels.masks import full
-from tests.worked_examples import EXAMPLES, Example, check_forward, tokens
+from tests.worked_examples import EXAMPLES, Example, check_forward, check_result, tokens
 
 # The module of each kernel, and the dtype of its inputs.
 KERNELS = {
@@ -36,6 +37,16 @@ def test_kernels_give_the_known_answers(
 ) -> None:
     module, dtype = KERNELS[kernel]
     check_forward(example.repeated(copies), module, dtype, device if kernel == "triton" else "cpu", 1e-6)
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_the_merge_kernel_gives_the_known_answers(example: Example, device: torch.device) -> None:
+    """The states of single keys are independent of each other, as on the ranks of a ring."""
+    k, v = (x.split(1, 1) for x in (example.k, example.v))
+    states = [attend(example.q, *pair, example.scale) for pair in zip(k, v, strict=True)]
+    base, *parts = (tuple(x.to(device, torch.float32) for x in state) for state in states)
+    out, lse = triton_merge.merge_states(base, [(0, part) for part in parts], torch.float32)
+    check_result(out, lse, example, 1e-6)
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
