@@ -1,12 +1,16 @@
 """Report errors of the commands in train/, and exit on all ranks."""
 
 import errno
+import json
 import logging
 import os
 import re
 import sys
+import time
 import traceback
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -39,6 +43,20 @@ def report_error(error: Exception) -> None:
     # A value in the message may contain line breaks and other control characters.
     text = "".join(char if char.isprintable() else repr(char)[1:-1] for char in describe_error(error))
     print("error:", text, file=sys.stderr, flush=True)
+    write_error_file(text)
+
+
+def write_error_file(text: str) -> None:
+    """Write a message to the file from which torchrun reads the reason for the failure of this rank.
+
+    If a rank fails, torchrun ends with a traceback of its own and a summary of the failure. With this file, the summary, and
+    therefore the last lines of the output, contain the message. Without torchrun, this function does nothing.
+    """
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.
+        content = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps(content))
 
 
 def describe_error(error: Exception) -> str:
@@ -94,4 +112,5 @@ def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
     """Exit at once. Only the first rank that calls this function prints `text`, because the first error causes all others."""
     if store.add("failures", 1) == 1:
         print(text, file=sys.stderr, flush=True)
+        write_error_file(text)
     os._exit(status)

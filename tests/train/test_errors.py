@@ -7,9 +7,12 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ringattn.comm import watchdog
 from ringattn.train import errors
+from ringattn.train.config import ConfigError
+from tests.train.launch import launch
 
 
 def test_error_that_has_no_option_names_none():
@@ -51,3 +54,39 @@ def test_second_failure_exits_without_a_message(monkeypatch, capfd):
     for text in ("rank 1 failed", "rank 0 failed"):
         errors.terminate(store, text, 3)
     assert capfd.readouterr().err == "rank 1 failed\n" and exit_process.call_args_list == [((3,),), ((3,),)]
+
+
+def report_invalid_value() -> None:
+    errors.report_error(ConfigError("a=1\nb: must be\x1b 2"))
+
+
+def fail_on_two_ranks() -> None:
+    store = dist.HashStore()
+    for text in ("rank 1 failed:\nthe first error", "rank 0 failed: a later error"):
+        errors.terminate(store, text, 3)
+
+
+@pytest.mark.parametrize(
+    ("fail", "message"),
+    [(report_invalid_value, r"a=1 b: must be\x1b 2"), (fail_on_two_ranks, "rank 1 failed:\n  the first error")],
+)
+def test_torchrun_shows_the_first_error_in_its_summary(fail, message, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "_exit", Mock())
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    fail()
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(path))
+    assert f"traceback : {message}\n" in str(ChildFailedError("run.py", {0: failure}))
+
+
+def test_error_file_that_cannot_be_written_is_not_an_error(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    report_invalid_value()
+    assert capfd.readouterr().err.startswith("error: a=1")
+
+
+@pytest.mark.slow
+def test_last_lines_of_torchrun_contain_the_error(tmp_path):
+    result = launch(1, tmp_path, "model.window=0", "trainer.device=cpu")
+    assert result.returncode == 1 and "model.window=0: must be" in "".join(result.stderr.splitlines()[-3:])
+    assert "To enable traceback" not in result.stderr
