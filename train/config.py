@@ -249,9 +249,9 @@ class TrainerConfig:
     # checkpoint. If the path is a checkpoint of another run, this run starts as a branch of that run. If the path is a
     # checkpoint of this run, every launch goes back to that checkpoint.
     resume: str = "auto"
-    # A new run starts from these weights: the path of a checkpoint, or of a folder with a model in Hugging Face's format. The
-    # steps, the optimizer and the data start from the beginning. Use this setting to continue training with longer sequences or
-    # on other text. None: random weights.
+    # A new run starts from the weights of this checkpoint, or of this folder of a Hugging Face model. The steps, the optimizer
+    # and the data start from the beginning. Use this setting to continue training with longer sequences or on other text. None:
+    # random weights.
     init_from: str | None = None
     # The number of steps between two lines on the console. metrics.jsonl contains every step. None: the console shows the first
     # three steps of a launch, and then at most one step every five seconds. The last step and evaluations are always shown.

@@ -4,8 +4,8 @@
     python train/run.py [overrides]                             on one rank
     torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-If ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. The options `--help` and `--cfg
-job` show the settings.
+If ringattn is installed, the command `ringattn-train` does the same as `python train/run.py`. The option `--help` explains the
+groups and the common settings, and `--cfg job` shows all settings.
 
 Only rank 0 reads the command line. For every job, rank 0 broadcasts the settings and the output directory to the other ranks.
 All ranks therefore run the same job in the same directory, and an error in the settings is reported only once.
@@ -47,6 +47,7 @@ from omegaconf import DictConfig, OmegaConf
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
+from ringattn.train.help import common_settings
 from ringattn.train.overrides import check_options, check_overrides, checked_name
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
@@ -146,6 +147,8 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     ConfigStore.instance().store(name="schema", node=Config)
     # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
+    # The help text in configs/train.yaml contains ${common_settings:}.
+    OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
     try:
         check_options()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()

@@ -8,11 +8,11 @@ every change of a setting.
 
 import dataclasses
 import inspect
-import re
 import sys
 from pathlib import Path
 
 from ringattn.train import config
+from ringattn.train.help import as_yaml, explanations
 from scripts import command
 
 PAGE = command.ROOT / "docs" / "settings.md"
@@ -24,29 +24,6 @@ This page lists every setting of `train/run.py` with its type, its default and i
 line as `group.setting=value`, for example `trainer.steps=500`. The value None is written as `null`. The YAML files in
 `configs/` change some of these defaults. `python train/run.py --cfg job --resolve` prints the values of a run.
 """
-
-
-def explanations(group: type) -> dict[str, str]:
-    """Return the comment above each field of a dataclass in train/config.py, as one paragraph per field."""
-    comments: list[str] = []
-    found = {}
-    for line in inspect.getsource(group).splitlines():
-        if comment := re.fullmatch(r"    # (.*)", line):
-            comments.append(comment[1])
-            continue
-        if field := re.match(r"    (\w+): ", line):
-            found[field[1]] = " ".join(comments)
-        comments = []
-    return found
-
-
-def as_yaml(value: object) -> str:
-    """Return a default as it is written on the command line."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, tuple):
-        return f"[{','.join(map(as_yaml, value))}]"
-    return repr(value) if value == "" or str(value).strip() != str(value) else str(value)
 
 
 def as_text(annotation: object) -> str:
