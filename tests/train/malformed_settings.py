@@ -72,8 +72,9 @@ OTHERS = [
 def generate() -> Iterator[str]:
     """Yield the command lines."""
     yield from (shlex.join(text.split(" ") if not text.startswith("a b") else [text]) for text in OTHERS)
-    for name, (low, high) in RANGES.items():
-        is_float = isinstance(low, float) or isinstance(high, float)
+    for name, (low, _) in RANGES.items():
+        group, _, setting = name.partition(".")
+        is_float = "float" in str(type(getattr(Config(), group)).__annotations__[setting])
         values = [
             low - 1 if low == 0 or not isinstance(low, float) else -low,
             f"1{'0' * 18}",
