@@ -251,6 +251,7 @@ def _open_tensors(path: Path) -> dict[str, Any]:
     from safetensors import SafetensorError, safe_open
 
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    file, opened = index, []
     try:
         # If model.safetensors exists, the index is ignored, because it may have been left from an earlier save. transformers
         # also ignores the index in this case.
@@ -260,7 +261,8 @@ def _open_tensors(path: Path) -> dict[str, Any]:
             names = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
         else:
             names = path.glob("*.safetensors")
-        files = [safe_open(name, "pt") for name in sorted(names)]
+        for file in sorted(names):
+            opened.append(safe_open(file, "pt"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; download it again") from error
-    return {name: file for file in files for name in file.keys()}
+        raise ConfigError(f"{file} cannot be read: {error}; download it again") from error
+    return {name: tensors for tensors in opened for name in tensors.keys()}
