@@ -33,8 +33,9 @@ def exit_process(status: int) -> NoReturn:
     command has completed.
     """
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):  # The reader of the output may have exited.
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(status)
 
 

@@ -155,6 +155,8 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except USER_ERRORS as error:
         report_error(error)
         return 1
+    except BrokenPipeError:  # The reader of the output, such as `head` after --help, has exited.
+        return 1
     except OSError as error:  # Hydra raised this error itself, because `run_job` handles the errors of jobs.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1

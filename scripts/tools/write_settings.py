@@ -22,7 +22,8 @@ HEADER = """# Settings
 
 This page lists every setting of `train/run.py` with its type, its default and its explanation. Set a value on the command
 line as `group.setting=value`, for example `trainer.steps=500`. The value None is written as `null`. The YAML files in
-`configs/` change some of these defaults. `python train/run.py --cfg job --resolve` prints the values of a run.
+`configs/` change some of these defaults. `python train/run.py --help` explains the groups of YAML files and the common
+settings, and `python train/run.py --cfg job --resolve` prints the values of a run.
 """
 
 

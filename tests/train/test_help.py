@@ -1,10 +1,15 @@
 """Tests of the text of `train/run.py --help`."""
 
 import dataclasses
+import logging
+import os
 import re
+import sys
+from unittest.mock import Mock
 
 import pytest
 
+from ringattn.train import errors, run
 from ringattn.train import help as help_text
 from ringattn.train.config import Config
 from ringattn.train.run import CONFIGS
@@ -60,6 +65,16 @@ def test_help_fits_on_two_screens_and_names_the_other_commands(show_help):
     assert {"train/run.py", "train/generate.py", "train/evaluate.py", "docs/settings.md"} <= set(
         output.replace(":", " ").split()
     )
+
+
+def test_reader_of_the_help_may_exit(run_command_line, capfd, monkeypatch):
+    """After `train/run.py --help | head`, there is no message about a broken pipe."""
+    monkeypatch.setattr(run.hydra, "main", lambda **settings: lambda run_job: Mock(side_effect=BrokenPipeError))
+    monkeypatch.setattr(sys, "stdout", Mock(flush=Mock(side_effect=BrokenPipeError)))
+    monkeypatch.setattr(logging, "shutdown", Mock())  # It would close the log of pytest.
+    monkeypatch.setattr(os, "_exit", exit_process := Mock())
+    errors.exit_process(run_command_line("--help"))
+    assert exit_process.call_args.args == (1,) and capfd.readouterr().err == ""
 
 
 def test_every_setting_has_an_explanation():
