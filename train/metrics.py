@@ -1,15 +1,13 @@
-"""Record the metrics of every step on the console, in metrics.jsonl and in Weights & Biases (W&B), and plot the losses."""
+"""Record the metrics of every step on the console and in metrics.jsonl, pass them to W&B, and plot the losses."""
 
 import json
 import logging
 import math
 import os
-import secrets
 import statistics
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
@@ -17,9 +15,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.train.config import Config, ConfigError
+from ringattn.train.config import Config
 from ringattn.train.model.flops import utilisation
-from ringattn.train.sweep import is_job_of_sweep
+from ringattn.train.wandb_run import WandbRun, losses_by_context
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +38,26 @@ CONSOLE_FORMATS = {
 FIRST_STEPS = 3
 CONSOLE_INTERVAL_S = 5.0
 
-# The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
-WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
-
 
 class Recorder:
-    """Records the steps of a run on the console, in metrics.jsonl and in W&B. Only rank 0 records anything."""
+    """Records the steps of a run on the console, in metrics.jsonl and in its W&B run. Only rank 0 records anything."""
 
-    def __init__(self, config: Config, directory: Path, done: int = 0, peak_flops: float | None = None) -> None:
-        """Open the files and the W&B run.
+    def __init__(
+        self,
+        config: Config,
+        directory: Path,
+        done: int = 0,
+        peak_flops: float | None = None,
+        wandb_run: WandbRun | None = None,
+    ) -> None:
+        """Open metrics.jsonl.
 
         Args:
             config: the settings of the run.
-            directory: the directory of the run. The recorder writes metrics.jsonl and the files of W&B to this directory.
+            directory: the directory of the run. The recorder writes metrics.jsonl to this directory.
             done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl.
             peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
-
-        Raises:
-            ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in to W&B.
+            wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
         """
         self._is_active = not dist.is_initialized() or dist.get_rank() == 0
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -65,9 +65,9 @@ class Recorder:
         self._last_shown = -math.inf  # the time of the latest line on the console
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
+        self._wandb = wandb_run
         if self._is_active:
             directory.mkdir(parents=True, exist_ok=True)
-            self._wandb = _start_wandb(config, directory, done)
             self._path = directory / "metrics.jsonl"
             self._rewrite(read(self._path, until=done))
 
@@ -79,9 +79,9 @@ class Recorder:
             tokens: the number of tokens of the step, on all ranks together.
             seconds: the time that the step took.
             flops: the model FLOPs of the step, on all ranks together.
-            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib` and `total_tokens`. The value of
-                `total_tokens` is the number of tokens that the run has consumed so far. The plot of the loss has
-                `total_tokens` on its x axis. Metrics that are None are left out.
+            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, `data_wait_s`, `evaluation_s` and
+                `total_tokens`. The value of `total_tokens` is the number of tokens that the run has consumed so far. The plot
+                of the loss has `total_tokens` on its x axis. Metrics that are None are left out.
         """
         if not self._is_active:
             return
@@ -95,7 +95,17 @@ class Recorder:
         if step == self._steps or "eval_loss" in record or self._is_due(step):
             log.info(self._format(record))
             self._last_shown = time.monotonic()
-        self._call_wandb("log", record)
+        self._log_to_wandb(record)
+
+    def extend(self, step: int, **values: float) -> None:
+        """Add metrics to the record of `step`, which must be the latest step that this recorder has recorded."""
+        if not self._is_active:
+            return
+        # One write replaces the end of the last line. If the run is killed, the line is therefore complete before or after.
+        self._file.seek(self._file.tell() - len("}\n"))
+        self._file.write(", " + _to_json(values).removeprefix("{"))
+        self._file.flush()
+        self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
         """Return whether metrics.jsonl contains a record of `step` without `eval_loss`. Only the result of rank 0 is valid."""
@@ -111,18 +121,18 @@ class Recorder:
         record |= values
         self._rewrite(records)
         log.info(self._format(record))
-        self._call_wandb("log", {"step": step, **values})
+        self._log_to_wandb({"step": step, **values})
 
     def _rewrite(self, records: list[dict[str, float]]) -> None:
         """Replace metrics.jsonl by these records, and open it for the records of the next steps."""
         write_atomically(self._path, "".join(map(_to_json, records)))
-        self._file = open(self._path, "a")
+        self._file = open(self._path, "r+")
+        self._file.seek(0, os.SEEK_END)
 
     def close(self) -> None:
-        """Close metrics.jsonl and the W&B run."""
+        """Close metrics.jsonl."""
         if self._is_active:
             self._file.close()
-            self._call_wandb("finish")
 
     def _is_due(self, step: int) -> bool:
         """Return whether the console shows a step that is neither the last step nor evaluated."""
@@ -140,14 +150,9 @@ class Recorder:
             known.append(f"ETA {timedelta(seconds=round(remaining))}")
         return "  ".join([step, *known])
 
-    def _call_wandb(self, method: str, *arguments: Any) -> None:
-        """Call a method of the W&B run, if there is such a run. After the first error, W&B is no longer used."""
-        try:
-            if self._wandb is not None:
-                getattr(self._wandb, method)(*arguments)
-        except Exception as error:  # Training must not stop because W&B fails.
-            log.warning("W&B failed: %s; the run continues without W&B", error)
-            self._wandb = None
+    def _log_to_wandb(self, record: dict[str, float]) -> None:
+        if self._wandb is not None:
+            self._wandb.log(record["step"], {name: value for name, value in record.items() if name != "step"})
 
 
 def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
@@ -222,48 +227,8 @@ def _smooth(losses: list[float]) -> list[float]:
 
 def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
     """Plot the loss of each context-length group of `evaluate`. The groups have equal distances on the x axis."""
-    groups = {int(name.removeprefix("eval_loss/")): loss for name, loss in record.items() if name.startswith("eval_loss/")}
+    groups = losses_by_context(record)
     axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
     axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])
     axes.set_xlabel(f"minimum context length in tokens (held-out text, step {record['step']})")
     axes.tick_params("x", rotation=45)
-
-
-def _start_wandb(config: Config, directory: Path, done: int) -> Any:
-    """Start the W&B run and return it, or return None if W&B is off or cannot start.
-
-    A resumed run continues its earlier W&B run.
-    """
-    choice = config.logger.wandb
-    if choice == "auto":
-        choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
-    if choice == "off":
-        log.info(f"{'W&B':<12}off")
-        return None
-    import wandb  # Importing wandb is slow.
-
-    wandb.setup(settings=wandb.Settings(silent=True))
-    if choice != "offline" and not wandb.login(prompt=False, verify=False):
-        if choice == "online":
-            raise ConfigError("logger.wandb=online requires a login to W&B: run `wandb login`, or use offline or auto")
-        choice = "offline"
-    id_file = directory / "wandb_id"
-    if not (done and id_file.exists()):
-        id_file.write_text(secrets.token_hex(4))
-    project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    name, group = config.name, None
-    if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
-        name, group = f"{config.name}/{directory.name}", config.name
-    options = dict(project=project, name=name, group=group, id=id_file.read_text(), config=asdict(config))
-    settings = wandb.Settings(silent=True, console="off", init_timeout=30)
-    for mode in ("offline",) if choice == "offline" else ("online", "offline"):
-        try:
-            run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options)
-            # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
-            run.define_metric("*", step_metric="step")
-            log.info(f"{'W&B':<12}{mode}, " + (run.url if mode == "online" else f"wandb sync {run.settings.sync_dir}"))
-            return run
-        except Exception as error:  # Training must not fail because of a missing network, a wrong key or a full disk.
-            log.warning("W&B cannot start %s: %s", mode, next(iter(str(error).splitlines()), type(error).__name__))
-            wandb.teardown()  # Otherwise W&B would report in the next attempt that the id of the run is in use.
-    return None

@@ -230,34 +230,3 @@ def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-
-
-def describe(run: Run, directory: Path) -> None:
-    """Log the properties of this run that follow from its settings."""
-    config, mesh, data, seq_len = run.config, run.mesh, run.data, run.config.data.seq_len
-    (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
-    flops_per_token = flops.step_flops(run.model, seq_len, pairs) / seq_len
-    held_out = f", {run.held_out.sequences_per_epoch:,} held-out sequences" if run.held_out else ""
-    entries = {
-        "directory": directory,
-        "model": f"{run.num_parameters:,} parameters, vocabulary {run.tokenizer.vocab_size:,}",
-        "data": f"{config.data.description}, {data.sequences_per_epoch:,} sequences of {seq_len:,} tokens per epoch{held_out}",
-        "mesh": f"{mesh.dp.size()} data-parallel x {mesh.ring.size()} ring x {mesh.ulysses.size()} Ulysses ranks "
-        f"on {run.device.type}",
-        "step": f"{run.sequences_per_step} sequences, {run.tokens_per_step:,} tokens",
-        "ring": f"layout {config.parallel.layout}, {memory.tokens_per_rank(config, mesh):,} tokens per rank, "
-        f"schedule {config.parallel.schedule}, route {config.parallel.route}",
-        "kernel": f"{run.kernel.backend}: {run.kernel.reason}" + (", deterministic" if config.trainer.deterministic else ""),
-        "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
-        "FLOPs": f"{flops_per_token:.3g} per token, for a sequence of one document",
-        "memory": f"about {sum(run.memory_needed.values()) / memory.GIB:.1f} GiB per rank"
-        + (", with blocks except attention recomputed in the backward pass" if run.recompute else ""),
-    }
-    if run.held_out and config.data.resolved_eval_fraction:
-        share = run.held_out.tokens_per_epoch / (data.tokens_per_epoch + run.held_out.tokens_per_epoch)
-        entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
-    if run.init_from:
-        changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""
-        entries["weights"] = f"from {run.init_from}{changes}"
-    for name, value in entries.items():
-        log.info(f"{name:<12}{value}")

@@ -1,6 +1,7 @@
 """Take one optimizer step: load the batches of this rank, choose the layout of their tokens, compute the loss, and update."""
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -33,14 +34,17 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         consumed: the number of sequences that earlier steps consumed.
 
     Returns:
-        A pair, which has the same value on every rank. The first element is the record of the step. The record contains `loss`
-        (nats per token), `grad_norm` (before clipping), `lr`, and `flops` (model FLOPs of all ranks together). The second
-        element is True if any rank should stop after this step.
+        A pair. The first element is the record of the step. The record contains `loss` (nats per token), `grad_norm` (before
+        clipping), `lr`, `flops` (model FLOPs of all ranks together) and `data_wait_s` (seconds in which this rank loaded data
+        while its device was idle). The second element is True if any rank should stop after this step. All values except for
+        `data_wait_s` are the same on every rank.
 
     Raises:
         Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
     """
+    start = time.perf_counter()
     batches = load_batches(run, consumed)
+    data_wait = time.perf_counter() - start
     masks = [mask_of(run.config, batch) for batch in batches]
     num_labels = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
     totals = torch.tensor([num_labels, sum(map(count_pairs, masks, batches))])
@@ -67,7 +71,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # The CPU prepares the next step while the GPU is still computing. The code below reads a result for the first time, so it
     # waits for the GPU.
     if step < run.config.trainer.steps:
-        prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
+        load_time = prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
+        data_wait += load_time if run.device.type == "cpu" else 0.0  # A GPU computes during this time.
     loss, num_stopping = sums.tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
@@ -81,7 +86,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     run.optimizer.step()
     run.optimizer.zero_grad()
     total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
-    return {"loss": loss, "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops}, num_stopping > 0
+    record = {"loss": loss, "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
+    return record, num_stopping > 0
 
 
 def load_batches(run: Run, consumed: int) -> list[Batch]:
@@ -98,7 +104,7 @@ def load_batches(run: Run, consumed: int) -> list[Batch]:
     return run.prefetched[consumed]
 
 
-def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
+def prefetch_step(run: Run, consumed: int, current: Mask) -> float:
     """Load the batches of the next step, and plan the attention of the next step.
 
     The CPU does this work while the GPU is still working on the current step.
@@ -107,10 +113,17 @@ def prefetch_step(run: Run, consumed: int, current: Mask) -> None:
         run: the run.
         consumed: the number of sequences that all steps before the next step consume.
         current: the mask of the last micro-step of the current step.
+
+    Returns:
+        The seconds that loading the batches took.
     """
-    upcoming = mask_of(run.config, load_batches(run, consumed)[0])
+    start = time.perf_counter()
+    batches = load_batches(run, consumed)
+    load_time = time.perf_counter() - start
+    upcoming = mask_of(run.config, batches[0])
     layout, current_layout = (layout_of(run.config, run.mesh, mask).whole for mask in (upcoming, current))
     plan_ahead(upcoming, layout, (current, current_layout), group=run.mesh.ring.get_group(), device=run.device)
+    return load_time
 
 
 def mask_of(config: Config, batch: Batch) -> Mask:

@@ -18,6 +18,7 @@ from ringattn.train.model import flops
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.setup import Run
+from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +44,27 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
 
 
-def write_results(run: Run, directory: Path, done: int = 0) -> dict[str, Any]:
+def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> dict[str, Any]:
     """Sample text from the model, plot the losses, and write the summary.
 
     Args:
         run: the run, which must have taken all its steps.
         directory: the directory of the run, which contains the metrics of all steps.
         done: the number of steps that earlier launches completed.
+        wandb_run: the W&B run, which receives the sample, the plot and the summary as well.
 
     Returns:
         The summary. Every rank returns the same summary.
     """
-    write_sample(run, directory)
+    write_sample(run, directory, wandb_run)
     summary = None
     if dist.get_rank() == 0:
         summary = summarise(run, metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps), done)
         log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        wandb_run.log_picture("loss_curve", run.config.trainer.steps, directory / "loss.png")
+        wandb_run.update_summary(summary)
     return broadcast_object(summary)
 
 
@@ -104,10 +108,11 @@ def _describe(name: str, summary: dict[str, Any]) -> str:
     return f"{name} {summary[name]:.6g}{steps}"
 
 
-def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
+def complete_summary(run: Run, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has no steps left, and sample text from its model again.
 
-    If the run was killed after its last step and before it wrote its summary, this function writes the summary.
+    If the run was killed after its last step and before it wrote its summary, this function writes the summary. Only in this
+    case, it continues the W&B run. `facts` is the result of `ringattn.train.description.run_facts`.
 
     Raises:
         ConfigError: on every rank, if summary.json is damaged or the run has no metrics. A run has no metrics if it branched
@@ -124,7 +129,10 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any]:
         return summary
     if not broadcast_object(metrics.read(directory / "metrics.jsonl")):
         raise ConfigError(f"no steps are left to train, because the checkpoint has completed all {steps}: raise trainer.steps")
-    return write_results(run, directory)
+    with sync_errors():
+        wandb_run = WandbRun(run.config, directory, facts)
+    with wandb_run:
+        return write_results(run, directory, 0, wandb_run)
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
@@ -144,7 +152,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     return summary
 
 
-def write_sample(run: Run, directory: Path) -> None:
+def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
     """Generate text that continues the prompt, and write the prompt and the new text to sample.txt.
 
     If `trainer.sample_tokens` is 0, this function does nothing.
@@ -161,6 +169,9 @@ def write_sample(run: Run, directory: Path) -> None:
         text = run.tokenizer.decode(tokens)
         log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
         (directory / "sample.txt").write_text(text, encoding="utf-8")
+        if wandb_run is not None:
+            parts = run.tokenizer.decode(tokens[: len(prompt)]), run.tokenizer.decode(tokens[len(prompt) :])
+            wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])
 
 
 @dataclass

@@ -16,13 +16,15 @@ from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, check
+from ringattn.train.description import communication_facts, describe, run_facts
 from ringattn.train.evaluate import evaluate
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.profiling import Profiler
-from ringattn.train.setup import Run, build, describe
+from ringattn.train.setup import Run, build
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 from ringattn.train.sweep import is_job_of_sweep
+from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -52,36 +54,30 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
         run.parent = parent
-        describe(run, directory)
+        facts = run_facts(run)
+        describe(run, directory, facts)
         done, consumed = resume(run, directory, checkpoint) if checkpoint else (0, 0)
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
         if config.optim.lr is None:
             config.optim.lr = optim.default_lr(run.num_parameters, continued=run.init_from is not None)
         if done >= config.trainer.steps:
-            return complete_summary(run, directory)
+            return complete_summary(run, directory, facts)
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")
-        take_steps(run, directory, done, consumed)
-        return write_results(run, directory, done)
+        prepare_directory(run, directory, done)
+        with sync_errors():
+            wandb_run = WandbRun(config, directory, facts)
+        with wandb_run:
+            take_steps(run, directory, done, consumed, wandb_run)
+            return write_results(run, directory, done, wandb_run)
 
 
-def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
-    """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
-
-    This function calls `ringattn.train.step.take_step`, which takes a single step, in a loop.
-
-    Args:
-        run: the run.
-        directory: the directory of the run.
-        done: the number of steps that earlier launches have completed.
-        consumed: the number of sequences that the first `done` steps consumed.
+def prepare_directory(run: Run, directory: Path, done: int) -> None:
+    """Remove the results of the steps after step `done` from the directory, except for their metrics.
 
     Raises:
         ConfigError: on every rank, if the disk has too little space for a checkpoint.
-        TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
     """
-    trainer = run.config.trainer
-    gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
         # The space is checked before anything is removed.
         if dist.get_rank() == 0:
@@ -93,13 +89,33 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
         # killed between the two removals, the next launch resumes from the same checkpoint as this launch.
         if dist.get_rank() == 0:
             storage.delete_later_checkpoints(directory / "checkpoints", done)
-        recorder = metrics.Recorder(run.config, directory, done, run.peak_flops)
+
+
+def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: WandbRun) -> None:
+    """Take all steps after step `done`. Record their metrics, evaluate the model, and save checkpoints.
+
+    This function calls `ringattn.train.step.take_step`, which takes a single step, in a loop.
+
+    Args:
+        run: the run.
+        directory: the directory of the run, which `prepare_directory` has prepared.
+        done: the number of steps that earlier launches have completed.
+        consumed: the number of sequences that the first `done` steps consumed.
+        wandb_run: the W&B run, which this function does not close.
+
+    Raises:
+        TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
+    """
+    trainer = run.config.trainer
+    gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
+    with sync_errors():
+        recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
     with closing(recorder), closing(profiler), preemption.handle_stop_signals():
         evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
         if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
             # The earlier launch skipped this evaluation, because it should stop.
-            recorder.amend(done, **evaluate(run))
+            recorder.amend(done, **timed_evaluation(run))
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
             with profiler.profile_step(step):
@@ -111,15 +127,26 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int) -> None:
             # If the run should stop, it skips the evaluation, because the process may be killed soon. The next launch makes up
             # for the evaluation.
             if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
-                record |= evaluate(run)
+                record |= timed_evaluation(run)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
+            if step == done + 1:
+                wandb_run.add_facts(communication_facts(run))
             if stop or runs_after_step(step, trainer.checkpoint_every, trainer.steps):
+                start = time.perf_counter()
                 save_checkpoint(run, directory, step, consumed)
+                recorder.extend(step, checkpoint_s=time.perf_counter() - start)
             if stop:
                 log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
                 if dist.get_rank() == 0:
                     metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+                    wandb_run.log_picture("loss_curve", step, directory / "loss.png")
                 raise preemption.TrainingStopped
+
+
+def timed_evaluation(run: Run) -> dict[str, float]:
+    """Return the losses of `evaluate`, together with the seconds that the evaluation took, as `evaluation_s`."""
+    start = time.perf_counter()
+    return evaluate(run) | {"evaluation_s": time.perf_counter() - start}
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:

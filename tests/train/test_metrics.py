@@ -1,4 +1,4 @@
-"""Tests of the metrics on the console, in metrics.jsonl, in the plot and in Weights & Biases."""
+"""Tests of the metrics on the console, in metrics.jsonl and in the plot."""
 
 import json
 import logging
@@ -13,22 +13,13 @@ import torch.distributed as dist
 from matplotlib.axes import Axes
 
 from ringattn.train import metrics
-from ringattn.train.config import Config, ConfigError, LoggerConfig, TrainerConfig
+from ringattn.train.config import Config, TrainerConfig
 from ringattn.train.metrics import Recorder, plot_loss, read
 from tests.distributed import run_ranks
 
 
-@pytest.fixture(autouse=True)
-def not_logged_in(tmp_path, monkeypatch):
-    """No test finds the account of this machine's user or reaches a server."""
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
-
-
-def config(wandb: str = "off", steps: int = 100, log_every: int | None = 1) -> Config:
-    return Config(name="run", trainer=TrainerConfig(steps=steps, log_every=log_every), logger=LoggerConfig(wandb=wandb))
+def config(steps: int = 100, log_every: int | None = 1) -> Config:
+    return Config(name="run", trainer=TrainerConfig(steps=steps, log_every=log_every))
 
 
 def record(recorder: Recorder, *steps: int, **values: float) -> None:
@@ -118,8 +109,23 @@ def test_metrics_are_added_to_the_record_of_an_earlier_step(tmp_path, caplog):
     record(resumed, 3)
     first, second, third = read(tmp_path / "metrics.jsonl")
     assert second == {**second, "step": 2, "loss": 2.5, "eval_loss": 7.0} and "eval_loss" not in first | third
-    assert resumed._wandb.log.call_args_list[0] == (({"step": 2, "eval_loss": 7.0},),)
+    assert resumed._wandb.log.call_args_list[0] == ((2, {"eval_loss": 7.0}),)
     assert caplog.messages == ["step   2/100  loss 2.5000  eval loss 7.0000  2,000 tokens/s per rank"]
+
+
+def test_latest_record_is_extended(tmp_path):
+    """The time of a checkpoint is only known after the record of its step has been written."""
+    recorder = Recorder(config(), tmp_path, wandb_run=Mock())
+    record(recorder, 1)
+    recorder.extend(1, checkpoint_s=2.5)
+    record(recorder, 2)
+    first, second = read(tmp_path / "metrics.jsonl")
+    assert first["checkpoint_s"] == 2.5 and first["loss"] == 5.0 and "checkpoint_s" not in second
+    assert recorder._wandb.log.call_args_list[1] == ((1, {"checkpoint_s": 2.5}),)
+    resumed = Recorder(config(), tmp_path, done=1)
+    resumed.extend(1, checkpoint_s=3.5)
+    record(resumed, 2)
+    assert [entry.get("checkpoint_s") for entry in read(tmp_path / "metrics.jsonl")] == [3.5, None]
 
 
 def test_new_run_starts_a_new_file(tmp_path):
@@ -193,77 +199,3 @@ def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monke
     monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
     metrics.write_atomically(tmp_path / "a", "text")
     assert events == ["sync", "rename"] and (tmp_path / "a").read_text() == "text"
-
-
-@pytest.mark.parametrize("choice", ["auto", "offline"])
-def test_offline_wandb_writes_only_to_the_directory(tmp_path, capfd, caplog, choice):
-    """Without a login, "auto" means offline. The console shows the command that uploads the data."""
-    caplog.set_level(logging.INFO)
-    directory = tmp_path / "run"
-    recorder = Recorder(config(choice), directory)
-    record(recorder, 1, 2)
-    recorder.close()
-    identity = (directory / "wandb_id").read_text()
-    (file,) = directory.glob(f"wandb/offline-run-*-{identity}/run-{identity}.wandb")
-    assert f"offline, wandb sync {file.parent}" in caplog.text
-    assert capfd.readouterr() == ("", "")
-
-
-def test_resumed_run_continues_its_wandb_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("wandb.init", Mock())
-    identities = []
-    for done in (0, 1, 0):
-        Recorder(config("offline"), tmp_path, done=done).close()
-        identities.append((tmp_path / "wandb_id").read_text())
-    assert identities[0] == identities[1] != identities[2]
-
-
-def test_online_wandb_requires_a_login(tmp_path):
-    with pytest.raises(ConfigError, match="logger.wandb=online .*`wandb login`"):
-        Recorder(config("online"), tmp_path)
-
-
-def test_training_continues_if_wandb_cannot_start(tmp_path, monkeypatch, caplog):
-    def fail(*args, mode, **kwargs):
-        raise OSError(f"{mode} is impossible")
-
-    monkeypatch.setattr("wandb.login", lambda **options: True)
-    monkeypatch.setattr("wandb.init", fail)
-    record(Recorder(config("auto"), tmp_path), 1)
-    assert steps_of(tmp_path) == [1]
-    assert all(f"{mode} is impossible" in caplog.text for mode in ("online", "offline"))
-
-
-def test_training_continues_if_wandb_fails_later(tmp_path, caplog):
-    recorder = Recorder(config(), tmp_path)
-    recorder._wandb = Mock(log=Mock(side_effect=RuntimeError("the connection was lost")))
-    record(recorder, 1, 2)
-    recorder.close()
-    assert steps_of(tmp_path) == [1, 2]
-    assert caplog.text.count("the connection was lost") == 1
-
-
-@pytest.mark.parametrize(
-    ("mode", "started"), [("disabled", None), ("offline", "offline"), ("dryrun", "offline"), (None, "online")]
-)
-def test_auto_uses_the_environment_of_wandb(mode, started, tmp_path, monkeypatch, caplog):
-    """The user is logged in. The jobs of a sweep form a group. The console shows where the data goes."""
-    caplog.set_level(logging.INFO)
-    init = Mock(return_value=Mock(url="https://wandb.example/ours/runs/1"))
-    init.return_value.settings.sync_dir = "run/3/wandb/offline-run-1"
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    if mode:
-        monkeypatch.setenv("WANDB_MODE", mode)
-    monkeypatch.setenv("WANDB_PROJECT", "ours")
-    monkeypatch.setattr("wandb.login", lambda **options: True)
-    monkeypatch.setattr("wandb.init", init)
-    (tmp_path / "multirun.yaml").touch()
-    Recorder(config("auto"), tmp_path / "lr=0.1").close()
-    where = {"online": "online, https://wandb.example/ours/runs/1", "offline": "offline, wandb sync run/3/wandb/offline-run-1"}
-    assert re.search(rf"W&B +{where.get(started, 'off')}$", caplog.text, re.MULTILINE)
-    if started is None:
-        assert not init.called
-    else:
-        options = init.call_args.kwargs
-        expected = dict(mode=started, project="ours", name="run/lr=0.1", group="run")
-        assert {name: options[name] for name in expected} == expected

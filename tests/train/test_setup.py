@@ -1,7 +1,5 @@
 """Tests of the choices that are made when a run is built: kernels, the number of Ulysses ranks, recomputation, precision."""
 
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -80,17 +78,3 @@ def test_error_names_the_vocabulary_of_the_tokenizer(corpus):
     config.model.vocab_size = 100
     with one_rank(), pytest.raises(ConfigError, match="model.vocab_size=100 .*257"):
         run_setup.build(config)
-
-
-def test_description_names_what_the_run_uses(corpus, caplog):
-    caplog.set_level("INFO")
-    with one_rank():
-        run = run_setup.build(job(corpus, 1))
-        run.init_from, run.init_from_changes = Path("weights"), "model.window=None (now 40)"
-        run_setup.describe(run, Path("outputs/name"))
-    entries = dict(message.split(maxsplit=1) for message in caplog.messages)
-    assert entries["directory"] == "outputs/name"
-    assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
-    assert corpus in entries["data"] and "61 tokens" in entries["data"] and "held-out" in entries["data"]
-    assert "61 tokens per rank" in entries["ring"] and "4 sequences, 244 tokens" in entries["step"]
-    assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]

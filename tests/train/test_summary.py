@@ -3,6 +3,7 @@
 import json
 import logging
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -65,13 +66,13 @@ def test_single_step_has_rates(run):
 def test_run_without_steps_and_metrics_is_an_error(run, tmp_path):
     """Such a run branched from a checkpoint that has completed all steps."""
     with pytest.raises(ConfigError, match="20.*trainer.steps"):
-        summary.complete_summary(run, tmp_path)
+        summary.complete_summary(run, tmp_path, {})
 
 
 def test_console_says_that_the_final_loss_is_a_mean(run, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records(1)))
-    summary.write_results(run, tmp_path)
+    summary.write_results(run, tmp_path, 0, Mock())
     assert "final_loss 19.5 (mean of the last 2 steps), eval_loss 30," in caplog.text
 
 
