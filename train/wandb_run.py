@@ -143,8 +143,8 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            # The option `resume` is also necessary offline. W&B saves its value, and `wandb sync` then adds the steps of this
-            # launch to the steps of earlier launches. Without the option, it would overwrite them.
+            # The option `resume` is also necessary offline. W&B saves its value, and `wandb sync` then numbers the rows of this
+            # launch after those of earlier launches. Without the option, several rows would have the same number.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
             # A resumed run records some steps a second time. If W&B counted the steps itself, it would drop these records.
             run.define_metric("step")

@@ -2,7 +2,11 @@
 
 import json
 import logging
+import os
 import re
+import shlex
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +21,7 @@ from ringattn.train.preemption import TrainingStopped
 from ringattn.train.wandb_run import WandbRun
 from tests.train.launch import SMALL
 from tests.train.wandb_files import Segment, read_segments, read_table
+from tests.train.wandb_server import start_server
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -99,6 +104,27 @@ def test_all_launches_in_a_directory_continue_one_wandb_run(tmp_path):
     assert len(segments) == 3 and {segment.id for segment in segments} == {(tmp_path / "wandb_id").read_text()}
     assert all(segment.resume for segment in segments), "otherwise, `wandb sync` would overwrite the steps of earlier launches"
     assert [[row["step"] for row in segment.history] for segment in segments] == [[1, 2, 3], [1, 2, 3], [3, 4, 5]]
+
+
+@pytest.mark.slow
+def test_sync_adds_the_steps_of_all_launches_to_one_run(tmp_path, caplog):
+    """The command that a launch prints is run after the first launch, and again after two further launches."""
+    caplog.set_level(logging.INFO)
+    with start_server() as server:
+        environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
+        for first in (1, 4, 6):
+            with WandbRun(config(), tmp_path) as wandb_run:
+                record(tmp_path, wandb_run, first, first + 1, first + 2)
+            read_segments(tmp_path)  # This call waits until W&B has written the files.
+            if first != 4:
+                command = shlex.split(caplog.messages[-1].split(": ")[1])
+                assert command[0] == "wandb"
+                subprocess.run([sys.executable, "-m", *command], env=environment, check=True, capture_output=True, timeout=100)
+        rows = [json.loads(server.rows[line]) for line in range(len(server.rows))]
+    assert server.run_ids == {(tmp_path / "wandb_id").read_text()}
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 6, 7, 8]
+    # W&B identifies a row by `_step`. If two rows had the same number, one of them would be lost.
+    assert [row["_step"] for row in rows] == list(range(9))
 
 
 def test_empty_id_is_replaced(tmp_path):
