@@ -32,7 +32,7 @@ def run_facts(run: Run) -> dict[str, Any]:
     (pairs,) = Mask.causal(config.model.window).pairs(seq_len)
     return {
         "device": run.device.type,
-        "device_name": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.processor(),
+        "device_name": torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else platform.machine(),
         "ranks": dist.get_world_size(),
         "mesh": {"data_parallel": mesh.dp.size(), "ring": mesh.ring.size(), "ulysses": mesh.ulysses.size()},
         "kernel": run.kernel.backend,

@@ -184,7 +184,8 @@ def test_held_out_text_is_evaluated_regularly_and_at_the_end(ring, runs):
 
 @pytest.mark.slow
 def test_evaluations_do_not_change_the_training(runs):
-    assert read_records(runs / "ranks4_ring4")[0].keys() == read_records(runs / "without_evaluation")[-1].keys()
+    first, last = read_records(runs / "ranks4_ring4")[0], read_records(runs / "without_evaluation")[-1]
+    assert last.keys() == first.keys() | {"checkpoint_s"}, "the last step is followed by a checkpoint and not by an evaluation"
     assert torch.equal(losses(runs / "ranks4_ring4"), losses(runs / "without_evaluation"))
 
 
