@@ -123,7 +123,7 @@ def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     """Return a prompt and the eight most likely tokens after it, by a model with random weights."""
     run = run_setup.build(config)
     # No token equals `eos`, because the vocabulary ends before it. Therefore no text ends early.
-    run.tokenizer = SimpleNamespace(vocab_size=256, eos=256)
+    run.tokenizer = SimpleNamespace(vocab_size=256, eos=256, bos=0)
     return generate(run, prompt, 8, temperature=0.0)
 
 
@@ -140,7 +140,7 @@ def write_runs(corpus: str, directory: Path) -> None:
             (path / "tokens.json").write_text(json.dumps(tokens))
     if ranks == 4:
         config = job(corpus, 1, ring=4)
-        config.data.eval_split = None
+        config.data.eval_split, config.data.eval_fraction = None, 0.0
         config.trainer.eval_every, config.trainer.eval_tokens = TrainerConfig.eval_every, TrainerConfig.eval_tokens
         trainer.train(config, directory / "without_evaluation")
 
@@ -185,7 +185,7 @@ def test_held_out_text_is_evaluated_regularly_and_at_the_end(ring, runs):
 @pytest.mark.slow
 def test_evaluations_do_not_change_the_training(runs):
     first, last = read_records(runs / "ranks4_ring4")[0], read_records(runs / "without_evaluation")[-1]
-    assert last.keys() == first.keys() | {"checkpoint_s"}, "the last step is followed by a checkpoint and not by an evaluation"
+    assert last.keys() == first.keys() | {"checkpoint_s"}, "only a checkpoint follows the last step"
     assert torch.equal(losses(runs / "ranks4_ring4"), losses(runs / "without_evaluation"))
 
 
