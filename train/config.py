@@ -214,12 +214,20 @@ class OptimConfig:
 class TrainerConfig:
     """The settings of the length of a run, its device, its checkpoints and its results."""
 
-    # The number of optimizer steps of the whole run.
+    # The number of optimizer steps of the whole run. If `total_tokens` is set, this number is derived from it.
     steps: int = 1500
+    # The number of tokens of the whole run, on all ranks together. The number of steps is rounded up. Use this setting together
+    # with `tokens_per_step` to compare sequence lengths. None: `steps` determines the length of the run.
+    total_tokens: int | None = None
     # The number of sequences per data-parallel rank and micro-step.
     batch_size: int = 1
-    # The number of micro-steps whose gradients are accumulated in one optimizer step.
+    # The number of micro-steps whose gradients are accumulated in one optimizer step. If `tokens_per_step` is set, this number
+    # is derived from it.
     accumulate: int = 1
+    # The number of tokens of one optimizer step, on all ranks together. It must be a multiple of the tokens of one micro-step:
+    # `data.seq_len` x `batch_size` x the number of data-parallel ranks. None: `accumulate` determines the size of a step. A
+    # sweep that varies `data.seq_len` then sets the smallest value that suits all its lengths.
+    tokens_per_step: int | None = None
     # The seed of the initial parameters.
     seed: int = 0
     # The device: "cpu", "cuda" or "auto" (CUDA if it is available).
@@ -351,8 +359,10 @@ RANGES = {
     "optim.decay_fraction": (1e-9, 1),
     "optim.min_lr_ratio": (0, 1),
     "trainer.steps": (1, 99_999_999),  # The name of a checkpoint contains its step as eight digits.
+    "trainer.total_tokens": (1, 2**53),
     "trainer.batch_size": (1, 2**20),
     "trainer.accumulate": (1, 2**20),
+    "trainer.tokens_per_step": (1, 2**53),
     "trainer.seed": (0, 2**63 - 1),
     "trainer.checkpoint_every": (0, 2**31 - 1),
     "trainer.keep_checkpoints": (1, 2**31 - 1),
@@ -375,8 +385,19 @@ def check(config: Config, world_size: int) -> None:
     Raises:
         ConfigError: names the first invalid setting.
     """
-    problems = _check_values(config), _check_unused(config), _check_model(config.model), _check_parallel(config, world_size)
-    for problem in chain(*problems, _check_training(config)):
+    check_values(config)
+    problems = _check_unused(config), _check_model(config.model), _check_parallel(config, world_size), _check_training(config)
+    for problem in chain(*problems):
+        raise ConfigError(problem)
+
+
+def check_values(config: Config) -> None:
+    """Check every setting by itself.
+
+    Raises:
+        ConfigError: names the first invalid setting.
+    """
+    for problem in _find_invalid_values(config):
         raise ConfigError(problem)
 
 
@@ -384,7 +405,7 @@ def check(config: Config, world_size: int) -> None:
 # a later check may assume that the earlier checks have succeeded.
 
 
-def _check_values(config: Config) -> Iterator[str]:
+def _find_invalid_values(config: Config) -> Iterator[str]:
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
         if value not in allowed:

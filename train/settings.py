@@ -6,7 +6,7 @@ and the tokenizer from the folder of the model.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,29 +16,42 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from ringattn.train.checkpoint import huggingface, resume, storage
 from ringattn.train.checkpoint.init import initial_weights_path
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig
+from ringattn.train.token_budget import SOURCES, check_sources, common_tokens_per_step
 
 log = logging.getLogger(__name__)
 
 
-def resolve_settings(composed: Config, overrides: Iterable[str], directory: Path) -> Config:
+def resolve_settings(
+    composed: Config, overrides: Iterable[str], directory: Path, lengths: Sequence[int] = (), world_size: int = 1
+) -> Config:
     """Return the settings of a launch.
 
     The settings of a run that resumes from a checkpoint are those of the checkpoint. The settings of a new run are those that
     Hydra has composed, and the model and the tokenizer come from the folder of a Hugging Face model if `trainer.init_from`
     names one. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting, and the
     choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a recipe,
-    all composed settings have precedence, except that the number of steps is kept unless the command line sets it.
+    all composed settings have precedence, except that the number of steps is kept unless the command line sets it. On the
+    command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, and `trainer.accumulate` replaces an earlier
+    `trainer.tokens_per_step`.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
         overrides: the arguments of the command line. An argument that the program has added is not an override.
         directory: the directory of the run.
+        lengths: the sequence lengths of all jobs of a sweep that varies the length. All these jobs receive the same number of
+            tokens per step, unless the user has set this number. Empty for any other run.
+        world_size: the number of ranks that were launched. It is used only together with `lengths`.
 
     Raises:
-        ConfigError: a checkpoint or the folder of the model cannot be read, the folder has no tokenizer, or the checkpoints of
-            the run contradict `trainer.resume` or `trainer.init_from`.
+        ConfigError: a checkpoint or the folder of the model cannot be read, the folder has no tokenizer, the checkpoints of the
+            run contradict `trainer.resume` or `trainer.init_from`, or the command line sets a value that is derived.
     """
     given = _names(overrides)
+    check_sources(composed.trainer, given)
+    if lengths and composed.trainer.tokens_per_step is None:
+        composed = deepcopy(composed)
+        composed.trainer.tokens_per_step = common_tokens_per_step(composed, lengths, world_size)
+        given = given - {"trainer.accumulate"} | {"trainer.tokens_per_step"}
     checkpoint, _ = resume.choose_checkpoint(directory / "checkpoints", composed.trainer)
     if checkpoint is None:
         return _settings_of_new_run(composed, given)
@@ -78,8 +91,11 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
             if f"{group}.{name}" in given:
                 setattr(getattr(config, group), name, getattr(getattr(composed, group), name))
     config.name, config.trainer.resume = composed.name, composed.trainer.resume
-    if "trainer.steps" not in given:
-        config.trainer.steps = saved.trainer.steps
+    if not given & {"trainer.steps", "trainer.total_tokens"}:
+        config.trainer.steps, config.trainer.total_tokens = saved.trainer.steps, saved.trainer.total_tokens
+    for derived, source in SOURCES.items():
+        if f"trainer.{derived}" in given and f"trainer.{source}" not in given:
+            setattr(config.trainer, source, None)
     # A run that branches does not start from the initial weights of the other run, but from the checkpoint.
     config.trainer.init_from = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     config.model = _override_model(saved.model, composed.model, given)

@@ -24,6 +24,7 @@ from ringattn.train.setup import Run, build
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 from ringattn.train.sweep import is_job_of_sweep
+from ringattn.train.token_budget import resolve_token_budget
 from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         TrainingStopped: on every rank, if any rank was asked to stop. The progress of the run is saved.
     """
     with sync_errors():
+        resolve_token_budget(config, dist.get_world_size())
         check(config, dist.get_world_size())
     if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}on request, before {directory} was started")

@@ -158,3 +158,40 @@ def test_a_resumed_run_does_not_need_the_folder(tmp_path):
     write_checkpoint(tmp_path, saved)
     config = resolve_settings(config_with(trainer__init_from="/deleted"), ["data=text", "trainer.init_from=/deleted"], tmp_path)
     assert (config.model.dim, config.data.tokenizer) == (64, "/copy/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "composed", "expected"),
+    [
+        ([], {}, (30, 3000, 2, 200)),
+        (["trainer.steps=9", "trainer.accumulate=4"], {"steps": 9, "accumulate": 4}, (9, None, 4, None)),
+        (["trainer.total_tokens=70"], {"total_tokens": 70}, (30, 70, 2, 200)),
+        (["trainer.tokens_per_step=null"], {}, (30, 3000, 2, None)),
+        (["experiment=x"], {"total_tokens": 70, "tokens_per_step": 7}, (30, 3000, 1, 7)),
+    ],
+    ids=["no override", "derived settings", "total tokens", "no tokens per step", "experiment"],
+)
+def test_a_derived_setting_replaces_the_numbers_of_tokens_of_the_checkpoint(overrides, composed, expected, tmp_path):
+    """A launch without an experiment may set `steps` or `accumulate` of a run that derived them from numbers of tokens."""
+    tokens = {"trainer__total_tokens": 3000, "trainer__tokens_per_step": 200}
+    write_checkpoint(tmp_path, config_with(trainer__steps=30, trainer__accumulate=2, **tokens))
+    settings = config_with(**{f"trainer__{name}": value for name, value in composed.items()})
+    trainer = resolve_settings(settings, overrides, tmp_path).trainer
+    assert (trainer.steps, trainer.total_tokens, trainer.accumulate, trainer.tokens_per_step) == expected
+
+
+def test_an_experiment_and_the_command_line_must_not_set_the_same_length_twice(tmp_path):
+    with pytest.raises(ConfigError, match="trainer.steps=9 .*trainer.total_tokens=70"):
+        resolve_settings(config_with(trainer__steps=9, trainer__total_tokens=70), ["trainer.steps=9"], tmp_path)
+
+
+def test_jobs_of_a_sweep_over_lengths_have_the_same_tokens_per_step(tmp_path):
+    """`trainer.accumulate` applies to the longest sequences, and `trainer.tokens_per_step` has precedence."""
+    overrides, lengths = ["trainer.accumulate=3"], [64, 256]
+    composed = config_with(trainer__accumulate=3)
+    assert resolve_settings(composed, overrides, tmp_path, lengths, 1).trainer.tokens_per_step == 768
+    assert composed.trainer.tokens_per_step is None
+    assert resolve_settings(config_with(trainer__tokens_per_step=512), [], tmp_path, lengths, 1).trainer.tokens_per_step == 512
+    write_checkpoint(tmp_path, config_with(trainer__accumulate=12, trainer__tokens_per_step=768))
+    resumed = resolve_settings(composed, overrides, tmp_path, lengths, 1).trainer
+    assert (resumed.accumulate, resumed.tokens_per_step) == (12, 768)

@@ -223,7 +223,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
 
 
 def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None:
-    """Check that a job of a sweep resumes with the settings of its checkpoint. Only `trainer.steps` may be larger.
+    """Check that a job of a sweep resumes with the settings of its checkpoint. Only the number of steps may be larger.
 
     The directory of a job is named by the settings that the sweep varies. The settings that all jobs have in common are not
     part of the name. If they differ, the checkpoint belongs to a job of another sweep.
@@ -237,7 +237,8 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
         ConfigError: a setting differs.
     """
     changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
-    changes.pop("trainer.steps", None)  # `compare_settings` reports fewer steps.
+    for name in ("trainer.steps", "trainer.total_tokens"):
+        changes.pop(name, None)  # `compare_settings` reports fewer steps.
     if changes:
         raise ConfigError(
             f"{path} belongs to a job of a sweep that was launched with {', '.join(changes.values())}: choose another name for "
