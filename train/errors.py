@@ -13,12 +13,14 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.config import ConfigError
+from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
@@ -82,6 +84,14 @@ def describe_error(error: Exception) -> str:
         return prefix + str(cause).splitlines()[0]
     text = " ".join(re.split("Config search path|See https", str(error))[0].split())
     return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether a job failed because it needs more memory than the device or the host has."""
+    if isinstance(error, InsufficientMemory | torch.OutOfMemoryError | MemoryError):
+        return True
+    # Triton and PyTorch's allocator for CPUs raise a RuntimeError.
+    return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:

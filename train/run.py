@@ -46,14 +46,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.errors import USER_ERRORS, exit_process, report_error, terminate, terminate_on_error
+from ringattn.train.errors import USER_ERRORS, exit_process, is_out_of_memory, report_error, terminate, terminate_on_error
 from ringattn.train.help import common_settings
 from ringattn.train.overrides import check_options, check_overrides, checked_name
+from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.settings import resolve_settings
-from ringattn.train.summary import Outcome, sweep_table
-from ringattn.train.sweep import job_directory
+from ringattn.train.sweep import is_job_of_sweep, job_directory, varied_lengths, varied_settings
+from ringattn.train.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
 from ringattn.train.trainer import train
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ log = logging.getLogger(__name__)
 # The folder of the YAML files is next to this package, both in the repository (configs/) and in an installation
 # (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+# A rank that runs out of memory in a sweep creates this file in the directory of the job.
+MEMORY_MARKER = "out_of_memory"
 
 
 def main() -> NoReturn:
@@ -84,7 +88,7 @@ def run_command_line() -> int:
 
 def run_as_rank_zero(launch: Launch) -> int:
     """Run every job that Hydra composes from the command line. The other ranks run the same jobs. Return the exit status."""
-    outcomes: list[Outcome] = []
+    jobs = Jobs()
     OmegaConf.register_new_resolver("launch_time", lambda: launch.time, replace=True)
     OmegaConf.register_new_resolver("job_directory", job_directory, replace=True)
 
@@ -93,39 +97,53 @@ def run_as_rank_zero(launch: Launch) -> int:
 
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
-        outcome = Outcome(OmegaConf.to_container(context.overrides.task, resolve=False))
-        outcomes.append(outcome)
+        directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
+        jobs.directory = Path(context.sweep.dir) if is_sweep else None
+        params = OmegaConf.select(context, "sweeper.params") if is_sweep else None
+        overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
+        outcome = Outcome(overrides, varied_settings(overrides, params))
+        jobs.outcomes.append(outcome)
         try:
-            directory = Path(context.runtime.output_dir)
             resumes = storage.latest(directory / "checkpoints") is not None
-            overrides = [text for text in outcome.overrides if recipe_chosen or not text.startswith("recipe=")]
+            overrides = [text for text in overrides if recipe_chosen or not text.startswith("recipe=")]
             check_overrides(overrides)
-            config = resolve_settings(to_config(settings), overrides, directory)
+            lengths = varied_lengths(params) if is_sweep else []
+            config = resolve_settings(to_config(settings), overrides, directory, lengths, dist.get_world_size())
             check_name(config.name, context)
+            outcome.config = config
+            if is_sweep:
+                check_earlier_attempt(directory, launch.attempt)
             broadcast_object((config, directory))
             if not resumes and context.runtime.choices.get("experiment") is None:
                 log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
             outcome.result = train(config, directory)
-        except USER_ERRORS as error:
-            report_error(error)
         except (TrainingStopped, KeyboardInterrupt):
             outcome.result = "stopped"
             raise
         except Exception as error:
-            # The process must exit here, because Hydra would catch the error and continue with the next job.
-            terminate_on_error(launch.store, error)
+            outcome.result = describe_failure(error, directory)
+            if isinstance(error, USER_ERRORS):
+                report_error(error)
+            elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
+                # No other rank waits in a collective for this rank, so the sweep can continue.
+                report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
+            else:
+                # The process must exit here, because Hydra would catch the error and continue with the next job.
+                jobs.write_results()
+                terminate_on_error(launch.store, error)
         finally:
-            # The table is written after every job, because a later job may crash.
-            if context.mode == RunMode.MULTIRUN:
-                (Path(context.sweep.dir) / "sweep.md").write_text(sweep_table(outcomes) + "\n")
+            # The results are written after every job, because a later job may crash.
+            jobs.write_results()
 
     status = run_hydra(run_job)
     broadcast_object(None)
-    if len(outcomes) > 1:
-        print(sweep_table(outcomes), flush=True)
-    return status or int(any(outcome.result == "failed" for outcome in outcomes))
+    if len(jobs.outcomes) > 1:
+        print(sweep_table(jobs.outcomes), flush=True)
+    if jobs.directory is not None and all(outcome.result != "stopped" for outcome in jobs.outcomes):
+        log_to_wandb(jobs.outcomes, jobs.directory)
+    return status or int(jobs.has_errors())
 
 
 def run_as_other_rank() -> int:
@@ -135,9 +153,49 @@ def run_as_other_rank() -> int:
     decides whether another job follows.
     """
     while (job := broadcast_object(None)) is not None:
-        with suppress(*USER_ERRORS, TrainingStopped):
+        try:
             train(*job)
+        except (*USER_ERRORS, TrainingStopped):
+            pass
+        except Exception as error:
+            describe_failure(error, job[1])
+            raise
     return 0
+
+
+def describe_failure(error: Exception, directory: Path) -> str:
+    """Return the text that a table of a sweep shows for a job that ended with an error.
+
+    If a rank runs out of memory in a sweep, it also creates a file in the directory of the job. Rank 0 fails as well, because
+    it has lost this rank, and finds the reason in the file.
+    """
+    marker = directory / MEMORY_MARKER
+    if is_out_of_memory(error) and not isinstance(error, InsufficientMemory) and is_job_of_sweep(directory):
+        with suppress(OSError):
+            marker.touch()
+    return OUT_OF_MEMORY if is_out_of_memory(error) or marker.exists() else "failed"
+
+
+def check_earlier_attempt(directory: Path, attempt: int) -> None:
+    """Check that the job did not run out of memory in an earlier attempt of this launch.
+
+    If one of several ranks runs out of memory, all ranks must exit, because other ranks may wait for this rank in a collective.
+    If torchrun then restarts all ranks, the sweep continues with the next job. The same job would run out of memory again.
+
+    Args:
+        directory: the directory of the job.
+        attempt: the number of times that torchrun has started the ranks of this launch.
+
+    Raises:
+        InsufficientMemory: the job ran out of memory in an earlier attempt.
+    """
+    marker = directory / MEMORY_MARKER
+    if attempt == 1:
+        marker.unlink(missing_ok=True)
+    elif marker.exists():
+        raise InsufficientMemory(
+            f"{directory} ran out of memory before torchrun restarted the ranks: start the sweep again with more ranks"
+        )
 
 
 def run_hydra(run_job: Callable[[DictConfig], None]) -> int:

@@ -6,6 +6,7 @@ Each part is checked before the next part is built.
 import gc
 import logging
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -230,3 +231,7 @@ def _free_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):  # The file exists only on Linux, and some containers do not allow to write to it.
+            # The value 5 resets the peak of the memory of this process.
+            Path("/proc/self/clear_refs").write_text("5")

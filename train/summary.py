@@ -1,10 +1,9 @@
-"""Write the results of a run: a sample of text, a plot of the losses and a summary. For a sweep, also write a table."""
+"""Write the results of a run: a sample of text, a plot of the losses and a summary."""
 
 import json
 import logging
 import resource
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,13 @@ log = logging.getLogger(__name__)
 # The number of tokens of a held-out document that the sample continues, if the user has set no prompt.
 PROMPT_TOKENS = 256
 
-# The columns of the table of a sweep. Each column shows one entry of the summary in the given format.
-SWEEP_COLUMNS = {
-    "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
-    "eval loss": ("eval_loss", "{:.4f}"),
-    "tokens": ("total_tokens", "{:,}"),
-    "tokens/s": ("tokens_per_s", "{:,.0f}"),
-    "TFLOP/s per rank": ("tflops_per_rank", "{:.3g}"),
-    "MFU": ("mfu", "{:.1%}"),
-    "peak GiB per rank": ("peak_memory_gib", "{:.2f}"),
-}
-
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB. On a GPU, it is the peak of this job. On a CPU, it is the peak of this process."""
+    """Return the peak memory of this job in GiB.
+
+    On a CPU, the memory is that of the process, which includes Python and its libraries. If the operating system cannot reset
+    the peak, it is the peak since the start of the process.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / memory.GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
@@ -72,8 +64,9 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     """Return the summary of a run.
 
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
-    step. `final_loss_steps` is the number of steps in this mean. Rates are computed from the median step after step `done`. The
-    first step after `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
+    step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_context` contains the losses on held-out text by
+    the minimum context length. Rates are computed from the median step after step `done`. The first step after `done`
+    includes the warm-up of the device, so it is left out of the median if there are further steps.
 
     Args:
         run: the run.
@@ -94,12 +87,20 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "final_loss": statistics.fmean(record["loss"] for record in last),
         "final_loss_steps": len(last),
         "eval_loss": records[-1].get("eval_loss"),
+        "eval_loss_by_context": _losses_by_context(records[-1]),
         "total_tokens": records[-1].get("total_tokens"),
+        "tokens_per_step": run.tokens_per_step,
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device),
+        "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
     }
+
+
+def _losses_by_context(record: dict[str, float]) -> dict[str, float]:
+    """Return the losses of `evaluate` by the minimum context length of their tokens. The lengths are text, as in JSON."""
+    return {name.removeprefix("eval_loss/"): loss for name, loss in record.items() if name.startswith("eval_loss/")}
 
 
 def _describe(name: str, summary: dict[str, Any]) -> str:
@@ -172,29 +173,3 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
         if wandb_run is not None:
             parts = run.tokenizer.decode(tokens[: len(prompt)]), run.tokenizer.decode(tokens[len(prompt) :])
             wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])
-
-
-@dataclass
-class Outcome:
-    """One job of a sweep and its result. The result is the summary of the job, "failed" or "stopped"."""
-
-    overrides: list[str]
-    result: dict[str, Any] | str = "failed"
-
-
-def sweep_table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per job. A line above the table lists the overrides that all jobs have in common."""
-    common = set.intersection(*(set(outcome.overrides) for outcome in outcomes))
-    table = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
-    table += ["| " + " | ".join(["overrides", *SWEEP_COLUMNS]) + " |", "|---" * (len(SWEEP_COLUMNS) + 1) + "|"]
-    for outcome in outcomes:
-        overrides = " ".join(override for override in outcome.overrides if override not in common)
-        table.append("| " + " | ".join([overrides, *_cells(outcome)]) + " |")
-    return "\n".join(table)
-
-
-def _cells(outcome: Outcome) -> list[str]:
-    if isinstance(outcome.result, str):
-        return [outcome.result] + ["-"] * (len(SWEEP_COLUMNS) - 1)
-    values = [(outcome.result.get(name), form) for name, form in SWEEP_COLUMNS.values()]
-    return ["-" if value is None else form.format(value) for value, form in values]

@@ -1,4 +1,4 @@
-"""Name the directory of each job of a sweep by the values that the sweep varies."""
+"""Find the settings that a sweep varies, and name the directory of each of its jobs by the values of these settings."""
 
 import hashlib
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 # A longer name of a directory is cut, because most file systems limit a name to 255 bytes.
 MAX_LENGTH = 100
@@ -25,28 +26,47 @@ def is_job_of_sweep(directory: Path) -> bool:
 def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> str:
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
-    The name consists of the settings that the sweep varies. The same settings therefore always have the same directory. A
-    setting has its short name, unless the sweep varies another setting with the same short name. If some characters must not
-    occur in a name, or if the name is too long, a checksum of the settings follows the name.
+    The name consists of the settings that the sweep varies. The same settings therefore always have the same directory. If some
+    characters must not occur in a name, or if the name is too long, a checksum of the settings follows the name.
 
     Args:
         overrides: all overrides of the job. Each override has a single value.
         params: the values of `hydra.sweeper.params`, which a configuration file may vary in addition to the command line.
     """
-    varied = _varied_keys(params or {})
-    values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides) if key in varied}
-    short = Counter(key.rpartition(".")[2] for key in values)
-    names = {key: name if short[name := key.rpartition(".")[2]] == 1 else key for key in values}
-    text = ",".join(f"{names[key]}={value}" for key, value in values.items()) or "0"
+    text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]
     # Two different texts may have the same safe characters. The checksum distinguishes them.
     return safe if safe == text else f"{safe}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _varied_keys(params: Mapping[str, Any]) -> set[str]:
-    """Return the names of the settings that the sweep varies. The command line has precedence over `params`."""
-    arguments = [f"{key}={value}" for key, value in params.items()]
+def varied_settings(overrides: Iterable[str], params: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return the settings of a job that the sweep varies, and their values in this job.
+
+    A setting has its short name, such as "seq_len", unless the sweep varies another setting with the same short name.
+
+    Args:
+        overrides: all overrides of the job. Each override has a single value.
+        params: the values of `hydra.sweeper.params`.
+    """
+    varied = {key for key, override in _parse(params).items() if override.is_sweep_override()}
+    values = {key.lstrip("+"): value for key, _, value in (override.partition("=") for override in overrides) if key in varied}
+    short = Counter(key.rpartition(".")[2] for key in values)
+    return {name if short[name := key.rpartition(".")[2]] == 1 else key: value for key, value in values.items()}
+
+
+def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
+    """Return the values of `data.seq_len` of all jobs of the sweep. The list is empty if the sweep does not vary this setting.
+
+    A value that is not a positive integer is left out, because its job ends with an error.
+    """
+    override = _parse(params).get("data.seq_len")
+    if override is None or not override.is_discrete_sweep():
+        return []
+    return [int(value) for value in override.sweep_string_iterator() if value.isdecimal() and int(value) > 0]
+
+
+def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
+    """Return the overrides of the whole sweep by their key. The command line has precedence over `params`."""
+    arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
-    parsed = OverridesParser.create().parse_overrides(arguments)
-    is_varied = {override.get_key_element(): override.is_sweep_override() for override in parsed}
-    return {key for key in is_varied if is_varied[key]}
+    return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

@@ -15,6 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from ringattn.train import run, trainer
+from ringattn.train.parallel.memory import InsufficientMemory
 from tests.train.launch import ROOT, SMALL, launch, launch_ranks, own_errors, write_corpus
 
 pytestmark = pytest.mark.timeout(300)
@@ -98,7 +99,7 @@ def test_sweep_continues_after_an_invalid_job(tmp_path):
 
     (sweep,) = (tmp_path / "outputs").iterdir()
     directories = [f"seq_len={seq_len}" for seq_len in (1, 128, 64)]
-    assert sorted(path.name for path in sweep.iterdir()) == ["multirun.yaml", *directories, "sweep.md"]
+    assert sorted(path.name for path in sweep.iterdir()) == ["multirun.yaml", *directories, "sweep.md", "sweep.png"]
     for seq_len in (64, 128):
         job = f"seq_len={seq_len}"
         summary = json.loads((sweep / job / "summary.json").read_text())
@@ -134,6 +135,80 @@ def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_c
     assert "seed=1/checkpoints" in error and "optim.lr=0.01 (now 0.5)" in error
     assert "parallel.layout=zigzag (now striped)" in error and "trainer.steps" not in error
     assert all(path.read_bytes() == content for path, content in saved.items()) and (sweep / "seed=3" / "summary.json").exists()
+
+
+def test_context_sweep_trains_on_the_same_tokens_at_every_length(corpus, run_command_line, tmp_path):
+    """The experiment is a sweep without the option -m. A relaunch of a completed sweep writes the same table."""
+    arguments = [*SMALL, f"data.path={corpus}", "data.seq_len=32,128", "data.eval_fraction=0.1", "name=a"]
+    sizes = ["trainer.batch_size=1", "trainer.tokens_per_step=256", "trainer.total_tokens=512", "trainer.eval_tokens=256"]
+    for _ in range(2):
+        assert run_command_line(*arguments, "experiment=context-sweep", *sizes) == 0
+        summaries = [json.loads(path.read_text()) for path in sorted((tmp_path / "outputs" / "a").glob("*/summary.json"))]
+        assert [summary["seq_len"] for summary in summaries] == [128, 32]
+        assert {(s["tokens_per_step"], s["total_tokens"], s["steps"]) for s in summaries} == {(256, 512, 2)}
+        assert all(s["estimated_memory_gib"] > 0 and s["eval_loss_by_context"]["0"] > 0 for s in summaries)
+    assert (tmp_path / "outputs" / "a" / "sweep.md").read_text().count("| 512 | 256 |") == 2
+    assert (tmp_path / "outputs" / "a" / "sweep.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_over_lengths_has_the_same_tokens_per_step(corpus, run_command_line, tmp_path):
+    """SMALL has two sequences per step, so a step at the longest length has 256 tokens. The same command again resumes."""
+    arguments = ["-m", *SMALL, f"data.path={corpus}", "data.seq_len=32,128", "name=a"]
+    for steps in (1, 2):
+        assert run_command_line(*arguments, f"trainer.steps={steps}") == 0
+        table = (tmp_path / "outputs" / "a" / "sweep.md").read_text()
+        assert table.count(f"| {256 * steps} | 256 |") == 2
+
+
+def run_out_of_memory(*arguments: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+def test_sweep_continues_after_a_job_that_runs_out_of_memory(corpus, run_command_line, only_error, monkeypatch, tmp_path):
+    take_step = trainer.take_step
+
+    def take_step_of_short_sequences(job, *arguments):
+        return run_out_of_memory() if job.config.data.seq_len == 64 else take_step(job, *arguments)
+
+    monkeypatch.setattr(trainer, "take_step", take_step_of_short_sequences)
+    arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1", "name=a", "model.layers=1"]
+    assert run_command_line("-m", *arguments, "data.seq_len=32,64,128") == 1
+    assert "seq_len=64" in (error := only_error()) and "9.00 GiB" in error
+    rows = [row.split(" | ") for row in (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()[4:]]
+    assert [row[1] == "out of memory" for row in rows] == [False, True, False]
+
+
+def test_estimate_that_exceeds_the_memory_is_a_row_of_the_sweep(corpus, run_command_line, only_error, tmp_path):
+    arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1", "name=a", "model.vocab_size=1000000000,300"]
+    assert run_command_line("-m", *arguments) == 1
+    assert "GiB" in only_error()
+    rows = [row.split(" | ") for row in (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()[4:]]
+    assert [row[1] == "out of memory" for row in rows] == [True, False]
+
+
+def exhaust_memory_on_rank_1(rank: int) -> None:
+    """Let rank 1 run out of memory in its first step."""
+    if rank == 1:
+        trainer.take_step = run_out_of_memory
+
+
+def test_one_of_several_ranks_runs_out_of_memory(tmp_path):
+    """The launch ends, because rank 0 waits for rank 1. The table contains the job that ran out of memory."""
+    arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3", "name=a", "data.seq_len=64,128"]
+    succeeded, _, stderr = launch_ranks(2, tmp_path, "-m", *arguments, prepare=exhaust_memory_on_rank_1)
+    assert not succeeded and "rank 1 failed:" in stderr
+    (row,) = (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()[4:]
+    assert "out of memory" in row and (tmp_path / "outputs" / "a" / "seq_len=64" / run.MEMORY_MARKER).exists()
+
+
+def test_restarted_ranks_do_not_repeat_a_job_that_ran_out_of_memory(tmp_path):
+    """A later launch by the user tries the job again."""
+    run.check_earlier_attempt(tmp_path, attempt=2)
+    (tmp_path / run.MEMORY_MARKER).touch()
+    with pytest.raises(InsufficientMemory, match="out of memory"):
+        run.check_earlier_attempt(tmp_path, attempt=2)
+    run.check_earlier_attempt(tmp_path, attempt=1)
+    run.check_earlier_attempt(tmp_path, attempt=2)
 
 
 def fail_on_rank_1(rank: int) -> None:

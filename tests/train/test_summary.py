@@ -1,4 +1,4 @@
-"""Tests of the summary of a run, of its sample, and of the table of a sweep."""
+"""Tests of the summary of a run, and of its sample."""
 
 import json
 import logging
@@ -9,10 +9,6 @@ import pytest
 
 from ringattn.train import summary
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.summary import Outcome, sweep_table
-
-SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123}
-SUMMARY |= {"total_tokens": 20_000, "mfu": None, "peak_memory_gib": 1.0}
 
 
 @pytest.fixture
@@ -24,8 +20,9 @@ def run(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.5)
     config = Config()
     config.trainer.steps, config.trainer.sample_tokens = 20, 0
+    needed = {"activations": 2.0**30, "parameters": 2.0**29}
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
-    return SimpleNamespace(config=config, mesh=mesh, tokens_per_step=1000, peak_flops=8e12, device=None)
+    return SimpleNamespace(config=config, mesh=mesh, tokens_per_step=1000, peak_flops=8e12, device=None, memory_needed=needed)
 
 
 def records(first: int) -> list[dict[str, float]]:
@@ -35,6 +32,8 @@ def records(first: int) -> list[dict[str, float]]:
             "step": step,
             "loss": float(step),
             "eval_loss": 10.0 + step,
+            "eval_loss/0": 11.0 + step,
+            "eval_loss/128": 9.0 + step,
             "total_tokens": 1000 * step,
             "seconds": 100.0 if step == 11 else 0.1 * step,
             "tflops_per_rank": 2.0 if step > 11 else 1.0,
@@ -48,6 +47,8 @@ def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
     assert result["final_loss_steps"] == 2
     assert (result["final_loss"], result["eval_loss"], result["total_tokens"]) == (19.5, 30.0, 20_000)
     assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
+    assert result["eval_loss_by_context"] == {"0": 31.0, "128": 29.0}
+    assert (result["tokens_per_step"], result["estimated_memory_gib"]) == (1000, 1.5)
 
 
 @pytest.mark.parametrize("first", [1, 11], ids=["resumed run", "branch without earlier records"])
@@ -74,21 +75,3 @@ def test_console_says_that_the_final_loss_is_a_mean(run, tmp_path, caplog):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records(1)))
     summary.write_results(run, tmp_path, 0, Mock())
     assert "final_loss 19.5 (mean of the last 2 steps), eval_loss 30," in caplog.text
-
-
-def test_sweep_table():
-    outcomes = [
-        Outcome(["a=1", "b=2"], SUMMARY),
-        Outcome(["a=1", "b=3"]),
-        Outcome(["a=1", "b=4"], result="stopped"),
-    ]
-    assert sweep_table(outcomes).splitlines() == [
-        "Common to all: a=1",
-        "",
-        "| overrides | final loss (mean of the last tenth) | eval loss | tokens | tokens/s | TFLOP/s per rank | MFU | "
-        "peak GiB per rank |",
-        "|---|---|---|---|---|---|---|---|",
-        "| b=2 | 2.5000 | 2.7500 | 20,000 | 12,346 | 0.0123 | - | 1.00 |",
-        "| b=3 | failed | - | - | - | - | - | - |",
-        "| b=4 | stopped | - | - | - | - | - | - |",
-    ]

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from ringattn.train import sweep
-from ringattn.train.sweep import is_job_of_sweep, job_directory
+from ringattn.train.sweep import is_job_of_sweep, job_directory, varied_lengths, varied_settings
 
 
 @pytest.fixture
@@ -54,3 +54,27 @@ def test_directory_of_a_job_is_below_the_file_of_the_sweep(tmp_path):
     assert not is_job_of_sweep(tmp_path / "0")
     (tmp_path / "multirun.yaml").touch()
     assert is_job_of_sweep(tmp_path / "lr=0.1") and not is_job_of_sweep(tmp_path)
+
+
+def test_varied_settings_have_short_names(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train/run.py", "-m", "data.seq_len=64,128", "data.seed=0,1", "trainer.seed=0,1"])
+    overrides = ["data.seq_len=64", "data.seed=1", "trainer.seed=0", "optim.lr=1"]
+    assert varied_settings(overrides) == {"seq_len": "64", "data.seed": "1", "trainer.seed": "0"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "params", "lengths"),
+    [
+        ("data.seq_len=64,128", {}, [64, 128]),
+        ("data.seq_len=range(32,97,32)", {}, [32, 64, 96]),
+        ("data.seq_len=64,0,-1,x", {}, [64]),
+        ("data.seq_len=64", {}, []),
+        ("optim.lr=0.1,0.2", {}, []),
+        ("name=a", {"data.seq_len": "8,16"}, [8, 16]),
+        ("data.seq_len=64,128", {"data.seq_len": "8,16"}, [64, 128]),
+        ("data.seq_len=64", {"data.seq_len": "8,16"}, []),
+    ],
+)
+def test_lengths_of_a_sweep(argument, params, lengths, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train/run.py", "-m", argument])
+    assert varied_lengths(params) == lengths

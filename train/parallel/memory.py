@@ -125,6 +125,10 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     return size * elements + lse, size * checkpointed_elements + lse
 
 
+class InsufficientMemory(ConfigError):
+    """A job needs more memory than its ranks have."""
+
+
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
     """Return True if a run that needs this memory would leave too little free memory on a GPU. For a CPU, return False."""
     return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
@@ -134,13 +138,13 @@ def check(needed: dict[str, float], device: torch.device) -> None:
     """Check that the estimated memory fits into the memory of the GPU, or into this rank's share of the memory of the host.
 
     Raises:
-        ConfigError: the rank has less memory than the estimate. The message lists the memory by purpose.
+        InsufficientMemory: the rank has less memory than the estimate. The message lists the memory by purpose.
     """
     total = _total_memory(device)
     if sum(needed.values()) > total:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
-        raise ConfigError(
+        raise InsufficientMemory(
             f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {total / GIB:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )

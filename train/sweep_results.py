@@ -1,0 +1,227 @@
+"""Write the results of a sweep: a table and a picture after every job, and both to Weights & Biases after the last job."""
+
+import logging
+import os
+import secrets
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ringattn.train.config import Config
+from ringattn.train.metrics import WANDB_MODES
+
+log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY = "out of memory"
+
+# The columns of the table. Each column shows one entry of the summary in the given format. The losses by context length follow.
+COLUMNS = {
+    "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
+    "eval loss": ("eval_loss", "{:.4f}"),
+    "tokens": ("total_tokens", "{:,}"),
+    "tokens/step": ("tokens_per_step", "{:,}"),
+    "tokens/s": ("tokens_per_s", "{:,.0f}"),
+    "TFLOP/s per rank": ("tflops_per_rank", "{:.3g}"),
+    "MFU": ("mfu", "{:.1%}"),
+    "peak GiB per rank": ("peak_memory_gib", "{:.2f}"),
+    "estimated GiB per rank": ("estimated_memory_gib", "{:.2f}"),
+}
+
+
+@dataclass
+class Outcome:
+    """One job of a sweep and its result.
+
+    Attributes:
+        overrides: the overrides of the job.
+        varied: the settings that the sweep varies, and their values in this job.
+        result: the summary of the job, or the reason why there is no summary: "failed", "stopped" or "out of memory".
+        config: the settings of the job; None if they are invalid.
+    """
+
+    overrides: list[str]
+    varied: dict[str, str] = field(default_factory=dict)
+    result: dict[str, Any] | str = "failed"
+    config: Config | None = None
+
+    @property
+    def name(self) -> str:
+        """The settings that the sweep varies, as text."""
+        return " ".join(f"{name}={value}" for name, value in self.varied.items()) or "job"
+
+
+@dataclass
+class Jobs:
+    """The jobs that a launch has started, and the directory of the sweep. The directory is None if there is no sweep."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    directory: Path | None = None
+
+    def write_results(self) -> None:
+        """In a sweep, write the table sweep.md and the picture sweep.png of all jobs so far."""
+        if self.directory is not None:
+            (self.directory / "sweep.md").write_text(sweep_table(self.outcomes) + "\n")
+            plot_sweep(self.outcomes, self.directory / "sweep.png")
+
+    def has_errors(self) -> bool:
+        """Return whether any job ended with an error. A job that was stopped has not ended with an error."""
+        return any(isinstance(outcome.result, str) and outcome.result != "stopped" for outcome in self.outcomes)
+
+
+def sweep_table(outcomes: list[Outcome]) -> str:
+    """Return a Markdown table with one row per job. A line above the table lists the overrides that all jobs have in common."""
+    names, *rows = table_rows(outcomes)
+    common = _common_overrides(outcomes)
+    lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
+    lines += ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def table_rows(outcomes: list[Outcome]) -> list[list[str]]:
+    """Return the cells of the table. The first row contains the names of the columns."""
+    common, starts = _common_overrides(outcomes), _context_groups(outcomes)
+    names = ["overrides", *COLUMNS]
+    names += [f"eval loss, context of {start:,} to {stop - 1:,}" for start, stop in pairwise(starts)]
+    names += [f"eval loss, context of {start:,} or more" for start in starts[-1:]]
+    rows = [names]
+    for outcome in outcomes:
+        overrides = " ".join(override for override in outcome.overrides if override not in common)
+        rows.append([overrides, *_cells(outcome, starts)])
+    return rows
+
+
+def _common_overrides(outcomes: list[Outcome]) -> set[str]:
+    return set.intersection(*(set(outcome.overrides) for outcome in outcomes))
+
+
+def _losses_by_context(outcome: Outcome) -> dict[int, float]:
+    """Return the losses on held-out text by the minimum context length."""
+    losses = outcome.result.get("eval_loss_by_context", {}) if isinstance(outcome.result, dict) else {}
+    return {int(start): loss for start, loss in losses.items()}
+
+
+def _context_groups(outcomes: list[Outcome]) -> list[int]:
+    """Return the minimum context lengths of all groups that any job has."""
+    return sorted({start for outcome in outcomes for start in _losses_by_context(outcome)})
+
+
+def _cells(outcome: Outcome, starts: list[int]) -> list[str]:
+    if isinstance(outcome.result, str):
+        return [outcome.result] + ["-"] * (len(COLUMNS) - 1 + len(starts))
+    values = [(outcome.result.get(name), form) for name, form in COLUMNS.values()]
+    losses = _losses_by_context(outcome)
+    values += [(losses.get(start), "{:.4f}") for start in starts]
+    return ["-" if value is None else form.format(value) for value, form in values]
+
+
+def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
+    """Plot the speed, the memory and the losses of the jobs, and save the plot as a PNG file.
+
+    The x axis of the first three panels is the setting that the sweep varies, if it is a single setting with numeric values.
+    Otherwise, it shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss on
+    held-out text by context length, with one line per job.
+    """
+    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    speed, flops, memory, losses = figure.subplots(2, 2).flat
+    _plot_entries(speed, outcomes, {"tokens_per_s": ""}, "tokens/s, all ranks")
+    has_mfu = any(isinstance(each.result, dict) and each.result.get("mfu") is not None for each in outcomes)
+    _plot_entries(
+        flops, outcomes, {"mfu": ""} if has_mfu else {"tflops_per_rank": ""}, "MFU" if has_mfu else "TFLOP/s per rank"
+    )
+    _plot_entries(memory, outcomes, {"peak_memory_gib": "measured", "estimated_memory_gib": "estimated"}, "peak GiB per rank")
+    _plot_losses(losses, outcomes)
+    for axes in (speed, flops, memory, losses):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(output, dpi=120)
+
+
+def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
+    """Return the position of each job on the x axis, its label, and the name of the axis. A name of None means job names."""
+    try:
+        ((name, _),) = outcomes[0].varied.items()
+        values = [float(outcome.varied[name]) for outcome in outcomes]
+    except (ValueError, LookupError):
+        return list(range(len(outcomes))), [outcome.name for outcome in outcomes], None
+    return values, [f"{value:,g}" if value < 1e6 else f"{value:,.0f}" for value in values], name
+
+
+def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], title: str) -> None:
+    """Plot entries of the summaries. `entries` contains the label of each entry in the legend."""
+    positions, labels, name = _positions(outcomes)
+    heights = []
+    for style, (entry, label) in zip(("o-", "s--"), entries.items(), strict=False):
+        points = []
+        for position, outcome in zip(positions, outcomes, strict=True):
+            if isinstance(outcome.result, dict) and outcome.result.get(entry) is not None:
+                points.append((position, outcome.result[entry]))
+        points.sort()
+        axes.plot([x for x, _ in points], [y for _, y in points], style, label=label)
+        heights += [y for _, y in points]
+    for position, outcome in zip(positions, outcomes, strict=True):
+        if isinstance(outcome.result, str):
+            axes.axvline(position, color="C3", linestyle=":")
+            anchor = dict(rotation=90, ha="right", va="center", transform=axes.get_xaxis_transform())
+            axes.text(position, 0.5, outcome.result, color="C3", **anchor)
+    if name is not None and min(positions) > 0 and max(positions) >= 4 * min(positions):
+        axes.set_xscale("log", base=2)
+        axes.minorticks_off()
+    axes.set_xticks(positions, labels, rotation=0 if name else 30)
+    axes.set_xlabel(name or "")
+    axes.set_ylim(0, max(heights, default=1) * 1.1)
+    axes.set_title(title, fontsize="medium")
+    if len(entries) > 1:
+        axes.legend(frameon=False)
+
+
+def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
+    """Plot the loss of each context-length group, with one line per job. The groups have equal distances on the x axis."""
+    starts = _context_groups(outcomes)
+    for outcome in outcomes:
+        if losses := _losses_by_context(outcome):
+            axes.plot([starts.index(start) for start in losses], list(losses.values()), "o-", label=outcome.name)
+    axes.set_xticks(range(len(starts)), [f"{start:,}" for start in starts], rotation=30)
+    axes.set_xlabel("minimum context length in tokens")
+    axes.set_title("loss on held-out text (nats per token)", fontsize="medium")
+    if starts:
+        axes.legend(frameon=False)
+
+
+def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
+    """Log the table and the picture of the sweep to a run of W&B, which belongs to the same group as the runs of the jobs.
+
+    The run has the name of the sweep. If the sweep is launched again, the run is continued. If W&B is off, or if no job had
+    valid settings, this function does nothing.
+
+    Args:
+        outcomes: all jobs of the sweep.
+        directory: the directory of the sweep, which contains sweep.png.
+    """
+    configs = [outcome.config for outcome in outcomes if outcome.config is not None]
+    choice = configs[-1].logger.wandb if configs else "off"
+    if choice == "auto":
+        choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
+    if choice == "off":
+        return
+    import wandb  # Importing wandb is slow.
+
+    id_file = directory / "wandb_id"
+    if not id_file.exists():
+        id_file.write_text(secrets.token_hex(4))
+    names, *rows = table_rows(outcomes)
+    config = configs[-1]
+    project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
+    options = dict(project=project, name=config.name, group=config.name, job_type="sweep", id=id_file.read_text())
+    try:
+        settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+        is_online = choice != "offline" and wandb.login(prompt=False, verify=False)
+        mode = "online" if is_online else "offline"
+        with wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options) as run:
+            run.log({"sweep": wandb.Table(names, rows), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
+        log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
+    except Exception as error:  # The results are already on disk, so an error of W&B must not fail the sweep.
+        log.warning("W&B failed: %s; sweep.md and sweep.png contain the results", error)
