@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.train.config import Config
-from ringattn.train.metrics import WANDB_MODES
+from ringattn.train.wandb_run import WANDB_MODES
 
 log = logging.getLogger(__name__)
 

@@ -124,8 +124,11 @@ def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_l
 
 @pytest.mark.parametrize(
     ("number", "to_ranks"),
-    [(signal.SIGTERM, True), (signal.SIGINT, False), (signal.SIGKILL, False)],
-    ids=["SIGTERM to torchrun and its ranks", "Ctrl-C", "torchrun is killed"],
+    [
+        pytest.param(signal.SIGTERM, True, id="SIGTERM to torchrun and its ranks"),
+        pytest.param(signal.SIGINT, False, id="Ctrl-C"),
+        pytest.param(signal.SIGKILL, False, id="torchrun is killed", marks=pytest.mark.slow),
+    ],
 )
 def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
     """A scheduler sends SIGTERM to torchrun and to its ranks. A terminal sends SIGINT to torchrun, which forwards it.
