@@ -19,11 +19,12 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
 
 from ringattn.comm.watchdog import RingFault
+from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.step import Diverged
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
 # Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 

@@ -1,15 +1,13 @@
 """Write the results of a sweep: a table and a picture after every job, and both to Weights & Biases after the last job."""
 
 import logging
-import os
-import secrets
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ringattn.train.config import Config
-from ringattn.train.wandb_run import WANDB_MODES
+from ringattn.train.wandb_run import chosen_mode, project_name, run_id
 
 log = logging.getLogger(__name__)
 
@@ -202,20 +200,14 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         directory: the directory of the sweep, which contains sweep.png.
     """
     configs = [outcome.config for outcome in outcomes if outcome.config is not None]
-    choice = configs[-1].logger.wandb if configs else "off"
-    if choice == "auto":
-        choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
+    choice = chosen_mode(configs[-1]) if configs else "off"
     if choice == "off":
         return
     import wandb  # Importing wandb is slow.
 
-    id_file = directory / "wandb_id"
-    if not id_file.exists():
-        id_file.write_text(secrets.token_hex(4))
     names, *rows = table_rows(outcomes)
     config = configs[-1]
-    project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    options = dict(project=project, name=config.name, group=config.name, job_type="sweep", id=id_file.read_text())
+    options = dict(project=project_name(config), name=config.name, group=config.name, job_type="sweep", id=run_id(directory))
     try:
         settings = wandb.Settings(silent=True, console="off", init_timeout=30)
         is_online = choice != "offline" and wandb.login(prompt=False, verify=False)

@@ -127,9 +127,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     Returns:
         The W&B run, and whether it is offline. The W&B run is None if W&B is off or cannot start.
     """
-    choice = config.logger.wandb
-    if choice == "auto":
-        choice = WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto")
+    choice = chosen_mode(config)
     if choice == "off":
         log.info(f"{'W&B':<12}off")
         return None, False
@@ -162,11 +160,22 @@ def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str
     name, group = config.name, None
     if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
         name, group = f"{config.name}/{directory.name}", config.name
-    project = config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
-    return dict(project=project, name=name, group=group, id=_run_id(directory), config=asdict(config) | {"run": facts})
+    project = project_name(config)
+    return dict(project=project, name=name, group=group, id=run_id(directory), config=asdict(config) | {"run": facts})
 
 
-def _run_id(directory: Path) -> str:
+def chosen_mode(config: Config) -> str:
+    """Return "online", "offline" or "off" if the user has chosen this mode, and "auto" otherwise."""
+    choice = config.logger.wandb
+    return WANDB_MODES.get(os.environ.get("WANDB_MODE"), "auto") if choice == "auto" else choice
+
+
+def project_name(config: Config) -> str:
+    """Return the name of the project in W&B."""
+    return config.logger.project or os.environ.get("WANDB_PROJECT", "ringattn")
+
+
+def run_id(directory: Path) -> str:
     """Return the id in the file wandb_id, which all launches in this directory use. The first launch creates the file."""
     path = directory / "wandb_id"
     if not (path.exists() and path.read_text().strip()):

@@ -24,8 +24,9 @@ FREE = (
     "trainer.sample_tokens trainer.sample_prompt trainer.profile"
 ).split()
 
-# The groups of settings.
-GROUPS = ("model", "data", "parallel", "optim", "trainer", "logger")
+# The groups of settings that are compared with those of a checkpoint, and all groups.
+COMPARED = ("model", "data", "parallel", "optim", "trainer")
+GROUPS = (*COMPARED, "logger")
 
 
 def saved_config(meta: dict[str, Any]) -> Config:
@@ -206,7 +207,7 @@ def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_pe
     Raises:
         ConfigError: a setting of the model differs, or all steps are completed and another setting differs.
     """
-    changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
+    changes = _changes(meta, config, COMPARED)
     if (before := meta.get("tokens_per_step", tokens_per_step)) != tokens_per_step:
         changes = {"tokens_per_step": f"tokens_per_step={before} (now {tokens_per_step})"} | changes
     if fixed := [change for name, change in changes.items() if name.startswith(FIXED)]:
@@ -236,7 +237,7 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
     Raises:
         ConfigError: a setting differs.
     """
-    changes = _changes(meta, config, ("model", "data", "parallel", "optim", "trainer"))
+    changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
         changes.pop(name, None)  # `compare_settings` reports fewer steps.
     if changes:
