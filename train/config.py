@@ -159,8 +159,8 @@ class ParallelConfig:
 
     # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
     ring: int | None = None
-    # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. The ranks of a
-    # group exchange heads by all-to-all, and rings connect the groups. A larger number means rings with fewer hops. 0: the
+    # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. All-to-alls (heads
+    # <-> sequence) run inside the groups, and rings connect the groups. A larger number means rings with fewer hops. 0: the
     # largest number that divides both the ranks that share a sequence and the query heads. None: the number for which the cost
     # model predicts the shortest time.
     ulysses: int | None = 1
@@ -168,8 +168,8 @@ class ParallelConfig:
     # that gives the busiest rank the least work under the mask of the step.
     layout: str = "auto"
     # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto". On
-    # GPUs, "auto" stands for "state" unless the cost model predicts that "kv" is at least 3% faster. On CPUs, "auto" always
-    # stands for "state".
+    # GPUs, "auto" chooses "state" unless the cost model predicts that "kv" is at least 3% faster. On CPUs, "auto" always
+    # chooses "state".
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour around the ring, over NCCL or gloo), "direct"
     # (directly to the rank that needs them) or "auto" ("direct" if all ranks are in one host).

@@ -74,7 +74,7 @@ def connect(
             other's memory, and "p2p" is chosen otherwise.
         call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
             only once, in the handshake.
-        relays: whether neighbours relay the blocks of the ring. NVLink copies do not relay blocks, so "auto" then stands for
+        relays: whether neighbours relay the blocks of the ring. NVLink copies do not relay blocks, so "auto" then means
             "p2p".
 
     Raises:

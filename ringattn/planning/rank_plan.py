@@ -178,7 +178,7 @@ class Plan:
         return self._choices[key]
 
     def _choose(self, name: str, work: Work, interconnect: Interconnect) -> tuple[str, str]:
-        """Return the schedule that `name` stands for, and the reason for the choice."""
+        """Return `name`, or the schedule that "auto" chooses, and the reason for the choice."""
         if name != "auto":
             return name, "as requested"
         if self.layout.ranks == 1:
