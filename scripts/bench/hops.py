@@ -1,0 +1,131 @@
+"""Time the forward of one hop of the state ring, and compare it with the same hop of the KV ring.
+
+    python -m scripts.bench.hops --queries 16384 4096
+
+A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. All inputs are bf16,
+with B = 1, 16 heads and a head dim of 128. A hop has as many keys as queries, and the mask is full.
+
+- In a hop of the KV ring, the epilogue of the attention kernel merges the result of the hop into the state of the resident
+  queries.
+- In a hop of the state ring, the attention kernel writes a new state for the circulating queries. The owner of the queries
+  merges this state in a separate kernel. The row "eager merge" merges the states with PyTorch operations instead.
+- A pass has as many hops as ranks. In the last hop of the KV ring, the epilogue also divides o by l. In the state ring, one
+  kernel merges the states of up to three other ranks and divides o by l.
+
+Before anything is timed, the outputs of both passes are compared with float64. The script times all calls as
+`scripts.bench.kernels` does, and prints a table.
+"""
+
+import statistics
+import sys
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ringattn import Mask
+from ringattn.kernels import dispatch, reference
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import State
+from scripts import command
+from scripts.accuracy import GROUP_TOLERANCE, float64_results, group_error
+from scripts.bench.cases import Case, random_inputs
+from scripts.bench.kernels import Call, stream_for, time_in_rounds
+from scripts.tables import markdown_table
+
+DEVICE = torch.device("cuda")
+HEADS, HEAD_DIM, SCALE = 16, 128, 128**-0.5
+RANKS = 4  # the ranks of a pass, so the owner merges the states of three other ranks
+HOPS = ("attention without a merge", "KV ring", "state ring", "state ring, eager merge")
+PASSES = (f"KV ring, pass of {RANKS} hops", f"state ring, pass of {RANKS} hops")
+
+
+class Problem:
+    """Attention of random queries to one block of random keys per hop."""
+
+    def __init__(self, queries: int) -> None:
+        case = Case("full", queries, HEADS, HEAD_DIM)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        hops = [[x.detach() for x in random_inputs(case, queries, generator)] for _ in range(RANKS)]
+        self.q, self.dout = hops[0][0], hops[0][3]
+        self.keys = [(k, v) for _, k, v, _ in hops]
+        self.intervals = Intervals.of(*case.mask.intervals(queries), queries, DEVICE)
+        self.state = self.attend(0)  # a state into which the timed hops merge
+
+    def attend(self, hop: int, state: State | None = None, final: bool = False) -> State | tuple[Tensor, Tensor]:
+        return dispatch.forward(self.q, *self.keys[hop], self.intervals, SCALE, state, final)
+
+    def state_hop(self, merge: Call = dispatch.merge_states) -> State:
+        return merge(self.state, [(0, self.attend(1))])
+
+    def kv_pass(self) -> tuple[Tensor, Tensor]:
+        state = None
+        for hop in range(RANKS - 1):
+            state = self.attend(hop, state)
+        return self.attend(RANKS - 1, state, final=True)
+
+    def state_pass(self) -> tuple[Tensor, Tensor]:
+        own, *others = (self.attend(hop) for hop in range(RANKS))
+        return dispatch.merge_states(own, [(0, state) for state in others], torch.bfloat16)
+
+    def calls(self) -> dict[str, Call]:
+        """Return the timed calls by name."""
+        eager = partial(self.state_hop, reference.merge_states)
+        hops = (partial(self.attend, 1), lambda: self.attend(1, self.state), self.state_hop, eager)
+        return dict(zip((*HOPS, *PASSES), (*hops, self.kv_pass, self.state_pass), strict=True))
+
+    def check(self) -> None:
+        """Compare the outputs of both passes with float64, for the first head.
+
+        Raises:
+            SystemExit: an error exceeds the tolerance.
+        """
+        k, v = (torch.cat(blocks, 1)[:, :, :1] for blocks in zip(*self.keys, strict=True))
+        intervals = Intervals.of(*Mask.full().intervals(k.shape[1]), k.shape[1], DEVICE).restrict(
+            slice(0, self.q.shape[1]), slice(0, k.shape[1])
+        )
+        expected = float64_results(self.q[:, :, :1], k, v, self.dout[:, :, :1], intervals)["out"]
+        for name, run in zip(PASSES, (self.kv_pass, self.state_pass), strict=True):
+            error = group_error(run()[0][:, :, :1], expected).item()
+            if not error <= GROUP_TOLERANCE:
+                sys.exit(f"error: {name}: the error of the output is {error:.2g}, and the limit is {GROUP_TOLERANCE}")
+
+
+def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
+    """Check and time all calls for a number of queries, and return the rows of the table.
+
+    A hop is compared with the hop of the KV ring, and a pass is compared with the pass of the KV ring.
+    """
+    problem = Problem(queries)
+    problem.check()
+    calls = {(name, "forward"): call for name, call in problem.calls().items()}
+    samples, failures = time_in_rounds(calls, rounds, use_graphs)
+    if failures:
+        sys.exit(f"error: {failures}")
+    times = {name: statistics.median(samples[name, "forward"]) for name, _ in calls}
+    rows = []
+    for name, ms in times.items():
+        peer = times[PASSES[0] if name in PASSES else "KV ring"]
+        rows.append((f"{queries:,}", name, f"{ms:.3f}", f"{ms / peer:.3f}"))
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--queries", nargs="+", type=command.at_least(128), default=[16384, 4096], help="default: 16384 4096")
+    parser.add_argument("--rounds", type=command.at_least(1), default=5, help="rounds of timing; default: 5")
+    parser.add_argument("--graph", action="store_true", help="replay the calls from CUDA graphs")
+    args = parser.parse_args(argv)
+    if any(n % 128 for n in args.queries):
+        parser.error(f"--queries {args.queries}: each number must be a multiple of 128")
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is required")
+    with torch.no_grad(), stream_for(args.graph):
+        rows = [row for queries in args.queries for row in measure(queries, args.rounds, args.graph)]
+    header = command.describe_run("scripts.bench.hops", argv, gpus=1)
+    print(f"{header['machine']}\n\n{markdown_table('queries | hop | ms | time relative to the KV ring', rows)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
