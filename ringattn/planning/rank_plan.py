@@ -120,12 +120,12 @@ class Plan:
         """
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
-    def flops(self, work: Work, name: str, local_step: LocalStep) -> float:
+    def flops(self, work: Work, name: str, local_step: LocalStep, relays: bool = False) -> float:
         """Return the cost of a local step in FLOPs. The local step may belong to any rank.
 
         If a rank's own block is computed in two parts, each part is assumed to contain its planned share of the (query, key)
-        pairs of the block. In the state ring, the cost includes the memory traffic for each circulating query, which is
-        converted to FLOPs.
+        pairs of the block. In the state ring, the cost includes the memory traffic of the merges, which is converted to FLOPs.
+        `relays` says whether neighbours relay the results, because this route needs more merges.
         """
         # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
         # owner of the circulating block.
@@ -133,10 +133,11 @@ class Plan:
         overlap = self.overlaps[query_rank][key_rank]
         whole = overlap.queries if name == "state" else overlap.keys
         share = 1.0
-        if local_step.rank == local_step.owner and len(local_step.rows) < len(whole):
+        own = local_step.rank == local_step.owner
+        if own and len(local_step.rows) < len(whole):
             share = FIRST_SHARE if local_step.rows.start == whole.start else 1 - FIRST_SHARE
-        queries = len(local_step.rows) if name == "state" else 0
-        return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * work.query_bytes * queries)
+        traffic = len(local_step.rows) * work.query_bytes(own, relays) if name == "state" else 0
+        return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
         """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
@@ -156,7 +157,8 @@ class Plan:
         """Return the cost of every step of a pass of the schedule `name`, see `cost_model.hop_costs`."""
         block, result = (work.batch * size for size in getattr(work.row_bytes, name))
         schedule = self.schedule(name, result > 0, interconnect.all_pairs)
-        return hop_costs(schedule, (block, result), lambda local_step: self.flops(work, name, local_step), interconnect, rank)
+        relays = not interconnect.all_pairs
+        return hop_costs(schedule, (block, result), lambda step: self.flops(work, name, step, relays), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
         """Return "state" if queries circulate, and "kv" if keys and values circulate.

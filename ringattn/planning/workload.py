@@ -28,14 +28,25 @@ class Work(NamedTuple):
     row_bytes: RowBytes  # per batch entry
     pair_flops: float  # per (query, key) pair of a batch entry
 
-    @property
-    def query_bytes(self) -> float:
-        """Bytes of HBM traffic per row of circulating queries, in addition to the traffic per (query, key) pair.
+    def query_bytes(self, own: bool, relays: bool) -> float:
+        """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        In the forward pass, a kernel writes a new state, and the merge reads this state and updates an existing state. In the
-        backward pass, kernels clear and read the sums of dq, and then write dq or accumulate into dq.
+        Traffic that the matrix products of a kernel hide is not counted. In the forward pass, the kernel hides the traffic of
+        the state that it writes, and the traffic of a state that its epilogue merges. The epilogue merges the results of a
+        rank's own queries. The result for another rank is merged by a separate kernel. If ranks send results directly to the
+        owner, the owner reads each result once, because one kernel merges all results at the end of the pass. If neighbours
+        relay results, every merge reads two states and writes one. In the backward pass, kernels clear and read the sums of
+        dq, and then write dq or accumulate into dq.
+
+        Args:
+            own: whether the circulating queries are the queries of the rank that computes the local step.
+            relays: whether neighbours relay the blocks and the results.
         """
-        return 4 * self.row_bytes.state[1]
+        if self.direction == "backward":
+            tensors = 4
+        else:
+            tensors = 0 if own else 3 if relays else 1
+        return tensors * self.row_bytes.state[1]
 
     def scaled(self, scale: float) -> "Work":
         """Return the work of a shortened sequence, in which each row represents `scale` rows of the original sequence."""

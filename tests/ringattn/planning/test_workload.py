@@ -52,7 +52,16 @@ def test_scaled_work() -> None:
     assert scaled.pair_flops == 4 * work.pair_flops
     assert scaled.row_bytes.state == tuple(2 * x for x in work.row_bytes.state)
     assert scaled.row_bytes.kv == tuple(2 * x for x in work.row_bytes.kv)
-    assert scaled.query_bytes == 2 * work.query_bytes == 8 * work.row_bytes.state[1]
+    assert scaled.query_bytes(False, True) == 2 * work.query_bytes(False, True) > 0
+
+
+def test_traffic_of_the_merges() -> None:
+    """A relayed state is merged at every rank. A direct state is read once by its owner, and an own state by the epilogue."""
+    forward, backward = (work(*inputs(torch.float32)) for work in (forward_work, backward_work))
+    state, dq = forward.row_bytes.state[1], backward.row_bytes.state[1]
+    cases = [(own, relays) for own in (True, False) for relays in (True, False)]
+    assert [forward.query_bytes(*case) for case in cases] == [0, 0, 3 * state, state]
+    assert [backward.query_bytes(*case) for case in cases] == 4 * [4 * dq]
 
 
 @pytest.mark.parametrize("limit, chunks", ((1.0, 1), (1.9, 1), (2.0, 2), (3.9, 3), (5.9, 3), (6.0, 6), (99.0, 6)))
