@@ -126,7 +126,8 @@ def ranks_per_host() -> int:
 def pick_device(name: str) -> torch.device:
     """Return the device of this rank, and make this device the current device.
 
-    On CPUs, the ranks of a host divide the cores of the host among themselves.
+    On CPUs, the ranks of a host divide the cores of the host among themselves. With a GPU, PyTorch's operations on the CPU use
+    one thread, because they are short, and because idle threads of a pool would delay the thread that launches kernels.
 
     Args:
         name: the value of `trainer.device`: "auto", "cuda" or "cpu".
@@ -142,6 +143,7 @@ def pick_device(name: str) -> torch.device:
             f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {ranks_per_host()} ranks, "
             "but each rank requires its own GPU: launch fewer ranks, or set trainer.device=cpu"
         )
+    torch.set_num_threads(1)
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device

@@ -86,8 +86,9 @@ def test_deterministic_cublas_must_be_set_before_cuda_is_in_use(cuda_in_use, mon
 
 @pytest.fixture
 def gpus(monkeypatch) -> SimpleNamespace:
-    """A fake host with two GPUs, which records the current device."""
-    host = SimpleNamespace(current=None)
+    """A fake host with two GPUs, which records the current device and the number of threads."""
+    host = SimpleNamespace(current=None, threads=None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(host, "threads", count))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(host, "current", device))
@@ -98,6 +99,7 @@ def test_every_rank_has_its_own_gpu(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert pick_device("auto") == gpus.current == torch.device("cuda", 1)
+    assert gpus.threads == 1
 
 
 def test_fewer_gpus_than_ranks_are_an_error(gpus, monkeypatch):
@@ -107,9 +109,7 @@ def test_fewer_gpus_than_ranks_are_an_error(gpus, monkeypatch):
 
 
 def test_ranks_on_cpus_divide_the_cores(gpus, monkeypatch):
-    threads = []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
     assert pick_device("cpu") == torch.device("cpu")
-    assert threads == [2] and gpus.current is None
+    assert gpus.threads == 2 and gpus.current is None
