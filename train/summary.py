@@ -165,7 +165,7 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
         prompt = [token for token in run.held_out.beginning(PROMPT_TOKENS) if token != run.tokenizer.eos]
     else:
         prompt = run.tokenizer.encode("def " if trainer.sample_prompt is None else trainer.sample_prompt).tolist()
-    tokens = generate(run, prompt, trainer.sample_tokens, temperature=0.6, top_p=0.95)
+    tokens = generate(run, prompt, trainer.sample_tokens, temperature=0.8, top_p=0.95)
     if dist.get_rank() == 0:
         text = run.tokenizer.decode(tokens)
         log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
