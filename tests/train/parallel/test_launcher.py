@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
 import torch.distributed as dist
 
 from ringattn.train.parallel.launcher import begin_attempt, launch_time
@@ -58,9 +59,10 @@ def test_the_time_of_the_launch_is_that_of_the_first_attempt() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", first) and launch_time(store) == first
 
 
+@pytest.mark.slow
 def test_a_restarted_run_without_a_name_continues_in_its_directory(tmp_path) -> None:
     """One worker is killed. torchrun restarts all ranks, which resume from the newest checkpoint."""
-    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=80", "trainer.checkpoint_every=5"]
+    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=40", "trainer.checkpoint_every=5"]
     with start(2, tmp_path, *settings, options=["--max-restarts=3"]) as process:
         wait_until(lambda: any(tmp_path.glob("outputs/*/checkpoints/step_*")), process, tmp_path)
         os.kill(max(descendants(process.pid)), signal.SIGKILL)
@@ -71,4 +73,4 @@ def test_a_restarted_run_without_a_name_continues_in_its_directory(tmp_path) -> 
         rf"^resumed +\S*{directory.name}", output, re.MULTILINE
     )
     steps = [int(step) for step in re.findall(r'"step": (\d+)', (directory / "metrics.jsonl").read_text())]
-    assert steps == list(range(1, 81))
+    assert steps == list(range(1, 41))
