@@ -1,10 +1,13 @@
-r"""Count the bytes that the Triton kernels move. Either print the prediction of docs/io.md, or run the kernels for a profiler.
+r"""Count the bytes that the GPU kernels move. Either print the prediction of docs/io.md, or run the kernels for a profiler.
 
     python -m scripts.tools.count_bytes --predict --length 16384 --head-dim 128 --mask causal
 
     ncu --metrics dram__bytes_read.sum,dram__bytes_write.sum,lts__t_sectors_op_read.sum,lts__t_sectors_op_write.sum \
         --clock-control none --kernel-name 'regex:_(forward|key_gradient|query_gradient)_kernel' --csv --log-file bytes.csv \
         python -m scripts.tools.count_bytes --length 16384 --head-dim 128 --mask causal
+
+With --backend hopper, both commands use the Hopper kernels, whose names are _forward_kernel, _prepare_kernel, _main_kernel and
+_finish_kernel. `python -m scripts.labs.counted_bytes` runs ncu for both backends and draws the result.
 
 The first command prints the prediction. The second command prints nothing itself, because ncu writes one line per kernel and
 counter to bytes.csv. A sector has 32 bytes. ncu empties the caches before every kernel, so the inputs are read from DRAM once.
@@ -18,6 +21,7 @@ from typing import NamedTuple
 import torch
 
 from ringattn import Mask
+from ringattn.kernels import dispatch
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import row_delta
 from ringattn.kernels.triton import common as triton_common
@@ -31,11 +35,12 @@ MASKS = {"causal": Mask.causal(), "full": Mask.full()}
 
 
 class Traffic(NamedTuple):
-    """The bytes that a kernel is predicted to move."""
+    """The bytes that a kernel is predicted to move. `l2_reduce` is the number of bytes that the kernel adds in the L2 cache."""
 
     l2_read: int
     dram_read: int
     dram_write: int
+    l2_reduce: int = 0
 
 
 def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
@@ -51,8 +56,27 @@ def total_loop_rows(intervals: Intervals, tile_rows: int, step: int) -> int:
     return int((end - begin).sum())
 
 
+def forward_loads(
+    intervals: Intervals, heads: int, head_dim: int, tile_queries: int, tile_keys: int, number_bytes: int = BF16_BYTES
+) -> int:
+    """Return the bytes of q, k and v that the tiles of a forward pass load.
+
+    Every tile of queries loads its queries once, and the keys and values of its loop once.
+
+    Args:
+        intervals: the mask. B is 1, and there are as many key heads as query heads.
+        heads: the number of heads.
+        head_dim: the head dim of q, k and v.
+        tile_queries: the number of queries of a tile.
+        tile_keys: the number of keys that one step of a loop loads.
+        number_bytes: the bytes of a number.
+    """
+    keys = total_loop_rows(intervals, tile_queries, tile_keys)
+    return heads * head_dim * number_bytes * (intervals.num_rows + 2 * keys)
+
+
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
-    """Return the traffic of each kernel as predicted by the formulas of docs/io.md.
+    """Return the traffic of each Triton kernel as predicted by the formulas of docs/io.md.
 
     The prediction is for bf16 self-attention with B = 1 and one key head per query head.
     """
@@ -61,10 +85,9 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     stats = 2 * FP32_BYTES  # bytes of lse and delta of a row; the values of one head are contiguous
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
-    keys = heads * total_loop_rows(intervals, tile.queries, tile.keys)
     reads = dram_reads(length, head_dim, tile.queries)
     forward = Traffic(
-        l2_read=keys * 2 * row + all_rows * row,
+        l2_read=forward_loads(intervals, heads, head_dim, tile.queries, tile.keys),
         dram_read=round(all_rows * (row + 2 * row * reads)),
         dram_write=all_rows * (row + FP32_BYTES),
     )
@@ -91,6 +114,47 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     return {"forward": forward, "key_gradient": key_gradient, "query_gradient": query_gradient}
 
 
+def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
+    """Return the traffic of each Hopper kernel, for the same attention as in `predict`. The head dim is 64 or 128."""
+    from ringattn.kernels.hopper import backward as hopper_backward
+    from ringattn.kernels.hopper import forward as hopper_forward
+
+    intervals = Intervals.of(*mask.intervals(length), length)
+    all_rows, row = heads * length, head_dim * BF16_BYTES
+    stats, sums = 2 * FP32_BYTES, head_dim * FP32_BYTES  # bytes of lse and delta of a row, and bytes of a row of dq in fp32
+
+    few_rows = intervals.num_nonempty_rows * heads <= hopper_forward.FEW_ROWS
+    config = hopper_forward.configure((head_dim,) * 2, (heads,) * 2, torch.bfloat16, False, True, few_rows)
+    reads = dram_reads(length, head_dim, config.queries)
+    forward = Traffic(
+        l2_read=forward_loads(intervals, heads, head_dim, config.queries, config.keys),
+        dram_read=round(all_rows * (row + 2 * row * reads)),
+        dram_write=all_rows * (row + FP32_BYTES),
+    )
+    # This kernel reads out, dout and lse, and writes lse and delta as pairs and the zeros to which the main kernel adds dq. The
+    # lse of the heads of a token are neighbours, so reading the lse of one head transfers a whole sector.
+    prepare = Traffic(
+        l2_read=all_rows * (2 * row + SECTOR_BYTES),
+        dram_read=all_rows * (2 * row + FP32_BYTES),
+        dram_write=all_rows * (stats + sums),
+    )
+    tile_keys = hopper_backward.KEYS.value
+    tile_queries = hopper_backward.Config(head_dim, head_dim, heads, 1, head_dim, False, False, False).queries
+    queries = heads * total_loop_rows(intervals.transposed, tile_keys, tile_queries)
+    reads = dram_reads(length, head_dim, tile_keys)
+    main_kernel = Traffic(
+        l2_read=queries * (2 * row + stats) + all_rows * 2 * row,
+        dram_read=round(all_rows * (2 * row + sums + (2 * row + stats) * reads)),
+        dram_write=all_rows * (2 * row + sums),
+        l2_reduce=queries * sums,
+    )
+    finish = Traffic(l2_read=all_rows * sums, dram_read=all_rows * sums, dram_write=all_rows * row)
+    return {"forward": forward, "prepare": prepare, "main": main_kernel, "finish": finish}
+
+
+PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
+
+
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     """Return how often the two operands of a loop are read from DRAM.
 
@@ -101,17 +165,18 @@ def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)
 
 
-def launch(length: int, heads: int, head_dim: int, mask: Mask) -> None:
-    """Run one forward pass and one backward pass of the Triton kernels."""
-    from ringattn.kernels.triton import backward as triton_backward
-    from ringattn.kernels.triton import forward as triton_forward
-
+def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "triton") -> None:
+    """Run one forward pass and one backward pass of the kernels of a backend, "triton" or "hopper"."""
     q, k, v, dout = (torch.randn(1, length, heads, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     intervals = Intervals.of(*mask.intervals(length), length, "cuda")
-    scale = head_dim**-0.5
-    out, lse = triton_forward.forward(q, k, v, intervals, scale, final=True)
-    grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
-    triton_backward.backward(q, k, v, dout, lse, row_delta(out, dout), intervals, scale, *grads)
+    options = {"scale": head_dim**-0.5, "backend": backend}
+    out, lse = dispatch.forward(q, k, v, intervals, final=True, **options)
+    if backend == "hopper":
+        dispatch.backward(q, k, v, dout, lse, (out, None), intervals, **options)
+    else:
+        # The gradients are added to fp32 accumulators, as on a ring.
+        grads = [torch.zeros(x.shape, device="cuda") for x in (q, k, v)]
+        dispatch.backward(q, k, v, dout, lse, row_delta(out, dout), intervals, dq=grads[0], dk=grads[1], dv=grads[2], **options)
     torch.cuda.synchronize()
 
 
@@ -122,16 +187,19 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--heads", type=int, default=16, help="query heads and key heads (default: 16)")
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256), help="default: 128")
     parser.add_argument("--mask", choices=MASKS, default="causal", help="default: causal")
+    parser.add_argument("--backend", choices=PREDICTIONS, default="triton", help="the kernels; default: triton")
     args = parser.parse_args(argv)
     if not (args.predict or torch.cuda.is_available()):
         parser.error("a CUDA device is required; --predict works without one")
+    if args.backend == "hopper" and args.head_dim > 128:
+        parser.error(f"--head-dim {args.head_dim}: the Hopper kernels support 64 and 128, use --backend triton")
     case = args.length, args.heads, args.head_dim, MASKS[args.mask]
     if not args.predict:
-        launch(*case)
+        launch(*case, args.backend)
         return
-    columns = "kernel | L2 reads, MB | L2 read sectors | DRAM reads, MB | DRAM writes, MB"
+    columns = "kernel | L2 reads, MB | L2 read sectors | DRAM reads, MB | DRAM writes, MB | L2 reductions, MB"
     rows = []
-    for kernel, traffic in predict(*case).items():
+    for kernel, traffic in PREDICTIONS[args.backend](*case).items():
         megabytes = [f"{count / 1e6:,.0f}" for count in traffic]
         rows.append([kernel, megabytes[0], f"{traffic.l2_read // SECTOR_BYTES:,}", *megabytes[1:]])
     print(markdown_table(columns, rows), end="")
