@@ -4,9 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ringattn import flash_attention
 from ringattn.kernels import blockwise, reference
+from scripts.labs import measure
+from scripts.labs.blockwise_bytes import TileSize, tile_size
 from tests.covering import every_pair
 from tests.kernels.compare import assert_states_close
 from tests.kernels.contract import (
@@ -108,44 +110,25 @@ def test_random_intervals_match_the_reference(num_queries, num_keys, batch, head
     check_kernels(make_problem(lo, hi, num_keys, batch=batch, heads=heads), blockwise, blockwise, floor=1.0)
 
 
-class _LargestTensor(TorchDispatchMode):
-    """Record the number of elements of the largest tensor that any operation creates."""
+def peak_memory(num_tokens: int, tile: int) -> int:
+    """Return the peak memory of a causal forward and backward of `flash_attention` in bytes, without the inputs.
 
-    numel = 0
+    Args:
+        num_tokens: the length of the sequence.
+        tile: the numbers of queries and of keys of a tile.
+    """
+    *inputs, dout = (torch.randn(1, num_tokens, 1, 8) for _ in range(4))
+    for x in inputs:
+        x.requires_grad_()
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.numel = max(
-            [self.numel, *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor))]
-        )
-        return out
+    def call() -> None:
+        torch.autograd.grad(flash_attention(*inputs, is_causal=True, backend="blockwise"), inputs, dout)
 
-
-def largest_tensor(num_tokens: int) -> int:
-    """Return the size of the largest tensor of a causal forward and backward with head dim 8 and one head."""
-    problem = make_problem(*intervals_of("causal", num_tokens, num_tokens), num_tokens, heads=(1, 1), dims=(8, 8))
-    out, lse = problem.forward(blockwise, final=True)
-    with _LargestTensor() as mode:
-        problem.forward(blockwise, final=True)
-        blockwise.backward(
-            *(problem.q, problem.k, problem.v, problem.dout, lse, reference.row_delta(out, problem.dout)),
-            *(problem.intervals, problem.scale),
-        )
-    return mode.numel
+    with tile_size(TileSize(tile, tile)):
+        return measure.peak_bytes(call, torch.device("cpu"))
 
 
-def has_linear_memory(num_tokens: int) -> bool:
-    """Whether no tensor has more elements than a tile of 25 x 33 scores and than q."""
-    return largest_tensor(num_tokens) <= max(25 * 33, 8 * num_tokens)
-
-
-@pytest.mark.parametrize("num_tokens", (128, 256))
-def test_memory_is_linear_in_the_number_of_tokens(num_tokens):
-    assert has_linear_memory(num_tokens)
-
-
-def test_memory_of_tiles_that_contain_all_tokens_is_not_linear(monkeypatch):
-    """The test above fails for a kernel whose tiles have 10^9 rows."""
-    monkeypatch.setattr(blockwise, "QUERY_TILE", 10**9)
-    monkeypatch.setattr(blockwise, "KEY_TILE", 10**9)
-    assert not has_linear_memory(128) and largest_tensor(256) == 256**2
+@pytest.mark.parametrize("tile, is_linear", [(64, True), (10**9, False)], ids=("tile-of-64", "tile-of-10^9"))
+def test_memory_is_linear_in_the_number_of_tokens(tile, is_linear):
+    """Four times as many tokens need four times the memory. A tile that contains all tokens needs 16 times the memory."""
+    assert (peak_memory(512, tile) < 5 * peak_memory(128, tile)) == is_linear

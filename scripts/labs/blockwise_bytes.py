@@ -1,0 +1,89 @@
+"""Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
+
+An operand of a tile is loaded if it is not the operand of the previous tile. A new tile of queries starts with nothing loaded.
+This is what a kernel on a GPU does: it keeps the queries on the chip and loads one tile of keys and values after the other.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+from unittest.mock import patch
+
+from torch import Tensor
+
+from ringattn.kernels import blockwise, reference
+from ringattn.kernels.interval_mask import Intervals
+from scripts.tools.count_bytes import FP32_BYTES, forward_loads, total_loop_rows
+
+
+class TileSize(NamedTuple):
+    """The number of queries (Br) and the number of keys (Bc) of a tile."""
+
+    queries: int
+    keys: int
+
+
+@contextmanager
+def tile_size(tile: TileSize) -> Iterator[None]:
+    """Let the blockwise kernel use tiles of this size."""
+    with patch.multiple(blockwise, QUERY_TILE=tile.queries, KEY_TILE=tile.keys):
+        yield
+
+
+class Loads:
+    """The number of bytes that the tiles have loaded so far."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._loaded: list[tuple] = []  # for each operand of the previous tile: its address and its shape
+
+    def add(self, operands: list[Tensor]) -> None:
+        """Count the operands of a tile. The first operand must be the queries."""
+        tiles = [(x.data_ptr(), x.shape) for x in operands]
+        if self._loaded[:1] != tiles[:1]:
+            self._loaded = [()] * len(tiles)
+        self.bytes += sum(x.nbytes for x, tile, old in zip(operands, tiles, self._loaded, strict=True) if tile != old)
+        self._loaded = tiles
+
+
+@contextmanager
+def counted_loads() -> Iterator[Loads]:
+    """Count the loads of all calls of the blockwise kernel.
+
+    The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. This function therefore counts the
+    tensors that these calls receive. An accumulator of a gradient counts as loaded, too. The state of the queries does not
+    count, because it stays on the chip.
+    """
+    loads = Loads()
+
+    def counted(function: Callable, forward: bool) -> Callable:
+        def call(*arguments, **options):
+            # The arguments of the backward are q, k, v, dout, lse, delta, intervals, scale, dq, dk and dv.
+            loads.add([*arguments[:3]] if forward else [*arguments[:6], *arguments[8:11]])
+            return function(*arguments, **options)
+
+        return call
+
+    with ExitStack() as stack:
+        for name in ("forward", "backward"):
+            function = counted(getattr(reference, name), name == "forward")
+            stack.enter_context(patch.object(reference, name, function))
+        yield loads
+
+
+def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileSize) -> dict[str, int]:
+    """Return the bytes that the tiles load in the forward pass and in the backward pass, for fp32 inputs.
+
+    Args:
+        intervals: the mask. B is 1, and there are as many key heads as query heads.
+        heads: the number of heads.
+        head_dim: the head dim of q, k and v.
+        tile: the size of a tile.
+    """
+    keys = heads * total_loop_rows(intervals, *tile)
+    queries, row = heads * intervals.num_rows, head_dim * FP32_BYTES
+    # In the backward, the queries bring dout, dq, lse and delta with them, and the keys bring v, dk and dv.
+    return {
+        "forward": forward_loads(intervals, heads, head_dim, *tile, FP32_BYTES),
+        "backward": queries * (3 * row + 2 * FP32_BYTES) + keys * 4 * row,
+    }

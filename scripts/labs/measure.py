@@ -1,0 +1,122 @@
+"""Functions that all labs share: the options of the command line, the time and the memory of a call, and a memory limit."""
+
+import argparse
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from scripts import command
+from scripts.plots import plt, save_plot
+
+OUTPUT = command.ROOT / "outputs" / "labs"
+CPU_REPEATS = 3
+MIB = 2**20
+# The size of the virtual memory of this process, in pages, is the first number in this file. Only Linux has such a file.
+MEMORY_FILE = Path("/proc/self/statm")
+
+
+def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
+    """Create the parser of a lab with the options --device and --output.
+
+    Args:
+        doc: the docstring of the lab, which becomes the help text.
+        name: the name of the lab. The picture is written to outputs/labs/<name>.png by default.
+    """
+    parser = command.new_parser(doc)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is a GPU")
+    parser.add_argument("--output", type=Path, default=OUTPUT / f"{name}.png", help=f"default: outputs/labs/{name}.png")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments, and convert --device to a `torch.device`. Exit if the device is missing.
+
+    On a CPU, PyTorch uses one thread. Otherwise, the times would depend on the other programs that run on the machine.
+    """
+    args = parser.parse_args(argv)
+    args.device = torch.device(args.device)
+    if args.device.type == "cpu":
+        torch.set_num_threads(1)
+    if args.device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this machine has no CUDA device, use --device cpu")
+    return args
+
+
+def describe_machine(device: torch.device) -> str:
+    """Return the name of the GPU, or "1 CPU thread", and the version of PyTorch."""
+    machine = torch.cuda.get_device_name(device) if device.type == "cuda" else "1 CPU thread"
+    return f"{machine}, torch {torch.__version__}"
+
+
+def milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median time of a call in milliseconds. The first call is not timed."""
+    if device.type == "cuda":
+        import triton
+
+        return triton.testing.do_bench(call, warmup=25, rep=100, return_mode="median")
+    call()
+    seconds = []
+    for _ in range(CPU_REPEATS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(seconds)
+
+
+def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
+    """Return the peak memory of a call in bytes. Memory that was allocated before the call is not counted.
+
+    On a CPU, the profiler of PyTorch records every allocation and every release of a tensor.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    changes = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        allocated += change.nbytes()
+        peak = max(peak, allocated)
+    return peak
+
+
+@contextmanager
+def limited_memory(limit: int, device: torch.device) -> Iterator[None]:
+    """Make allocations fail if this process needs more than `limit` bytes in addition to its present memory.
+
+    The limit applies to tensors on the CPU, and only on Linux. A GPU has its own limit, which is the size of its memory.
+    """
+    if device.type == "cuda" or not MEMORY_FILE.exists():
+        yield
+        return
+    old_limits = resource.getrlimit(resource.RLIMIT_AS)
+    present = int(MEMORY_FILE.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    resource.setrlimit(resource.RLIMIT_AS, (present + limit, old_limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, old_limits)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an exception says that the memory of the GPU or of the process is exhausted."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
+
+
+def write_picture(figure: plt.Figure, path: Path) -> None:
+    """Write the picture to a PNG file, create its folder if necessary, and print the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_plot(figure, path)
+    print(f"\nwrote {path}")

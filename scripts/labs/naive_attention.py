@@ -1,0 +1,181 @@
+"""Lab 1: compare naive attention with tiled attention in time and peak memory, until naive attention runs out of memory.
+
+    python -m scripts.labs.naive_attention
+
+Naive attention stores the N x N scores of every head. Tiled attention is `ringattn.flash_attention`. Both compute a causal
+forward and backward pass. The length of the sequence doubles from row to row. Naive attention stops at the first length at
+which an allocation fails. On a CPU, the limit of the memory is --limit-mib. The defaults are small on a CPU, and they fill the
+memory of a large GPU.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ringattn import flash_attention
+from scripts import command
+from scripts.labs import measure
+from scripts.labs.measure import MIB
+from scripts.plots import clean_axes, plot_points, plt, set_length_axis, short_length
+from scripts.tables import markdown_table
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+# The steps of naive attention, in their order. The profiler finds them by these names.
+STEPS = ("S = Q K^T", "scale", "mask", "softmax", "O = P V")
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call of attention."""
+
+    lengths: list[int]
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+SIZES = {
+    "cpu": Sizes([256 << i for i in range(5)], 2, 64, torch.float32),
+    "cuda": Sizes([1024 << i for i in range(8)], 16, 128, torch.bfloat16),
+}
+
+
+class Cost(NamedTuple):
+    """The time and the peak memory of a call."""
+
+    ms: float
+    bytes: int
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention in the steps of a textbook, and store the scores after every step.
+
+    Args:
+        q, k, v: (B, N, H, D).
+
+    Returns:
+        out (B, N, H, D).
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+    with record_function(STEPS[0]):
+        scores = q @ k.mT
+    with record_function(STEPS[1]):
+        scores = scores * q.shape[-1] ** -0.5
+    with record_function(STEPS[2]):
+        scores = scores.masked_fill(later, float("-inf"))
+    with record_function(STEPS[3]):
+        p = scores.softmax(-1)
+    with record_function(STEPS[4]):
+        out = p @ v
+    return out.transpose(1, 2)
+
+
+IMPLEMENTATIONS: dict[str, Attend] = {"naive": naive_attention, "tiled": partial(flash_attention, is_causal=True)}
+
+
+def random_inputs(length: int, sizes: Sizes, device: torch.device, count: int = 4) -> list[Tensor]:
+    """Return `count` standard normal tensors (1, length, heads, head_dim)."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape, options = (1, length, sizes.heads, sizes.head_dim), dict(device=device, dtype=sizes.dtype)
+    return [torch.randn(shape, generator=generator, **options) for _ in range(count)]
+
+
+def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit: int) -> Cost | None:
+    """Measure a forward and backward pass. Return None if it needs more memory than there is.
+
+    Args:
+        attend: the implementation of attention.
+        length: the number of tokens.
+        sizes: the other sizes of the call.
+        device: the device of all tensors.
+        limit: the memory in bytes that the call may use on a CPU.
+    """
+    try:
+        with measure.limited_memory(limit, device):
+            *inputs, dout = random_inputs(length, sizes, device)
+            for x in inputs:
+                x.requires_grad_()
+
+            def call() -> tuple[Tensor, ...]:
+                return torch.autograd.grad(attend(*inputs), inputs, dout)
+
+            call()
+        # The limit does not apply to the measurements, because the profiler needs memory, too.
+        return Cost(measure.milliseconds(call, device), measure.peak_bytes(call, device))
+    except (RuntimeError, MemoryError) as error:
+        if not measure.is_out_of_memory(error):
+            raise
+    # The tensors of the failed call are referenced by the exception, so they are freed only after the `except` clause.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return None
+
+
+def compare(sizes: Sizes, device: torch.device, limit: int) -> dict[str, dict[int, Cost | None]]:
+    """Return the costs of each implementation by length. After a failure, the implementation has no further lengths."""
+    found = {}
+    for name, attend in IMPLEMENTATIONS.items():
+        found[name] = {}
+        for length in sizes.lengths:
+            found[name][length] = cost(attend, length, sizes, device, limit)
+            if found[name][length] is None:
+                break
+    return found
+
+
+def results_table(found: dict[str, dict[int, Cost | None]], lengths: list[int]) -> str:
+    """Return the table of all lengths."""
+    rows = []
+    for length in lengths:
+        cells = []
+        for costs in found.values():
+            entry = costs.get(length)
+            stopped = "out of memory" if length in costs else "-"
+            cells += [f"{entry.ms:,.2f}", f"{entry.bytes / MIB:,.1f}"] if entry else [stopped, stopped]
+        rows.append([f"{length:,}", *cells])
+    return markdown_table("tokens | naive, ms | naive, MiB | tiled, ms | tiled, MiB", rows)
+
+
+def plot(found: dict[str, dict[int, Cost | None]], lengths: list[int], capacity: int, title: str) -> plt.Figure:
+    """Plot the time and the peak memory over the length. A horizontal line shows the capacity of the memory in bytes."""
+    figure, (times, peaks) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for number, (name, costs) in enumerate(found.items()):
+        measured = {length: entry for length, entry in costs.items() if entry}
+        plot_points(times, [(length, entry.ms) for length, entry in measured.items()], number, name)
+        plot_points(peaks, [(length, entry.bytes / MIB) for length, entry in measured.items()], number, name)
+        for length in costs.keys() - measured.keys():
+            label = f"{name}: out of memory at {short_length(length)}"
+            peaks.plot([length], [capacity / MIB], "x", color=f"C{number}", markersize=9, label=label)
+    peaks.axhline(capacity / MIB, color="grey", linestyle=":")
+    times.set(ylabel="ms, forward and backward", yscale="log", title="time")
+    peaks.set(ylabel="MiB", yscale="log", title="peak memory (dotted: all memory)")
+    for axes in (times, peaks):
+        set_length_axis(axes, lengths, "tokens")
+        clean_axes(axes)
+        axes.legend(frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def main(argv: list[str]) -> None:
+    parser = measure.new_parser(__doc__, "naive_attention")
+    parser.add_argument("--lengths", type=command.at_least(2), nargs="+", help="tokens; the default depends on the device")
+    parser.add_argument("--limit-mib", type=command.at_least(1), default=256, help="memory on a CPU; default: 256")
+    args = measure.parse(parser, argv)
+    sizes = SIZES[args.device.type]
+    sizes = sizes._replace(lengths=sorted(args.lengths or sizes.lengths))
+    limit = args.limit_mib * MIB
+    found = compare(sizes, args.device, limit)
+    capacity = torch.cuda.mem_get_info(args.device)[1] if args.device.type == "cuda" else limit
+    print(results_table(found, sizes.lengths), end="")
+    title = f"{sizes.heads} heads of dim {sizes.head_dim}, causal, {measure.describe_machine(args.device)}"
+    measure.write_picture(plot(found, sizes.lengths, capacity, title), args.output)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
