@@ -3,7 +3,6 @@
 import argparse
 import os
 import resource
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from scripts import command
 from scripts.plots import plt, save_plot
 
 OUTPUT = command.ROOT / "outputs" / "labs"
-CPU_REPEATS = 3
+CPU_REPEATS = 5
 MIB = 2**20
 # The size of the virtual memory of this process, in pages, is the first number in this file. Only Linux has such a file.
 MEMORY_FILE = Path("/proc/self/statm")
@@ -56,7 +55,11 @@ def describe_machine(device: torch.device) -> str:
 
 
 def milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of a call in milliseconds. The first call is not timed."""
+    """Return the time of a call in milliseconds. The first call is not timed.
+
+    On a GPU, it is the median time of many calls. On a CPU, it is the shortest time of a few calls, because other programs on
+    the machine only add time.
+    """
     if device.type == "cuda":
         import triton
 
@@ -67,7 +70,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
         start = time.perf_counter()
         call()
         seconds.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(seconds)
+    return 1e3 * min(seconds)
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:

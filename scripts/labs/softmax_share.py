@@ -35,7 +35,7 @@ def step_flops(length: int, sizes: Sizes) -> dict[str, int]:
 
 
 def step_times(inputs: list[Tensor]) -> dict[str, float]:
-    """Return the mean time of each step in milliseconds."""
+    """Return the time of each step in milliseconds, which is the shortest of REPEATS repetitions."""
     on_gpu = inputs[0].is_cuda
     naive_attention(*inputs)  # the first call allocates memory and selects the kernels
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -44,12 +44,12 @@ def step_times(inputs: list[Tensor]) -> dict[str, float]:
             naive_attention(*inputs)
         if on_gpu:
             torch.cuda.synchronize()
-    microseconds = dict.fromkeys(STEPS, 0.0)
+    microseconds = {step: [] for step in STEPS}
     for event in profiler.events():
         # On a GPU, the profiler reports every step twice. Use only the event of the host, which knows the kernels it launched.
         if event.name in microseconds and event.device_type == DeviceType.CPU:
-            microseconds[event.name] += event.device_time_total if on_gpu else event.cpu_time_total
-    return {step: total / REPEATS / 1e3 for step, total in microseconds.items()}
+            microseconds[event.name].append(event.device_time_total if on_gpu else event.cpu_time_total)
+    return {step: min(repetitions) / 1e3 for step, repetitions in microseconds.items()}
 
 
 def shares(numbers: dict[str, float]) -> dict[str, float]:
