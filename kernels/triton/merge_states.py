@@ -70,6 +70,9 @@ def _merge_kernel(
     state = _merge_part(state, (c_m, c_l, c_o), (c_first, c_end), batch, row, columns, inside, HEADS, DIM)
     new_m, new_l, new_o = state
     if out is None:
+        # Several warps load the same elements of m and l, because every warp needs them for its elements of o. Without the
+        # barrier, a fast warp would overwrite an element before a slow warp has loaded it.
+        tl.debug_barrier()
         tl.store(m + index, new_m, mask=inside)
         tl.store(l + index, new_l, mask=inside)
         tl.store(o + elements, new_o, mask=mask)

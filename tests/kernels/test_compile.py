@@ -93,3 +93,9 @@ def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
     cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds if (dim, kind) != (64, "few")]
     cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
     check_pipeline(compile_cases("compile_hopper", cases))
+
+
+@pytest.mark.slow
+def test_merges_in_place_load_every_element_before_they_store_any():
+    """Several warps load the same elements of m and l, so no warp may store its result before all warps have loaded them."""
+    assert all(result["separated"] for result in run("compile_merge", ["64", "128"]))

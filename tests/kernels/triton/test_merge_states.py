@@ -43,6 +43,22 @@ def test_merge_matches_the_reference(parts, batch, dim, dtype, device):
         torch.testing.assert_close(result.double().cpu(), exact, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", (64, 128))
+def test_many_merges_in_place_match_the_reference(dim, device):
+    """With many programs, the warps of a program do not run at the same speed, so a missing barrier shows."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = 1, 4096, 16, dim
+    base, part = (
+        tuple(torch.randn(size, generator=generator, device=device).abs() for size in (shape[:3], shape[:3], shape))
+        for _ in range(2)
+    )
+    expected = reference.merge_states(to(base, torch.float64), [(0, to(part, torch.float64))])
+    for _ in range(50):
+        for result, exact in zip(kernel.merge_states(to(base, device), [(0, part)]), expected, strict=True):
+            torch.testing.assert_close(result.double(), exact, rtol=2e-6, atol=2e-6)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
 def test_no_parts(dtype, device):
     """A state without further parts is returned or finalised, and empty queries give 0 and -inf."""

@@ -1,0 +1,44 @@
+"""Compile the kernel that merges states for sm_90 without a GPU, and print the order of its accesses to memory as JSON.
+
+    python -m tests.kernels.compile_merge 64 128
+
+The arguments are head dims. For each of them, the program prints whether a barrier separates the loads of a merge in place from
+its stores. This is a program of its own for the same reason as `tests.kernels.compile_sm90`.
+"""
+
+import json
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ringattn.kernels.triton import merge_states as kernel
+
+
+def compile_in_place(head_dim: int) -> str:
+    """Return the PTX of a merge of one state into another, in place, for 16 heads."""
+    function = kernel._merge_kernel
+    constants = dict(HEADS=16, DIM=head_dim, PADDED_DIM=head_dim, ROWS=kernel.ELEMENTS // head_dim)
+    tensors = ("m", "l", "o", "a_m", "a_l", "a_o")
+    absent = "b_m", "b_l", "b_o", "c_m", "c_l", "c_o", "out", "lse"  # the other parts, and the outputs of a final merge
+    constants |= dict.fromkeys(absent)
+    signature = {
+        name: "constexpr" if name in constants else "*fp32" if name in tensors else "i32" for name in function.arg_names
+    }
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind == "*fp32"}
+    source = ASTSource(function, signature, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def main() -> None:
+    for head_dim in map(int, sys.argv[1:]):
+        accesses = re.findall(r"(ld\.global|bar\.sync|st\.global)", compile_in_place(head_dim))
+        loads, stores = ([i for i, x in enumerate(accesses) if x.startswith(kind)] for kind in ("ld", "st"))
+        assert loads and stores
+        print(json.dumps({"head_dim": head_dim, "separated": "bar.sync" in accesses[max(loads) : min(stores)]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
