@@ -21,7 +21,8 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 
 from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
 from ringattn.comm.calls import Call, shorten
-from ringattn.comm.p2p import P2PTransport, SingleRankTransport
+from ringattn.comm.p2p import P2PTransport, SingleRankTransport, backend_name
+from ringattn.comm.shared_gpus import SHARE_GPUS, allow_shared_memory, sharing_is_allowed
 from ringattn.comm.simulated import SIMULATED_RANKS, SimulatedRank
 from ringattn.comm.transport import MessageTransport, Transport
 from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
@@ -71,14 +72,16 @@ def connect(
         transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. With "p2p",
             the process group sends and receives messages. With "auto", the environment variable RINGATTN_TRANSPORT chooses the
             transport. If the variable is not set, NVLink is chosen if all ranks are GPUs of one host that can access each
-            other's memory, and "p2p" is chosen otherwise.
+            other's memory, and "p2p" is chosen otherwise. Ranks may share a GPU only if the environment variable
+            RINGATTN_SHARE_GPUS is 1, see `ringattn.comm.shared_gpus`.
         call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
             only once, in the handshake.
         relays: whether neighbours relay the blocks of the ring. NVLink copies do not relay blocks, so "auto" then means
             "p2p".
 
     Raises:
-        ValueError: the transport is unknown or unavailable, or the settings of the first call differ between ranks.
+        ValueError: the transport is unknown or unavailable, the settings of the first call differ between ranks, or two ranks
+            use the same GPU and the group uses NCCL.
         RingFault: a rank of the group did not make its first call within the timeout.
     """
     if not group_name:
@@ -138,13 +141,15 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     store = _group_store(group, f"{device.type}/{transport}")
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device))]
     _compare_calls(store, group, call)
+    shares_gpus = _check_shared_gpus(ranks, group)
     # Some ranks may find that NVLink is unavailable while other ranks do not. The ranks exchange the reasons, because all ranks
     # must choose the same transport.
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
         raise ValueError(f"transport='nvlink' is unavailable: {reason}; use transport='p2p' or 'auto'")
-    name = "nvlink" if wanted != "p2p" and not reason else "nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" and backend_name(group, "cuda") != "gloo" else "gloo"
+    name = "nvlink" if wanted != "p2p" and not reason else backend
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"
     one_host = len({rank.host for rank in ranks}) == 1
     # The slowest rank determines the speed of a ring. All ranks must use the same speed in the cost model, so that they choose
@@ -155,6 +160,8 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     if name == "nvlink":
         from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
 
+        if shares_gpus:
+            allow_shared_memory()
         return NvlinkTransport(group, device, joined, watchdog)
     connection = P2PTransport(group, joined, watchdog)
     if device.type == "cuda":
@@ -192,6 +199,30 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
                 )
 
 
+def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
+    """Return whether two ranks use the same GPU. If they do, log a warning once per group, on its rank 0.
+
+    Raises:
+        ValueError: two ranks use the same GPU, and the group uses NCCL.
+    """
+    users: dict[tuple[str, str], list[int]] = {}  # the ranks that use each GPU
+    for number, rank in enumerate(ranks):
+        if rank.gpu != "none":
+            users.setdefault((rank.host, rank.gpu), []).append(number)
+    shared = next((numbers for numbers in users.values() if len(numbers) > 1), None)
+    if shared is None:
+        return False
+    if backend_name(group, "cuda") == "nccl":
+        raise ValueError(
+            f"ranks {shared[0]} and {shared[1]} use the same GPU, which NCCL rejects: give every rank its own GPU, or set "
+            f"{SHARE_GPUS}=1 and create the process group with backend='cpu:gloo,cuda:gloo'"
+        )
+    if group.rank() == 0 and all(known is not group for known, _ in _connections.values()):
+        gpus = "one GPU" if len(users) == 1 else f"{len(users)} GPUs"
+        log.warning("%d ranks share %s: measured speeds are meaningless", len(ranks), gpus)
+    return True
+
+
 def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: object) -> list:
     """Return a list with the value of each rank. The ranks exchange the values as JSON over the store.
 
@@ -224,8 +255,8 @@ def _why_not_nvlink(ranks: list[_Identity], device: torch.device) -> str:
         return "this torch is not built for CUDA"
     if len(hosts) > 1:
         return f"the ranks are on {len(hosts)} hosts"
-    if len(set(gpus)) < len(gpus):
-        return "two ranks use the same GPU"
+    if len(set(gpus)) < len(gpus) and not sharing_is_allowed():
+        return f"two ranks use the same GPU and {SHARE_GPUS} is not 1"
     # Each process may have a different value of CUDA_VISIBLE_DEVICES. This variable may hide the GPUs of other ranks, and the
     # same device index may stand for different GPUs in different processes. Therefore GPUs are compared by UUID.
     local = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}

@@ -1,4 +1,8 @@
-"""Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank."""
+"""Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank.
+
+If a process group uses gloo for tensors on GPUs, its messages pass through host memory. This is slow. It is meant for ranks
+that share a GPU, because NCCL rejects such ranks.
+"""
 
 import torch
 import torch.distributed as dist
@@ -8,8 +12,17 @@ from ringattn.comm.watchdog import Watchdog
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 
+def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
+    """Return the name of the backend that `group` uses for tensors on devices of the given type, or "" if there is none."""
+    # The text has the form "cpu:gloo,cuda:nccl".
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device_type, "")
+
+
 class P2PTransport(MessageTransport):
     """A transport that uses isend and irecv of a process group. NCCL sends and receives all messages of a step in one kernel.
+
+    gloo sends and receives messages of the host. Tensors on GPUs are therefore copied to the host and back.
 
     Args:
         group: the ranks of the ring.
@@ -20,9 +33,37 @@ class P2PTransport(MessageTransport):
     def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
         self.group, self.interconnect, self.watchdog = group, joined, watchdog or self.watchdog
         self.rank, self.size = group.rank(), group.size()
+        self._gpus_use_gloo = backend_name(group, "cuda") == "gloo"
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
+        if self._gpus_use_gloo and any(x.is_cuda for x, _ in (*sends, *receives)):
+            return self._exchange_through_host(sends, receives)
+        return self._exchange(sends, receives)
+
+    def _exchange_through_host(self, sends: Addressed, receives: Addressed) -> Wait:
+        """Exchange messages like `exchange`, with copies of the tensors in host memory, because gloo cannot read GPU memory.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "messages of GPUs over gloo pass through host memory, so they cannot be part of a CUDA graph: use "
+                "transport='nvlink', or give every rank its own GPU and create the process group with NCCL"
+            )
+        sent = [(x.cpu(), peer) for x, peer in sends]  # the copies wait for the kernels that compute the tensors
+        received = [(torch.empty_like(x, device="cpu"), peer) for x, peer in receives]
+        wait_for_messages = self._exchange(sent, received)
+
+        def wait(sent: Addressed = sent) -> None:  # the default argument keeps the sent tensors alive
+            wait_for_messages()
+            for (x, _), (copy, _) in zip(receives, received, strict=True):
+                x.copy_(copy)
+
+        return wait
+
+    def _exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         operations = [
             # P2POp expects global ranks, even if the group has fewer ranks than the job. Both the sender and the receiver of a
             # message know its size, so both of them skip a message that is empty.

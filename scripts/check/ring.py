@@ -4,9 +4,12 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
 
 Run this script on a new machine or cluster before a long training run. If the ranks have GPUs, the script uses bf16 over NVLink
-and NCCL. Otherwise, the script uses fp32 over gloo. The script compares every row of every result with the reference, and
-divides the error of a row by the scale of the row. The script prints a table of the largest row errors over all ranks. If an
-error exceeds its limit, the script prints the rank with the error and exits with status 1.
+and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the script uses
+fp32 over gloo.
+
+The script compares every row of every result with the reference, and divides the error of a row by the scale of the row. The
+script prints a table of the largest row errors over all ranks. If an error exceeds its limit, the script prints the rank with
+the error and exits with status 1.
 """
 
 import argparse
@@ -21,6 +24,7 @@ from torch import Tensor
 
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm.connect import connect
+from ringattn.comm.p2p import backend_name
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.train.config import ConfigError
@@ -140,7 +144,10 @@ def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
     intervals = {name: Intervals.of(*mask.intervals(seq_len), seq_len, device) for name, mask in masks.items()}
     expected = {name: float64_results(*tensors, intervals[name]) for name in masks}
 
-    title = f"{ranks} ranks on {device.type}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
+    # Only ranks that share a GPU use gloo for tensors on GPUs.
+    shares_gpu = device.type == "cuda" and backend_name(dist.group.WORLD, "cuda") == "gloo"
+    place = "cuda (several ranks share a GPU)" if shares_gpu else device.type
+    title = f"{ranks} ranks on {place}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
     text = f"{title}\n\n" + markdown_table(" | ".join(("way", "mask", *NAMES)), [])
     failures = []
     for way in available_ways(device):
@@ -163,10 +170,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    connect_ranks()
+    connect_ranks(share_gpus=True)
     try:
         with sync_errors():
-            device = pick_device("auto")
+            device = pick_device("auto", share_gpus=True)
             check_sequence_length(args.seq_len)
         failures = check(device, args.seq_len, args.head_dim)
     except ConfigError as error:

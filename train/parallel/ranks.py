@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.launcher import begin_attempt, launch_time
 from ringattn.train.parallel.mesh import build_mesh
@@ -41,13 +42,17 @@ class Launch(NamedTuple):
     time: str
 
 
-def connect_ranks() -> Launch:
+def connect_ranks(share_gpus: bool = False) -> Launch:
     """Initialise the default process group.
 
     The group contains all ranks that torchrun has started. Without torchrun, this process is the only rank.
 
     The group uses NCCL for tensors on GPUs and gloo for tensors on CPUs. The group can therefore be created before the settings
     are read, when the device of the run is not yet known.
+
+    Args:
+        share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. The group then uses gloo for
+            tensors on GPUs, because NCCL rejects two ranks on one GPU. All ranks must pass the same value.
     """
     if "RANK" in os.environ:
         # torchrun starts its store before it starts the ranks. If the store does not respond, torchrun has died, so the timeout
@@ -60,8 +65,18 @@ def connect_ranks() -> Launch:
     job_store = dist.PrefixStore("ringattn", job_store)
     store, attempt = begin_attempt(job_store, rank, world_size)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if share_gpus and _any_gpu_is_shared(store, rank, world_size):
+        os.environ[SHARE_GPUS] = "1"
+        backend = "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
     return Launch(store, attempt, launch_time(job_store) if rank == 0 else "")
+
+
+def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
+    """Return whether a host has GPUs, but fewer GPUs than ranks. The ranks exchange their answers over the store."""
+    keys = [f"shares_gpu/{each}" for each in range(world_size)]
+    store.set(keys[rank], str(int(0 < torch.cuda.device_count() < ranks_per_host())))
+    return any(store.get(key) == b"1" for key in keys)  # `get` waits until a rank has set the key
 
 
 def disconnect_ranks() -> None:
@@ -123,7 +138,7 @@ def ranks_per_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, share_gpus: bool = False) -> torch.device:
     """Return the device of this rank, and make this device the current device.
 
     On CPUs, the ranks of a host divide the cores of the host among themselves. With a GPU, PyTorch's operations on the CPU use
@@ -131,19 +146,22 @@ def pick_device(name: str) -> torch.device:
 
     Args:
         name: the value of `trainer.device`: "auto", "cuda" or "cpu".
+        share_gpus: let several ranks use the same GPU if the host has fewer GPUs than ranks.
 
     Raises:
-        ConfigError: the host has fewer GPUs than ranks.
+        ConfigError: the host has fewer GPUs than ranks and `share_gpus` is False, or `name` is "cuda" and the host has no GPU.
     """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_per_host()))
         return torch.device("cpu")
-    if torch.cuda.device_count() < ranks_per_host():
+    gpus = torch.cuda.device_count()
+    if gpus < (1 if share_gpus else ranks_per_host()):
         raise ConfigError(
-            f"trainer.device={name}: this machine has {torch.cuda.device_count()} usable GPUs for {ranks_per_host()} ranks, "
-            "but each rank requires its own GPU: launch fewer ranks, or set trainer.device=cpu"
+            f"trainer.device={name}: this machine has {gpus} usable GPUs for {ranks_per_host()} ranks, but each rank requires "
+            "its own GPU, because NCCL rejects two ranks on one GPU and ranks that share a GPU are slower than one rank: "
+            "launch fewer ranks, or set trainer.device=cpu"
         )
     torch.set_num_threads(1)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus)
     torch.cuda.set_device(device)
     return device

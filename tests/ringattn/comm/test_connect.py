@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from ringattn.comm import connect, nvlink
 from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
+from ringattn.comm.shared_gpus import SHARE_GPUS
 from tests.distributed import run_ranks
 from tests.ringattn.comm.test_p2p import check_rings
 from tests.ringattn.test_ulysses import check_mesh
@@ -100,6 +102,41 @@ def test_reasons_against_nvlink(hosts: tuple, gpus: tuple, reason: str, monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     ranks = [_Identity(host, gpu, 1.0) for host, gpu in zip(hosts, gpus, strict=True)]
     assert reason in _why_not_nvlink(ranks, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("value", ("0", "1", "yes"))
+def test_ranks_share_a_gpu_only_if_the_user_allows_it(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable must be 0 or 1."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="x"))
+    monkeypatch.setenv(SHARE_GPUS, value)
+    arguments = [_Identity("a", "x", 1.0)] * 2, torch.device("cuda")
+    if value == "yes":
+        with pytest.raises(ValueError, match=f"{SHARE_GPUS}=yes"):
+            _why_not_nvlink(*arguments)
+    else:
+        assert (_why_not_nvlink(*arguments) == "") == (value == "1")
+
+
+def check_shared_gpu() -> None:
+    """Three ranks pretend that ranks 0 and 2 share a GPU. Rank 0 logs this once, and torch is told to allow it."""
+    rank, messages = dist.get_rank(), []
+    connect._identity = lambda device: _Identity("host", "y" if dist.get_rank() == 1 else "x", 1.0)
+    connect._why_not_nvlink = lambda *_: ""
+    connect.log.warning = lambda message, *values: messages.append(message % values)
+    nvlink.NvlinkTransport = lambda *_: os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
+    assert connect.connect(dist.group.WORLD.group_name, CPU, "nvlink") == "1"
+    assert connect.connect(dist.group.WORLD.group_name, CPU, "p2p").interconnect.name == "gloo"
+    assert messages == ["3 ranks share 2 GPUs: measured speeds are meaningless"] * (rank == 0)
+    connect.backend_name = lambda *_: "nccl"
+    with pytest.raises(ValueError, match="ranks 0 and 2 use the same GPU, which NCCL rejects.*RINGATTN_SHARE_GPUS=1.*gloo"):
+        connect.connect(dist.group.WORLD.group_name, CPU)
+
+
+def test_ranks_that_share_a_gpu(tmp_path: Path) -> None:
+    """Processes that pretend to have GPUs."""
+    run_ranks(check_shared_gpu, 3, tmp_path)
 
 
 def check_first_calls(differences: tuple[str, ...], call: Callable[[str, dist.ProcessGroup], object]) -> None:

@@ -26,6 +26,20 @@ def test_two_ranks_match_float64(tmp_path):
     assert all(any(text.startswith(f"| {way} | {mask} |") for text in rows) for way in ways for mask in MASKS)
 
 
+@pytest.mark.gpu
+def test_four_ranks_on_gpus_match_float64(tmp_path):
+    """The ranks share GPUs if there are fewer than four."""
+    finished = launch(4, tmp_path, "--seq-len", "515", script="scripts.check.ring")
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[-1] == "every error is within its limit"
+    assert any("(several ranks share a GPU)" in text for text in lines) == (torch.cuda.device_count() < 4)
+    for transport in ("nvlink", "p2p"):
+        ways = [f"{transport}, {each}" for each in ("state", "kv", "state, all-to-all among 2", "kv, all-to-all among 2")]
+        ways.append(f"{transport}, auto, all-to-all among 4")
+        assert all(any(text.startswith(f"| {way} | {mask} |") for text in lines) for way in ways for mask in MASKS)
+
+
 @pytest.mark.slow
 def test_error_on_two_ranks_is_printed_once(tmp_path):
     finished = launch(2, tmp_path, "--seq-len", "63", script="scripts.check.ring")
@@ -40,7 +54,7 @@ def test_short_sequence_is_rejected(capsys):
 
 
 def test_error_of_one_machine_is_reported(monkeypatch, capsys):
-    def pick_device(name):
+    def pick_device(name, share_gpus):
         raise ConfigError("this machine has 0 usable GPUs")
 
     monkeypatch.setattr(check_ring, "pick_device", pick_device)

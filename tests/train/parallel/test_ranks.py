@@ -7,11 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn.comm.p2p import backend_name
+from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.train.checkpoint.storage import CheckpointError
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import (
     CUBLAS_WORKSPACE,
+    _any_gpu_is_shared,
     broadcast_object,
     connect_ranks,
     disconnect_ranks,
@@ -104,8 +107,38 @@ def test_every_rank_has_its_own_gpu(gpus, monkeypatch):
 
 def test_fewer_gpus_than_ranks_are_an_error(gpus, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    with pytest.raises(ConfigError, match="has 2 usable GPUs for 3 ranks.*launch fewer ranks, or set trainer.device=cpu"):
+    reason = "NCCL rejects two ranks on one GPU.*slower than one rank"
+    remedy = "launch fewer ranks, or set trainer.device=cpu"
+    with pytest.raises(ConfigError, match=f"has 2 usable GPUs for 3 ranks.*{reason}.*{remedy}"):
         pick_device("cuda")
+
+
+def test_ranks_share_gpus_only_on_request(gpus, monkeypatch):
+    """Three ranks on two GPUs. Ranks on one GPU need gloo, so the choice does not depend on the host of a rank."""
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(SHARE_GPUS, "0")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    for local_ranks, shares in (("2", False), ("3", True)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local_ranks)
+        connect_ranks(share_gpus=True)
+        try:
+            assert os.environ[SHARE_GPUS] == str(int(shares))
+            assert not shares or backend_name(dist.group.WORLD, "cuda") == "gloo"
+        finally:
+            disconnect_ranks()
+    assert pick_device("auto", share_gpus=True) == gpus.current == torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ConfigError, match="0 usable GPUs"):
+        pick_device("cuda", share_gpus=True)
+
+
+@pytest.mark.parametrize("others", (b"00", b"01"))
+def test_all_ranks_know_whether_any_gpu_is_shared(others, gpus, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    store = dist.HashStore()
+    for rank, answer in enumerate(others.decode(), start=1):
+        store.set(f"shares_gpu/{rank}", answer)
+    assert _any_gpu_is_shared(store, 0, 3) == (others == b"01")
 
 
 def test_ranks_on_cpus_divide_the_cores(gpus, monkeypatch):
