@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from tests import distributed
-from tests.distributed import run_ranks
+from tests.distributed import RankPool, run_ranks
 
 
 def sum_of_ranks(expected: int) -> None:
@@ -75,6 +75,32 @@ def test_an_interrupted_caller_leaves_no_rank_behind(tmp_path: Path) -> None:
         signal.signal(signal.SIGALRM, previous)
     for path in tmp_path.glob("*.pid"):
         assert not Path("/proc", path.read_text()).exists()
+
+
+def check_process(directory: Path) -> None:
+    """Check that every call reaches the same process."""
+    path = directory / f"{dist.get_rank()}.pid"
+    if path.exists():
+        assert path.read_text() == str(os.getpid())
+    path.write_text(str(os.getpid()))
+    sum_of_ranks(3)
+
+
+def test_a_pool_runs_several_functions_on_the_same_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a rank fails, exits or hangs, the error contains its traceback or stack, and the next function runs on new ranks."""
+    monkeypatch.setattr(distributed, "GRACE", 0.2)
+    pool = RankPool(3, tmp_path, "gloo")
+    for _ in range(2):
+        pool.run(check_process, tmp_path)
+    for function, report in (
+        (raise_on_rank_1, "rank 1: Traceback(.|\n)*was told to fail(.|\n)*rank 0 did not return(.|\n)*in raise_on_rank_1"),
+        (die_on_rank_1, "rank 1: exited with status -9"),
+    ):
+        with pytest.raises(AssertionError, match=report):
+            pool.run(function)
+        pool.run(sum_of_ranks, 3)
+    pool.close()
+    assert pool.starts == 3
 
 
 @pytest.mark.parametrize("value", ("first", "second"))

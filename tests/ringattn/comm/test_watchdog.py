@@ -18,9 +18,12 @@ import torch.distributed as dist
 from ringattn import Layout, Mask, ring_attention, simulate, ulysses_attention
 from ringattn.comm import watchdog
 from ringattn.comm.watchdog import TIMEOUT, RingFault, Watchdog, timeout_seconds
-from tests.distributed import run_ranks, start_ranks
+from tests.covering import pairs
+from tests.distributed import GPU_RANKS, gpu_backend, run_ranks, start_ranks
 
 RANKS, VICTIM = 3, 1
+OPERATIONS = "ring", "all-to-all"
+FAULTS = "dies during the call", "dies before the call", "hangs"
 ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 
@@ -32,60 +35,69 @@ def stopped_watchdog() -> Watchdog:
     return dog
 
 
-def fail_in_third_call(directory: Path, operation: str, fault: str, transport: str) -> None:
-    """Call attention again and again on every rank of a job. The victim dies or hangs at its third call."""
-    rank = dist.get_rank()
+def fail_in_third_call(directory: Path, operation: str, fault: str, transport: str, timeout: float) -> None:
+    """Call attention again and again on every rank of a job. The victim fails at its third call."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     os.dup2(os.open(directory / f"stderr_of_rank_{rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
-    device = torch.device("cpu") if transport == "gloo" else torch.device("cuda", rank)
-    if transport == "gloo":
-        watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.1, 1.0, 1.0
-    options = {"mask": Mask.causal(), "transport": "auto" if transport == "gloo" else transport}
+    watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.1, 1.0, 1.0
+    on_gpu, seq_len, head_dim = transport != "gloo", 8 * ranks, 16
+    device = torch.device("cpu")
+    if on_gpu:
+        device, head_dim = torch.device("cuda", torch.cuda.current_device()), 64
+    options = {"mask": Mask.causal(), "transport": transport if on_gpu else "auto"}
     if operation == "ring":
-        options |= {"layout": Layout.zigzag(24, RANKS), "group": dist.group.WORLD, "schedule": "kv"}
+        options |= {"layout": Layout.zigzag(seq_len, ranks), "group": dist.group.WORLD, "schedule": "kv"}
     else:
-        options |= {"layout": Layout.contiguous(24, 1).split(RANKS), "ulysses_group": dist.group.WORLD}
+        options |= {"layout": Layout.contiguous(seq_len, 1).split(ranks), "ulysses_group": dist.group.WORLD}
     attend = ring_attention if operation == "ring" else ulysses_attention
-    q, k, v = (torch.ones(1, 24 // RANKS, RANKS, 16, device=device) for _ in range(3))
+    q, k, v = (torch.ones(1, 8, ranks, head_dim, device=device) for _ in range(3))
     pause = 4 * watchdog.HEARTBEAT_INTERVAL  # long enough for several heartbeats
     try:
         for call in range(1000):
+            if on_gpu and call == 2:
+                torch.cuda.synchronize()  # the first calls compile kernels, so only later calls have the short timeout
+                os.environ[TIMEOUT] = str(timeout)
             if rank == VICTIM and call == 2:
                 time.sleep(pause)
-                if fault != "hangs":
+                if fault == "is stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                elif fault != "hangs":
                     os.kill(os.getpid(), signal.SIGKILL)
                 time.sleep(1000)
             if fault == "dies before the call" and call == 2:
                 time.sleep(2 * pause)
             attend(q, k, v, **options)
-            if device.type == "cuda" and call < 2:
-                torch.cuda.synchronize()  # the first calls compile kernels
+        if on_gpu:
+            torch.cuda.synchronize()  # the kernels wait for flags of the victim, and the watchdog ends the process
     except RingFault:
         traceback.print_exc()
         os._exit(1)
 
 
-def _on_gpus(transport: str):
-    too_few = pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason=f"needs {RANKS} GPUs")
-    return pytest.param(transport, marks=[pytest.mark.gpu, too_few])
-
-
-@pytest.mark.parametrize("transport", ("gloo", _on_gpus("nvlink"), _on_gpus("p2p")))
-@pytest.mark.parametrize("fault", ("dies during the call", "dies before the call", "hangs"))
-@pytest.mark.parametrize("operation", ("ring", "all-to-all"))
-def test_all_ranks_end_with_the_same_message(
-    operation: str, fault: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def check_fault(
+    directory: Path, ranks: int, operation: str, fault: str, transport: str, timeout: float, backend: str = "gloo"
 ) -> None:
-    """The message names the rank that died or hangs, its last hop, and the rank and hop that waited for it."""
-    timeout = 2 if transport == "gloo" else 25  # the first calls on GPUs compile kernels
-    monkeypatch.setenv(TIMEOUT, str(timeout))
+    """Run `fail_in_third_call` on all ranks.
+
+    The message must name the rank that fails, its last hop, and the rank and hop that waited for it.
+    """
     start = time.monotonic()
-    backend = "gloo" if transport == "gloo" else "nccl"
-    ranks = start_ranks(fail_in_third_call, RANKS, tmp_path, tmp_path, operation, fault, transport, backend=backend).processes
-    for rank in ranks:
-        rank.join(120)
-    assert time.monotonic() - start < timeout + 60
-    assert all(rank.exitcode for rank in ranks)
-    texts = [(tmp_path / f"stderr_of_rank_{rank}").read_text() for rank in range(RANKS)]
+    arguments = directory, operation, fault, transport, timeout
+    processes = start_ranks(fail_in_third_call, ranks, directory, *arguments, backend=backend).processes
+    try:
+        others = [process for rank, process in enumerate(processes) if rank != VICTIM]
+        for process in others:
+            process.join(max(0, start + 90 - time.monotonic()))
+        if fault == "is stopped":
+            processes[VICTIM].kill()
+        processes[VICTIM].join(10)
+    finally:
+        statuses = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+    texts = [(directory / f"stderr_of_rank_{rank}").read_text() for rank in range(ranks)]
+    assert all(statuses), (statuses, texts)
     found = {match.group() for text in texts for match in re.finditer(r"ringattn: rank .* the run ends here", text)}
     assert len(found) == 1, texts
     how = "makes no other call after" if fault == "hangs" else "gives no sign of life, last seen in"
@@ -95,6 +107,31 @@ def test_all_ranks_end_with_the_same_message(
     assert re.match(message, text), texts
     assert timeout <= int(re.search(r"waited (\d+) s", text)[1]) < timeout + 60 or fault != "hangs"
     assert all("the run ends here" in text for rank, text in enumerate(texts) if rank != VICTIM)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_all_ranks_end_with_the_same_message(
+    operation: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes over gloo."""
+    monkeypatch.setenv(TIMEOUT, "2")
+    check_fault(tmp_path, RANKS, operation, fault, "gloo", 2)
+
+
+# If a rank dies, kernels of the other ranks wait forever for flags that this rank would have set.
+FAULTS_ON_GPUS = pairs(ranks=GPU_RANKS, fault=(*FAULTS, "is stopped"), operation=OPERATIONS)
+FAULTS_ON_GPUS = [(*case, "nvlink") for case in FAULTS_ON_GPUS] + [(2, FAULTS[0], name, "p2p") for name in OPERATIONS]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks, fault, operation, transport", FAULTS_ON_GPUS)
+def test_all_ranks_on_gpus_end_with_the_same_message(
+    ranks: int, fault: str, operation: str, transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If there are too few GPUs, several ranks share a GPU."""
+    monkeypatch.setenv(TIMEOUT, "60")
+    check_fault(tmp_path, ranks, operation, fault, transport, 2, gpu_backend(ranks))
 
 
 def call_on_rank_0_only() -> None:
