@@ -52,14 +52,18 @@ class P2PTransport(MessageTransport):
                 "messages of GPUs over gloo pass through host memory, so they cannot be part of a CUDA graph: use "
                 "transport='nvlink', or give every rank its own GPU and create the process group with NCCL"
             )
-        sent = [(x.cpu(), peer) for x, peer in sends]  # the copies wait for the kernels that compute the tensors
-        received = [(torch.empty_like(x, device="cpu"), peer) for x, peer in receives]
+        sent, received = ([(_empty_on_host(x), peer) for x, peer in messages] for messages in (sends, receives))
+        for (x, _), (copy, _) in zip(sends, sent, strict=True):
+            copy.copy_(x, non_blocking=True)
+        # gloo reads the copies on the host. If several ranks share a GPU, waiting takes long, so the host waits only once.
+        if any(x.is_cuda for x, _ in sends):
+            torch.cuda.current_stream().synchronize()
         wait_for_messages = self._exchange(sent, received)
 
         def wait(sent: Addressed = sent) -> None:  # the default argument keeps the sent tensors alive
             wait_for_messages()
             for (x, _), (copy, _) in zip(receives, received, strict=True):
-                x.copy_(copy)
+                x.copy_(copy, non_blocking=True)
 
         return wait
 
@@ -91,6 +95,11 @@ class P2PTransport(MessageTransport):
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))
             self.exchange([(sent, after)], [(received, before)])()
         torch.cuda.synchronize(device)
+
+
+def _empty_on_host(x: torch.Tensor) -> torch.Tensor:
+    """Return a new tensor like x in host memory. The memory is pinned if x is on a GPU, so that copies are asynchronous."""
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
 
 
 class SingleRankTransport(MessageTransport):

@@ -27,6 +27,8 @@ def check_rings(
     tolerance: float,
     device: str = "cpu",
     quick: bool = False,
+    mask_names: tuple[str, ...] = MASK_NAMES,
+    kinds: tuple[str, ...] = KINDS,
     **options: object,
 ) -> None:
     """On every rank of a job: masks, layouts and schedules over all ranks, compared with fp64 on one rank.
@@ -35,7 +37,7 @@ def check_rings(
     """
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     case = Case.random(seq_len=seq_len, batch=2, dim=dim, value_dim=dim).to(dtype)
-    choices = dict(mask=MASK_NAMES, kind=KINDS, schedule=("state", "kv"))
+    choices = dict(mask=mask_names, kind=kinds, schedule=("state", "kv"))
     exact = {}
     for name, kind, schedule in pairs(**choices) if quick else product(*choices.values()):
         mask, layout = masks(seq_len)[name], Layout(kind, seq_len, ranks)
