@@ -186,7 +186,7 @@ class Plan:
         if self.layout.ranks == 1:
             return "kv", "there is only one rank"
         if interconnect.name == "gloo":
-            return "state", "CPU ranks use the state ring"
+            return "state", "rings over gloo use the state ring"
         kv, state = (self.total_cost(name, work, interconnect)[0] for name in ("kv", "state"))
         if kv * STATE_RING_MARGIN <= state:
             return "kv", "the KV ring is predicted to be faster"
