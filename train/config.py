@@ -100,10 +100,11 @@ class DataConfig:
     """The settings of the text, the tokenizer and the packing of documents into sequences."""
 
     # The kind of text: "stdlib" (the source code of Python's standard library), "text" (one document per file), "jsonl" (one
-    # document per line), "parquet" (one document per row) or "hub" (a dataset of the Hugging Face hub).
+    # document per line), "parquet" (one document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated
+    # task, whose answers lie far back in the sequence).
     source: str = "stdlib"
     # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
-    # except "stdlib" require a path.
+    # except "stdlib" and "recall" require a path.
     path: str | None = None
     # The name of the configuration to use, for a dataset of the hub with several configurations. None: the default
     # configuration.
@@ -146,8 +147,11 @@ class DataConfig:
 
     @property
     def resolved_eval_fraction(self) -> float:
-        """The fraction of the tokens that is held out, or 0 if the held-out text has files or a split of its own."""
-        return self.eval_fraction if self.held_out is None else 0.0
+        """The fraction of the tokens that is held out, or 0 if the held-out text has files or a split of its own.
+
+        The fraction is also 0 if the text is generated.
+        """
+        return self.eval_fraction if self.held_out is None and self.source != "recall" else 0.0
 
 
 @dataclass
@@ -319,7 +323,7 @@ class Config:
 # The valid values of each setting that accepts only a few values.
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
-    "data.source": ("stdlib", "text", "jsonl", "parquet", "hub"),
+    "data.source": ("stdlib", "text", "jsonl", "parquet", "hub", "recall"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
@@ -422,9 +426,22 @@ def _check_unused(config: Config) -> Iterator[str]:
     # text.
     data, optim = config.data, config.optim
     for names, is_unused, reason in (
-        ("data.path data.eval_path", data.source == "stdlib", "if data.source=stdlib: choose data=text, jsonl, parquet or hub"),
+        (
+            "data.path data.eval_path",
+            data.source in ("stdlib", "recall"),
+            f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
+        ),
+        (
+            "data.split data.eval_split data.eval_fraction",
+            data.source == "recall",
+            "if data.source=recall, which generates other sequences for evaluation: choose another source",
+        ),
         ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
-        ("data.column", data.source in ("stdlib", "text"), f"if data.source={data.source}: choose data=jsonl, parquet or hub"),
+        (
+            "data.column",
+            data.source in ("stdlib", "text", "recall"),
+            f"if data.source={data.source}: choose data=jsonl, parquet or hub",
+        ),
         ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),
         ("optim.decay_fraction", optim.schedule != "wsd", f"if optim.schedule={optim.schedule}: choose optim=wsd"),
         (
@@ -484,6 +501,9 @@ def _check_training(config: Config) -> Iterator[str]:
         yield f"optim.betas={list(optim.betas)}: must be two numbers from 0 to below 1, such as [0.9,0.95]"
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
+    if config.data.source == "recall" and not config.data.mask_documents:
+        # Otherwise a key would have several values, because all documents of a sequence contain the same keys.
+        yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if trainer.init_from is not None and trainer.resume not in ("auto", "never"):
         yield (
             f"trainer.init_from={trainer.init_from} and trainer.resume={trainer.resume} contradict each other: set only "

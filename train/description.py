@@ -65,11 +65,13 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     """Log the properties of this run. `facts` is the result of `run_facts`."""
     config, mesh = run.config, facts["mesh"]
     held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
+    data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
+    if config.data.source == "recall":
+        data = f"generated sequences of {config.data.seq_len:,} tokens"
     entries = {
         "directory": directory,
         "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}",
-        "data": f"{config.data.description}, {facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per "
-        f"epoch{held_out}",
+        "data": f"{config.data.description}, {data}",
         "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
         f"on {facts['device']}",
         "step": f"{facts['sequences_per_step']} sequences, {facts['tokens_per_step']:,} tokens",

@@ -1,7 +1,8 @@
-"""Compute the loss on held-out text, overall and by context length.
+"""Compute the loss on held-out text, overall and by context length, or the accuracy on a recall task.
 
     python train/evaluate.py run=NAME                                      at the sequence length of the training
     python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at several lengths
+    python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
 The context length of a token is the number of earlier tokens that the token attends to. A model that benefits from long
@@ -17,6 +18,10 @@ default, it evaluates the held-out text of the run. To evaluate other text, desc
 
 trainer.eval_tokens=N sets the minimum number of tokens per length. Other settings can follow as group.key=value, for example
 trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them.
+
+With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png. They show the
+accuracy by the length of the sequence and by the position of the answer in it. The default lengths are that of the training and
+its halves, quarters and so on. The model may be trained on any text.
 """
 
 import math
@@ -38,10 +43,21 @@ from torch import Tensor
 
 from ringattn import Mask
 from ringattn.train.config import Config, ConfigError, DataConfig, check
-from ringattn.train.data.packing import Batch, PackedDataset, load, load_documents, split_documents
+from ringattn.train.data.batch import Batch
+from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, load_held_out, split_documents
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.errors import exit_process
-from ringattn.train.inference import RUN_HELP, Model, apply_overrides, find_model, option, parse, run_command
+from ringattn.train.evaluate_recall import evaluate_model
+from ringattn.train.inference import (
+    RUN_HELP,
+    Model,
+    apply_overrides,
+    find_model,
+    option,
+    parse,
+    run_command,
+    write_table_and_plot,
+)
 from ringattn.train.model.loss import IGNORE, token_losses
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.setup import InferenceRun, build_for_inference
@@ -54,6 +70,9 @@ SHORTEST_CONTEXT = 128
 # The settings that this command accepts, in addition to those of `ringattn.train.inference`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
+# The values of the option `evaluate`.
+EVALUATIONS = ("loss", "recall")
+
 Results = dict[int, dict[str, float]]
 
 
@@ -62,6 +81,9 @@ class Options:
     """The options of this command."""
 
     run: str = option(RUN_HELP)
+    evaluate: str = option(
+        "What is evaluated: loss (the loss on held-out text) or recall (the accuracy on the recall task).", default="loss"
+    )
     output: str = option(
         "The folder of the table and the plot. If it is empty, the name of the folder is the name of the run with -evaluation "
         "at its end, and the folder is next to the run. For a folder in Hugging Face's format, it is in outputs/.",
@@ -77,7 +99,11 @@ def main() -> NoReturn:
 def run_command_line(arguments: list[str]) -> None:
     """Evaluate the model that the arguments name, and write the results on rank 0. All ranks call this function."""
     options, overrides = parse(arguments, Options, SETTINGS)
+    if options.evaluate not in EVALUATIONS:
+        raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")
     model = find_model(options.run)
+    if options.evaluate == "recall":
+        return evaluate_model(model, overrides, options.output)
     configs = evaluation_configs(model.config, overrides)
     with sync_errors():
         for config in configs:
@@ -118,7 +144,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
     elif config.data.eval_fraction == 0:
         raise ConfigError(f"run={config.name} has no held-out text: name the text to evaluate, such as data=text data.path=...")
     configs = [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]
-    if text is not None:
+    if text is not None and text.source != "recall":
         for each in configs:
             each.data.eval_split, each.data.split = each.data.split, DataConfig.split
     return configs
@@ -135,12 +161,14 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
     return data if data.held_out is None and "data.split" in overrides else data.held_out
 
 
-def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> PackedDataset:
+def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequences:
     """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
 
     The fraction of the text that the training has held out depends on the sequence length of the training, `trained_len`.
     """
     data = config.data
+    if data.source == "recall":
+        return load_held_out(data, tokenizer, load(data, tokenizer))
     if data.held_out is not None:
         return load(data.held_out, tokenizer, shuffle=False)
     _, documents = split_documents(load_documents(data, tokenizer), data.eval_fraction, trained_len)
@@ -159,18 +187,10 @@ def write_results(results: Results, model: Model, config: Config, output: str) -
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
-    text = f"{config.data.description} {part}"
+    text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
     table = f"Loss of {model.path} on {text}, in nats per token.\n\n{results_table(results)}\n"
-    print(table, end="", flush=True)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "evaluation.md").write_text(table, encoding="utf-8")
-        plot_results(results, folder / "evaluation.png")
-    except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
-    print(f"{folder}/evaluation.md and {folder}/evaluation.png contain this table and its plot.", file=sys.stderr)
+    write_table_and_plot(model, output, "evaluation", table, partial(plot_results, results))
 
 
 def results_table(results: Results) -> str:

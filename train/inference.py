@@ -171,6 +171,30 @@ def _find_model(run: str) -> Model:
     )
 
 
+def write_table_and_plot(model: Model, output: str, name: str, table: str, plot: Callable[[Path], None]) -> None:
+    """Print the table of an evaluation, and write the table and a plot to a folder.
+
+    Args:
+        model: the evaluated model.
+        output: the folder. If it is empty, the folder is next to the directory of the run.
+        name: the name of both files, without the suffix.
+        table: the content of the Markdown file.
+        plot: a function that writes the plot to a path.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
+    print(table, end="", flush=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.md").write_text(table, encoding="utf-8")
+        plot(folder / f"{name}.png")
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
+    print(f"{folder}/{name}.md and {folder}/{name}.png contain this table and its plot.", file=sys.stderr)
+
+
 def _settings_for_inference(config: Config) -> Config:
     """Keep the settings that belong to the model and to the text. Inference may run on another machine than training."""
     trainer = TrainerConfig(precision=config.trainer.precision, compile=False)

@@ -21,7 +21,8 @@ from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.data.packing import Batch, PackedDataset, load, load_held_out
+from ringattn.train.data.batch import Batch
+from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
@@ -41,7 +42,7 @@ class InferenceRun:
     device: torch.device
     mesh: Mesh
     tokenizer: Tokenizer
-    held_out: PackedDataset | None  # the text for evaluation
+    held_out: Sequences | None  # the text for evaluation
     kernel: dispatch.Choice  # the attention kernels, and the reason for choosing these kernels
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
@@ -53,7 +54,7 @@ class InferenceRun:
 class Run(InferenceRun):
     """The parts of a training run on this rank."""
 
-    data: PackedDataset
+    data: Sequences
     memory_needed: dict[str, float]  # the estimated bytes that this rank needs, by purpose
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known

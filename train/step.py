@@ -12,7 +12,7 @@ from torch import Tensor
 from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
 from ringattn.train import optim, preemption
 from ringattn.train.config import Config
-from ringattn.train.data.packing import Batch
+from ringattn.train.data.batch import Batch
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel.mesh import Mesh

@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from ringattn.train import metrics
 from ringattn.train.config import ConfigError
+from ringattn.train.data.recall import CHANCE
 from ringattn.train.generate import generate
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.recall_results import from_metrics, plot_accuracies
 from ringattn.train.setup import Run
 from ringattn.train.wandb_run import WandbRun
 
@@ -51,11 +53,15 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
     write_sample(run, directory, wandb_run)
     summary = None
     if dist.get_rank() == 0:
-        summary = summarise(run, metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps), done)
+        records = metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps)
+        summary = summarise(run, records, done)
         log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         wandb_run.log_picture("loss_curve", run.config.trainer.steps, directory / "loss.png")
+        if accuracies := from_metrics(records[-1]):
+            plot_accuracies(accuracies, CHANCE, directory / "recall.png")
+            wandb_run.log_picture("recall_heat_map", run.config.trainer.steps, directory / "recall.png")
         wandb_run.update_summary(summary)
     return broadcast_object(summary)
 
@@ -65,8 +71,9 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
     step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_context` contains the losses on held-out text by
-    the minimum context length. Rates are computed from the median step after step `done`. The first step after `done`
-    includes the warm-up of the device, so it is left out of the median if there are further steps.
+    the minimum context length. Only runs with data.source=recall have `recall_accuracy`, see
+    `ringattn.train.recall_results.to_metrics`. Rates are computed from the median step after step `done`. The first step after
+    `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
 
     Args:
         run: the run.
@@ -79,7 +86,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     seconds = statistics.median(record["seconds"] for record in steady)
     last = records[-max(steps // 10, 1) :]
     flops_per_s = statistics.median(record["tflops_per_rank"] for record in steady) * 1e12
-    return {
+    recall = {name: value for name, value in records[-1].items() if name == "recall_accuracy"}
+    return recall | {
         "seq_len": run.config.data.seq_len,
         "ranks": dist.get_world_size(),
         "ring": run.mesh.sequence.size(),

@@ -3,7 +3,6 @@
 import gc
 import logging
 import time
-import zlib
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +15,13 @@ from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
 from ringattn.train.config import Config, check
+from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.description import communication_facts, describe, run_facts
 from ringattn.train.evaluate import evaluate
+from ringattn.train.evaluate_recall import evaluate_recall
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.profiling import Profiler
+from ringattn.train.recall_results import to_metrics
 from ringattn.train.setup import Run, build
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
@@ -36,7 +38,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     Args:
         config: the settings.
         directory: the directory of the run. The run writes checkpoints/, metrics.jsonl, loss.png, sample.txt and summary.json
-            to this directory.
+            to this directory. With data.source=recall, it also writes recall.png.
 
     Returns:
         The summary. Every rank returns the same summary.
@@ -146,9 +148,15 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
 
 
 def timed_evaluation(run: Run) -> dict[str, float]:
-    """Return the losses of `evaluate`, together with the seconds that the evaluation took, as `evaluation_s`."""
+    """Return the losses of `evaluate`, together with the seconds that the evaluation took, as `evaluation_s`.
+
+    With data.source=recall, the result also contains the accuracies of `evaluate_recall`.
+    """
     start = time.perf_counter()
-    return evaluate(run) | {"evaluation_s": time.perf_counter() - start}
+    results = evaluate(run)
+    if run.config.data.source == "recall":
+        results |= to_metrics(evaluate_recall(run, evaluation_lengths(run.config.data.seq_len)))
+    return results | {"evaluation_s": time.perf_counter() - start}
 
 
 def runs_after_step(step: int, every: int, steps: int) -> bool:
@@ -181,7 +189,7 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
-        resume_rules.check_corpus(checkpoint, meta, corpus_fingerprint(run))
+        resume_rules.check_corpus(checkpoint, meta, run.data.fingerprint)
         resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
             resume_rules.check_job_of_sweep(checkpoint, meta, run.config)
@@ -193,18 +201,6 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     return meta["step"], meta["consumed"]
 
 
-def corpus_fingerprint(run: Run) -> dict[str, int | str]:
-    """Return values that identify the corpus and its order.
-
-    A position in the data of one run is valid in another run only if all values of the two runs are equal.
-    """
-    data = run.data
-    # A checksum of the lengths identifies the order of the documents. `data.sampled` is a checksum of some of the documents.
-    order = zlib.crc32(data.lengths.tobytes())
-    known = {"tokens_per_epoch": data.tokens_per_epoch, "documents": order, "text": data.sampled}
-    return known | {"seq_len": data.seq_len, "seed": data.seed, "sequences": "shuffled" if data.shuffle else "in order"}
-
-
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
     """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
@@ -212,6 +208,6 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None
     # The number of warmup steps is saved as a number and never as None. If it were None, a larger `trainer.steps` would change
     # the warmup of the resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
-    meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": corpus_fingerprint(run)}
+    meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}
     storage.save(directory / "checkpoints", step, tensors, meta, run.config.trainer.keep_checkpoints)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.preemption import TrainingStopped
+from ringattn.train.recall_results import from_metrics
 from ringattn.train.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
@@ -55,11 +56,14 @@ class WandbRun:
         self._call(lambda run: run.config.update({"run": self._facts}, allow_val_change=True))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Record the metrics of a step. The losses by context length are also recorded as a table."""
+        """Record the metrics of a step. The losses by context length and the accuracies are also recorded as tables."""
         self._call(lambda run: run.log({"step": step, **values}))
         groups = losses_by_context(values)
         if groups:
             self.log_table("loss_by_context", step, ["context", "loss"], groups.items())
+        if accuracies := from_metrics(values):
+            rows = [[length, position, accuracy] for (length, position), accuracy in accuracies.items()]
+            self.log_table("recall_by_position", step, ["length", "position_percent", "accuracy"], rows)
 
     def log_table(self, name: str, step: int, columns: list[str], rows: Iterable[Iterable[Any]]) -> None:
         """Record a table that belongs to a step."""

@@ -46,7 +46,7 @@ def test_default_yaml_files_equal_the_defaults_of_the_dataclasses():
 @pytest.mark.parametrize("group", ["model", "data", "parallel", "optim", "logger", "experiment"])
 def test_every_yaml_file_is_valid(group):
     for option in options(group):
-        needs_path = group == "data" and option != "stdlib"
+        needs_path = group == "data" and option not in ("stdlib", "recall")
         check(composed(f"{group}={option}", *(["data.path=x"] if needs_path else [])), world_size=4)
 
 
@@ -106,6 +106,9 @@ INVALID = {
     "unknown layout": (dict(parallel__layout="spiral"), 1, ["spiral", "contiguous, zigzag, striped, auto"]),
     "unknown schedule": (dict(parallel__schedule="fast"), 1, ["parallel.schedule=fast", "state, kv"]),
     "unknown kernel": (dict(parallel__kernel="cuda"), 1, ["parallel.kernel=cuda", "hopper"]),
+    "text for the recall task": (dict(data__source="recall", data__path="x"), 1, ["data.path=x", "data.source=recall"]),
+    "split of the recall task": (dict(data__source="recall", data__split="x"), 1, ["data.split=x", "data.source=recall"]),
+    "recall across documents": (dict(data__source="recall", data__mask_documents=False), 1, ["data.mask_documents=false"]),
     "unknown source": (dict(data__source="web"), 1, ["data.source=web", "stdlib, text, jsonl, parquet, hub"]),
     "unknown precision": (dict(trainer__precision="fp8"), 1, ["trainer.precision=fp8", "auto, fp32, bf16"]),
     "unknown learning-rate schedule": (dict(optim__schedule="linear"), 1, ["optim.schedule=linear", "cosine, wsd"]),

@@ -76,6 +76,21 @@ def test_finished_run_is_inspected_without_a_change(finished, run_script, capfd)
     assert all(4 < float(loss) < 8 for loss in [*rows["loss"], rows["loss, context of 256 or more"][2]])
 
 
+def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_script, capfd):
+    """A model that was trained on text is evaluated at two lengths. All files of the run stay equal."""
+    before = contents(finished)
+    arguments = "data.seq_len=64,150", "output=recall", "trainer.batch_size=44"
+    assert run_script(evaluate, "run=done", "evaluate=recall", *arguments, DEVICE) == 0
+    assert contents(finished) == before
+    assert sorted(path.name for path in Path("recall").iterdir()) == ["recall.md", "recall.png"]
+    text = Path("recall/recall.md").read_text()
+    assert capfd.readouterr().out == text and "| 64 tokens | 150 tokens |" in text
+    rows = [row.strip("|").split("|") for row in text.splitlines() if "% |" in row]
+    assert [row[0].strip() for row in rows] == [f"{position}%" for position in range(0, 101, 10)]
+    # After two steps of training on text, the model cannot recall anything.
+    assert all(float(cell.strip(" %")) < 30 for row in rows for cell in row[1:])
+
+
 def test_evaluation_repeats_the_evaluation_of_the_training(finished, run_script, capfd):
     assert run_script(evaluate, f"run={finished}/checkpoints/step_00000002", "output=here", DEVICE) == 0
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
@@ -142,6 +157,13 @@ MISTAKES = {
     "no length": (evaluate, ["run=done", "data.seq_len=64,"], ["data.seq_len", "Integer"]),
     "length of 0": (evaluate, ["run=done", "data.seq_len=64,0"], ["data.seq_len=0", "from 1 to"]),
     "length beyond the text": (evaluate, ["run=done", "data.seq_len=10000000"], ["data.seq_len=10000000", "more text"]),
+    "unknown evaluation": (evaluate, ["run=done", "evaluate=speed"], ["evaluate=speed", "loss, recall"]),
+    "recall with a text": (evaluate, ["run=done", "evaluate=recall", "data.path=a"], ["data.path", "evaluate=recall"]),
+    "recall in short sequences": (
+        evaluate,
+        ["run=done", "evaluate=recall", "data.seq_len=64,3"],
+        ["data.seq_len=3", "at least 4"],
+    ),
     "held-out text of training": (evaluate, ["run=done", "data.eval_path=a.txt"], ["data.eval_path", "use data.path"]),
     "missing text": (evaluate, ["run=done", "data.path=/missing/*.txt"], ["data.path=/missing/*.txt"]),
     "file in place of a folder": (evaluate, ["run=done", "output=outputs/done/metrics.jsonl"], ["metrics.jsonl", "output="]),

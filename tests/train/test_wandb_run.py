@@ -81,14 +81,18 @@ def test_offline_run_contains_tables_images_and_the_summary(tmp_path):
     metrics.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     with WandbRun(config(), tmp_path) as wandb_run:
         wandb_run.log(3, {"eval_loss": 2.0, "eval_loss/0": 3.0, "eval_loss/128": 1.5})
+        wandb_run.log(3, {"recall_accuracy": 0.5, "recall/512/0": 0.5, "recall/512/100": 1.0})
         wandb_run.log_table("samples", 4, ["step", "prompt", "text"], [[4, "a", "b"]])
         wandb_run.log_picture("loss_curve", 4, tmp_path / "loss.png")
         wandb_run.update_summary({"final_loss": 1.25, "mfu": None})
     segment = only_segment(tmp_path)
-    losses, by_context, samples, curve = segment.history
+    losses, by_context, recall, by_position, samples, curve = segment.history
     assert losses == {"step": 3, "eval_loss": 2.0, "eval_loss/0": 3.0, "eval_loss/128": 1.5}
-    assert by_context["step"] == 3 and samples["step"] == curve["step"] == 4
+    assert by_context["step"] == by_position["step"] == 3 and samples["step"] == curve["step"] == 4
     assert read_table(tmp_path, by_context, "loss_by_context") == (["context", "loss"], [[0, 3.0], [128, 1.5]])
+    assert recall == {"step": 3, "recall_accuracy": 0.5, "recall/512/0": 0.5, "recall/512/100": 1.0}
+    columns = ["length", "position_percent", "accuracy"]
+    assert read_table(tmp_path, by_position, "recall_by_position") == (columns, [[512, 0, 0.5], [512, 100, 1.0]])
     assert read_table(tmp_path, samples, "samples") == (["step", "prompt", "text"], [[4, "a", "b"]])
     (image,) = tmp_path.glob(f"wandb/offline-run-*/files/{curve['loss_curve/path']}")
     assert image.read_bytes() == (tmp_path / "loss.png").read_bytes()

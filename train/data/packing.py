@@ -24,7 +24,6 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import datasets
 import numpy as np
@@ -34,7 +33,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.config import ConfigError, DataConfig
-from ringattn.train.data import sources
+from ringattn.train.data import recall, sources
+from ringattn.train.data.batch import Batch
 from ringattn.train.data.tokenizer import Tokenizer
 
 TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
@@ -45,23 +45,6 @@ NUM_SAMPLED = 64
 # This counter numbers the corpora that this process loads. All ranks load the same corpora in the same order, so a corpus has
 # the same number on every rank.
 _corpus_numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class Batch:
-    """B sequences of S tokens.
-
-    Attributes:
-        tokens: (B, S) int64.
-        labels: (B, S) int64, the token that follows each token. Labels are computed before the sequence is sharded, so no rank
-            needs a token of another rank.
-        documents: one tuple per sequence. The tuple contains the length of each document, or part of a document, in the
-            sequence. The lengths sum to S.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    documents: tuple[tuple[int, ...], ...]
 
 
 class PackedDataset:
@@ -75,6 +58,7 @@ class PackedDataset:
         tokens_per_epoch: the number of tokens in all documents.
         sequences_per_epoch: the number of sequences that these tokens fill.
         sampled: a checksum of the tokens of some documents.
+        fingerprint: values that identify the corpus and its order.
     """
 
     def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True):
@@ -117,6 +101,17 @@ class PackedDataset:
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
             crc = zlib.crc32(self._document(index).to_numpy().tobytes(), crc)
         return crc
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that identify the corpus and its order.
+
+        A position in the data of one run is valid in another run only if all values of the two runs are equal.
+        """
+        # A checksum of the lengths identifies the order of the documents. `sampled` is a checksum of some of the documents.
+        order = zlib.crc32(self.lengths.tobytes())
+        known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
+        return known | {"seq_len": self.seq_len, "seed": self.seed, "sequences": "shuffled" if self.shuffle else "in order"}
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """Return the sequences with the numbers `indices`, in this order."""
@@ -169,7 +164,11 @@ class PackedDataset:
         return self._epoch_order[1:]
 
 
-def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> PackedDataset:
+# Both classes return sequences by their numbers. The class RecallDataset generates its sequences.
+Sequences = PackedDataset | recall.RecallDataset
+
+
+def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
     """Load a corpus without the fraction of it that is held out. All ranks call this function.
 
     Args:
@@ -181,6 +180,9 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Pack
     Raises:
         ConfigError: a file, a column or a dataset is missing, cannot be read, or contains too little text.
     """
+    if config.source == "recall":
+        recall.check_vocabulary(tokenizer.vocab_size)
+        return recall.RecallDataset(config.seq_len, config.seed)
     documents = load_documents(config, tokenizer)
     if config.resolved_eval_fraction > 0:
         documents, _ = split_documents(documents, config.resolved_eval_fraction, config.seq_len)
@@ -266,7 +268,7 @@ def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> dat
     return datasets.Dataset(datasets.table.InMemoryTable(table), datasets.DatasetInfo(features=TOKENS))
 
 
-def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedDataset) -> PackedDataset | None:
+def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences) -> Sequences | None:
     """Load the held-out text. All ranks call this function.
 
     Args:
@@ -280,6 +282,8 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: PackedData
     Raises:
         ConfigError: the held-out text cannot be loaded, or the training text contains some of it.
     """
+    if config.source == "recall":
+        return recall.RecallDataset(config.seq_len, recall.EVALUATION_SEED)
     if config.resolved_eval_fraction > 0:
         _, documents = split_documents(load_documents(config, tokenizer), config.resolved_eval_fraction, config.seq_len)
         return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)

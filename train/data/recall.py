@@ -1,0 +1,212 @@
+"""Generate sequences of an associative recall task, whose answers lie far back in the sequence.
+
+A document contains a block of facts and, at its end, a block of queries. All other tokens are random filler:
+
+    ... filler ... | (k3,v3) .. (k1,v1) .. .. (k2,v2) | ... filler ... | k2 v2 k3 v3 k1 v1 |
+                     facts, BLOCK tokens                                 queries, BLOCK tokens
+
+A fact is one token, which stands for a key and its value. There is one token for each combination of a key and a value. The
+model reads the key of a query and must predict the value of this key. Only these predictions have labels. The task is a variant
+of multi-query associative recall (Arora et al. 2023, arXiv:2312.04927), in which a fact consists of two tokens.
+
+A model that cannot attend to the block of facts can only guess, and on average one of NUM_VALUES guesses is correct. The values
+are independent of each other and of the filler, and each key occurs in only one query of a document. Therefore, no other token
+before the prediction contains information about the value.
+
+Facts, keys, values and filler are different ranges of token ids. All tokens of a sequence follow from a seed and the number of
+the sequence, so nothing is stored, and a run needs one integer to resume.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from ringattn.train.config import ConfigError
+from ringattn.train.data.batch import Batch
+from ringattn.train.model.loss import IGNORE
+
+# The number of tokens of the block of facts, and of the block of queries, in documents that are long enough.
+BLOCK = 32
+
+# The number of tokens of the shortest documents for training.
+MIN_LENGTH = 4
+
+# The token ids of the task. The fact of key k and value v has the id k * NUM_VALUES + v.
+NUM_KEYS, NUM_VALUES = 16, 12
+FIRST_KEY = NUM_KEYS * NUM_VALUES
+FIRST_VALUE = FIRST_KEY + NUM_KEYS
+FIRST_FILLER = FIRST_VALUE + NUM_VALUES
+VOCABULARY = 256
+
+# The probability of a correct answer without the block of facts.
+CHANCE = 1 / NUM_VALUES
+
+# The seeds of the sequences for evaluation. `data.seed` is smaller, so no run is trained on these sequences.
+EVALUATION_SEED = 2**63
+GRID_SEED = 2**63 + 1
+
+# The evaluation measures the accuracy at this number of positions of the block of facts. The positions are spread evenly from
+# the beginning of the document to the beginning of the queries.
+NUM_POSITIONS = 11
+
+
+class RecallDataset:
+    """An endless series of sequences for training. Each sequence consists of documents of one length.
+
+    The length is `seq_len`, or `seq_len` divided by a random power of two, but at least MIN_LENGTH. Short documents teach the
+    task quickly, because they contain little filler and, if they are very short, few keys. The block of facts is at a random
+    position of each document.
+
+    Attributes:
+        seq_len: the number S of tokens per sequence.
+        sequences_per_epoch: the number of different sequences.
+    """
+
+    sequences_per_epoch = 2**32
+
+    def __init__(self, seq_len: int, seed: int):
+        """Create the sequences.
+
+        Args:
+            seq_len: the number of tokens per sequence, at least MIN_LENGTH.
+            seed: the seed of the sequences.
+
+        Raises:
+            ConfigError: the sequences are too short.
+        """
+        check_length(seq_len)
+        self.seq_len = seq_len
+        self._seed = seed
+
+    @property
+    def fingerprint(self) -> dict[str, int | str]:
+        """Values that identify the sequences and their order."""
+        task = {"task": "recall", "keys": NUM_KEYS, "values": NUM_VALUES, "block": BLOCK, "shortest": MIN_LENGTH}
+        return task | {"seq_len": self.seq_len, "seed": self._seed, "sequences": "generated"}
+
+    def batch(self, indices: Iterable[int]) -> Batch:
+        """Return the sequences with the numbers `indices`, in this order."""
+        tokens, labels, documents = zip(*(self.sequence(index) for index in indices), strict=True)
+        return Batch(torch.from_numpy(np.stack(tokens)), torch.from_numpy(np.stack(labels)), documents)
+
+    def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return the sequence with the number `index`.
+
+        Returns:
+            The tokens (S,) int64, the labels (S,) int64, and the length of each document. If the documents do not fill the
+            sequence, the last entry is the number of filler tokens at the end.
+        """
+        random = np.random.Philox(key=[self._seed, index])
+        lengths = document_lengths(self.seq_len)
+        length = lengths[random.random_raw() % len(lengths)]
+        count, rest = divmod(self.seq_len, length)
+        starts = random.random_raw(count) % np.uint64(length - 2 * block_size(length) + 1)
+        tokens, labels = _documents(random, length, starts.astype(np.int64))
+        tokens = np.concatenate([tokens.ravel(), _filler(random, rest)])
+        labels = np.concatenate([labels.ravel(), np.full(rest, IGNORE)])
+        return tokens, labels, (length,) * count + (rest,) * (rest > 0)
+
+    def beginning(self, num_tokens: int) -> list[int]:
+        """Return the first tokens of a sequence."""
+        return self.sequence(0)[0][:num_tokens].tolist()
+
+
+def document_lengths(seq_len: int) -> list[int]:
+    """Return the lengths of the documents in sequences of `seq_len` tokens, from the longest to the shortest.
+
+    The lengths are `seq_len` divided by powers of two, and each length is at least MIN_LENGTH.
+    """
+    return [seq_len >> halvings for halvings in range(seq_len.bit_length()) if seq_len >> halvings >= MIN_LENGTH]
+
+
+def evaluation_lengths(seq_len: int) -> list[int]:
+    """Return the lengths of the documents for evaluation: those of `document_lengths` that have blocks of full size.
+
+    If no length has blocks of full size, return the longest length.
+    """
+    lengths = document_lengths(seq_len)
+    return [length for length in lengths if length >= 2 * BLOCK] or lengths[:1]
+
+
+def block_size(length: int) -> int:
+    """Return the number of tokens of the block of facts, and of the block of queries. It is even."""
+    return min(length // 4 * 2, BLOCK)
+
+
+def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
+    """Return documents for the evaluation, one per sequence.
+
+    Document number n has the block of facts at position n modulo NUM_POSITIONS. Position 0 is the beginning of the document,
+    and the last position is directly before the queries.
+
+    Args:
+        length: the number of tokens of each document, at least MIN_LENGTH.
+        numbers: the numbers of the documents.
+
+    Returns:
+        The documents, and their positions as int64 (B,).
+    """
+    positions = np.array([number % NUM_POSITIONS for number in numbers])
+    starts = positions * (length - 2 * block_size(length)) // (NUM_POSITIONS - 1)
+    parts = [
+        _documents(np.random.Philox(key=[GRID_SEED, number]), length, start[None])
+        for number, start in zip(numbers, starts, strict=True)
+    ]
+    tokens, labels = (torch.from_numpy(np.concatenate(part)) for part in zip(*parts, strict=True))
+    return Batch(tokens, labels, ((length,),) * len(parts)), torch.from_numpy(positions)
+
+
+def check_length(seq_len: int) -> None:
+    """Raise ConfigError unless a sequence has space for facts and queries."""
+    if seq_len < MIN_LENGTH:
+        raise ConfigError(f"data.seq_len={seq_len} must be at least {MIN_LENGTH} for the recall task: raise it")
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raise ConfigError unless a tokenizer with `vocab_size` tokens has all token ids of the task."""
+    if vocab_size < VOCABULARY:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} tokens, but the recall task requires {VOCABULARY}: use data.tokenizer=bytes"
+        )
+
+
+def _documents(random: np.random.Philox, length: int, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens and the labels of documents, both int64 (documents, length).
+
+    Args:
+        random: the source of random numbers.
+        length: the number of tokens of each document.
+        starts: (documents,) int64, the positions at which the blocks of facts start.
+    """
+    count, block = len(starts), block_size(length)
+    num_keys = block // 2
+    tokens = _filler(random, count * length).reshape(count, length)
+    labels = np.full_like(tokens, IGNORE)
+    keys = _choices(random, count, NUM_KEYS, num_keys)
+    values = _integers(random, count * num_keys, NUM_VALUES).reshape(count, num_keys)
+    documents = np.arange(count)[:, None]
+    facts = starts[:, None] + _choices(random, count, block, num_keys)
+    queries = length - block + 2 * _choices(random, count, num_keys, num_keys)
+    tokens[documents, facts] = keys * NUM_VALUES + values
+    tokens[documents, queries] = FIRST_KEY + keys
+    tokens[documents, queries + 1] = FIRST_VALUE + values
+    labels[documents, queries] = FIRST_VALUE + values
+    return tokens, labels
+
+
+def _choices(random: np.random.Philox, count: int, bound: int, size: int) -> np.ndarray:
+    """Return `count` random selections of `size` different integers from 0 to `bound` - 1, int64 (count, size)."""
+    # numpy guarantees the raw words of Philox, but not the permutations that it computes from them. numpy sorts integers of 16
+    # bits much faster than longer integers.
+    words = random.random_raw(-(-count * bound // 4)).astype("<u8").view("<u2")[: count * bound].reshape(count, bound)
+    return np.argsort(words, axis=1, kind="stable")[:, :size]
+
+
+def _filler(random: np.random.Philox, count: int) -> np.ndarray:
+    return FIRST_FILLER + _integers(random, count, VOCABULARY - FIRST_FILLER)
+
+
+def _integers(random: np.random.Philox, count: int, bound: int) -> np.ndarray:
+    """Return random integers from 0 to `bound` - 1, int64 (count,)."""
+    return (random.random_raw(count) % np.uint64(bound)).astype(np.int64)

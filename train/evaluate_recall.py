@@ -1,0 +1,135 @@
+"""Measure the accuracy of a model on the recall task, by the length of the sequence and by the position of the answer in it.
+
+The task is that of `ringattn.train.data.recall`. `python train/evaluate.py run=NAME evaluate=recall` evaluates any checkpoint
+whose tokenizer has enough tokens, and training with data=recall evaluates the model in the same way.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn.train.config import Config, ConfigError, DataConfig, check
+from ringattn.train.data.recall import CHANCE, NUM_POSITIONS, check_length, check_vocabulary, evaluation_lengths, grid_batch
+from ringattn.train.inference import Model, apply_overrides, write_table_and_plot
+from ringattn.train.model.loss import CHUNK, IGNORE
+from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.recall_results import Accuracies, accuracy_table, plot_accuracies
+from ringattn.train.setup import InferenceRun, build_for_inference
+from ringattn.train.step import forward, layout_of, mask_of
+
+# The minimum number of documents per length and position. Each document contains 64 answers.
+MIN_DOCUMENTS = 4
+
+
+def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None:
+    """Evaluate a model, and write the results on rank 0. All ranks call this function.
+
+    Args:
+        model: the model.
+        overrides: the values of settings, from the command line.
+        output: the folder of the results. If it is empty, the folder is next to the directory of the run.
+
+    Raises:
+        ConfigError: on every rank, if a setting is invalid or has no effect on this evaluation.
+    """
+    configs = evaluation_configs(model.config, overrides)
+    with sync_errors():
+        for config in configs:
+            check_length(config.data.seq_len)
+            check(config, dist.get_world_size())
+    run = build_for_inference(configs[0], model.path)
+    with sync_errors():
+        check_vocabulary(run.tokenizer.vocab_size)
+    accuracies = evaluate_recall(run, [config.data.seq_len for config in configs])
+    with sync_errors():
+        if dist.get_rank() == 0:
+            text = f"Accuracy of {model.path} on the recall task. The accuracy of guesses would be {CHANCE:.1%}.\n\n"
+            text += accuracy_table(accuracies) + "\n"
+            write_table_and_plot(model, output, "recall", text, partial(plot_accuracies, accuracies, CHANCE))
+
+
+def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
+    """Return the settings of the evaluation at each sequence length.
+
+    Args:
+        config: the settings with which the model was trained.
+        overrides: the values of settings, from the command line. Without data.seq_len, the lengths are the length of the
+            training, and this length divided by powers of two.
+
+    Raises:
+        ConfigError: an override describes a text, or a sequence length is not an integer.
+        OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
+    """
+    for name in overrides:
+        if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer"):
+            raise ConfigError(f"{name} has no effect with evaluate=recall, which generates its text: leave it out")
+    trained = config.data.seq_len
+    data = DataConfig(source="recall", tokenizer=config.data.tokenizer)
+    lengths = overrides.get("data.seq_len", ",".join(map(str, evaluation_lengths(trained)))).split(",")
+    return [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
+
+
+# torch.compile would compile the model again for every length.
+@torch.compiler.set_stance("force_eager")
+@torch.no_grad()
+def evaluate_recall(run: InferenceRun, lengths: Iterable[int]) -> Accuracies:
+    """Compute the accuracy of the answers. All ranks call this function together and return the same accuracies.
+
+    An answer is correct if its value has the largest logit of all tokens. Each sequence is one document. At each length, at
+    least `trainer.eval_tokens` tokens are evaluated. All runs are evaluated on the same documents.
+
+    Args:
+        run: the run whose model is evaluated.
+        lengths: the lengths of the sequences in tokens.
+    """
+    lengths = list(lengths)
+    accuracies: Accuracies = {}
+    for length in lengths:
+        config = replace(run.config, data=replace(run.config.data, seq_len=length))
+        # Batches of short sequences have about as many tokens as batches of the longest sequences.
+        batch_size = run.config.trainer.batch_size * max(lengths) // length
+        sums = _count_answers(replace(run, config=config), batch_size)
+        for position, (correct, total) in enumerate(sums.tolist()):
+            accuracies[length, round(100 * position / (NUM_POSITIONS - 1))] = correct / total
+    return accuracies
+
+
+def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
+    """Return the number of correct answers and the number of all answers at each position, int64 (NUM_POSITIONS, 2)."""
+    length, dp = run.config.data.seq_len, run.mesh.dp
+    sums = torch.zeros(NUM_POSITIONS, 2, dtype=torch.int64, device=run.device)
+    count_fn = partial(count_correct, vocab_size=run.tokenizer.vocab_size)
+    count = NUM_POSITIONS * max(MIN_DOCUMENTS, -(-run.config.trainer.eval_tokens // (NUM_POSITIONS * length)))
+    offset = dp.get_local_rank() * batch_size
+    # Every batch requires communication between all ranks, so all ranks process the same number of batches. The last batches
+    # may contain documents that must not be counted.
+    for start in range(offset, offset + count, dp.size() * batch_size):
+        batch, positions = grid_batch(length, range(start, start + batch_size))
+        batch.labels[max(count - start, 0) :] = IGNORE
+        mask = mask_of(run.config, batch)
+        counts = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), count_fn)
+        sums.index_add_(0, positions.to(run.device), counts)
+    dist.all_reduce(sums)
+    return sums
+
+
+def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int) -> Tensor:
+    """Return the number of correct answers and the number of all answers of each sequence, int64 (B, 2).
+
+    Args:
+        hidden: (B, N, dim).
+        head: (V, dim). Rows from `vocab_size` on are padding.
+        labels: int64 (B, N), the correct next tokens. Tokens with the label IGNORE are not counted.
+        vocab_size: the number of tokens of the tokenizer.
+    """
+    is_answer = labels != IGNORE
+    head = head[:vocab_size].float()
+    # Only the logits of one chunk exist at a time, because the vocabulary may be large.
+    best = [(chunk.float() @ head.T).argmax(-1) for chunk in hidden[is_answer].split(CHUNK)]
+    correct = torch.zeros_like(is_answer)
+    correct[is_answer] = torch.cat(best) == labels[is_answer]
+    return torch.stack([correct.sum(1), is_answer.sum(1)], 1)
