@@ -13,9 +13,9 @@ The backend "auto" stands for the first backend of this table that can run the c
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from types import ModuleType
 
 import torch
@@ -174,6 +174,37 @@ def forward(
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
     return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
+
+
+def decode(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, final: bool = False, backend: str = "auto"
+) -> State | Tensor:
+    """Compute attention of a few new queries to a cache, as `ringattn.kernels.reference.decode` specifies.
+
+    On a GPU, a split-KV kernel computes the call in two launches. This kernel reads `lo` and `hi` on the GPU, so the call can
+    be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host waits for the
+    GPU.
+
+    Args:
+        q, k, v, lo, hi, scale, final: as for `ringattn.kernels.reference.decode`, with contiguous `lo` and `hi`.
+        backend: one of BACKENDS. The Hopper kernels cannot decode, so "hopper" selects the Triton kernel.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
+    """
+    validation.check_cache(q, k, v, lo, hi)
+    return choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)(q, k, v, lo, hi, scale, final)
+
+
+def choose_decode(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], backend: str = "auto") -> Callable:
+    """Return the function that computes `decode` for such inputs. It takes the same arguments without the backend.
+
+    The returned function does not check its arguments, which saves a few microseconds per token.
+    """
+    chosen = choose_backend(device, dtype, "triton" if backend == "hopper" else backend, dims).backend
+    if chosen in ("hopper", "triton"):
+        return _module("triton", "decode").decode
+    return partial(reference.decode, forward=_module(chosen, "forward").forward)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:

@@ -173,6 +173,28 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     return finalize(new, q.dtype) if final else new
 
 
+def decode(q, k, v, lo, hi, scale, final=False, forward=forward):
+    """Compute attention of a few new queries to a cache of keys and values.
+
+    The cache may have more rows than keys. The values of rows that no query attends to must be finite.
+
+    Args:
+        q: (B, Nq, Hq, D), with any strides.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
+        lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]). Both must never
+            decrease from one query to the next and must stay within [0, Nk].
+        scale: multiplies the scores before the softmax, usually D ** -0.5.
+        final: whether to return the output instead of the state.
+        forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
+
+    Returns:
+        The state (m, l, o) of the queries, contiguous. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
+    """
+    intervals = Intervals.of(lo.cpu(), hi.cpu(), k.shape[1], q.device)
+    state = forward(q, k, v, intervals, scale)
+    return finalize(state, q.dtype)[0] if final else state
+
+
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     """Return delta = rowsum(dout * out) - dlse, (B, Nq, Hq) in the dtype of states.
 

@@ -3,8 +3,8 @@ its error message.
 
 Before any work starts, the public calls in `ringattn` check a user's arguments with `check_tensors`, `check_scale`,
 `check_dropout` and `check_precision`. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
-`check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the kernels. The
-kernel modules themselves check nothing.
+`check_cache`, `check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the
+kernels. The kernel modules themselves check nothing.
 
 Every function returns None or raises a ValueError. The message states the given value, the requirement and what to do.
 """
@@ -125,6 +125,25 @@ def check_inputs(
         masks = (1 if blocks.keep.shape[0] == 1 else batch), (1 if blocks.keep.shape[1] == 1 else num_heads)
         num_blocks = (-(-n // blocks.size) for n in (num_queries, num_keys))
         _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
+
+
+def check_cache(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor) -> None:
+    """Check the arguments of a decoding call. The values of `lo` and `hi` are not checked, because they may be on a GPU.
+
+    Args:
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        lo, hi: the bounds of the keys of each query, int32 (1 or B, Nq), contiguous, on q's device.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    check_shapes(q, k, v)
+    bounds = (1 if lo.shape[:1] == (1,) else q.shape[0]), q.shape[1]
+    for name, x in (("lo", lo), ("hi", hi)):
+        if x.shape != bounds or x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous():
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: it must be contiguous, int32 {bounds} and on {q.device}"
+            )
 
 
 def check_state(state: State, q: Tensor, v: Tensor) -> None:

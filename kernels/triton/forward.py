@@ -15,7 +15,7 @@ from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars
 
 
 @triton.jit
-def _add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
+def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
     """Add the tile of keys at `start` to the state (m, l, o) of the tile of queries, with m in log2 units.
 
     `ringattn.kernels.triton.common.run_loop` explains the arguments. After the last tile, the caller multiplies o by the factor
@@ -102,7 +102,7 @@ def _forward_kernel(
     # `run_loop` processes the unmasked tiles first. This order is allowed, because the online softmax does not depend on the
     # order of the tiles.
     operands = query, k, v, k_strides[1], v_strides[1], num_keys, row_lo, row_hi, head, log2_scale
-    m, l, o = common.run_loop(_add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
+    m, l, o = common.run_loop(add_tile, operands, dropout, (m, l, o), loop, blocks, CONFIG.keys, 1, CONFIG)
     if dropout is not None:
         o *= factor
 

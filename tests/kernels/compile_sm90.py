@@ -1,16 +1,18 @@
 """Compile the Triton kernels for sm_90 without a GPU, and print the resources of each as a line of JSON.
 
-    python -m tests.kernels.compile_sm90 forward:bf16:64:blocks+dropout ...
+    python -m tests.kernels.compile_sm90 forward:bf16:64:blocks+dropout decode:bf16:128: ...
 
 This is a program of its own, because @triton.jit makes functions that cannot be compiled in a process with TRITON_INTERPRET=1,
 which the tests set.
 """
 
+import dataclasses
 import json
 import re
 import subprocess
 import sys
 import tempfile
+from unittest import mock
 
 import torch
 import triton
@@ -20,6 +22,7 @@ from triton.compiler import ASTSource
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import common as triton_common
+from ringattn.kernels.triton import decode as triton_decode
 from ringattn.kernels.triton import forward as triton_forward
 
 KERNELS = {
@@ -83,21 +86,59 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
+def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:
+    """Compile a kernel of a decoding call as it would be launched on an H100, for 32 query heads and 8 key heads.
+
+    Args:
+        name: "decode" or "merge".
+        dtype, head_dim: as for `compile_kernel`.
+        options: "queries" for 16 queries instead of one.
+    """
+    kernel = {"decode": triton_decode._attend_kernel, "merge": triton_decode._merge_kernel}[name]
+    shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**17, 8, head_dim)
+    strides = torch.empty(shapes[1], device="meta").stride()[:3]
+    with mock.patch.object(triton_decode, "INTERPRETER_SMS", 132):
+        plan = triton_decode._plan(*map(torch.Size, shapes), head_dim, strides * 2, DTYPES[dtype], torch.device("cpu"))
+    constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
+    if name == "merge":
+        constants |= dict(m=None, l=None)
+    types = {
+        "q": f"*{dtype}",
+        "k": f"*{dtype}",
+        "v": f"*{dtype}",
+        "o": f"*{dtype}",
+        "lo": "*i32",
+        "hi": "*i32",
+        "parts": "*fp32",
+    }
+    signature = {
+        x: "constexpr" if x in constants else types.get(x, "fp32" if x == "scale" else "i32") for x in kernel.arg_names
+    }
+    source = ASTSource(kernel, signature, constants, aligned(signature))
+    options = (plan.attend if name == "decode" else plan.finalize).options
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
+
+
 def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
-    """Return registers per thread, bytes spilled to the stack per thread, and bytes of shared memory per program."""
+    """Return registers per thread, bytes spilled to the stack per thread, and bytes of shared memory per program.
+
+    The last number counts the instructions that copy 16 bytes asynchronously from global to shared memory.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", usage).groups()
-    return dict(registers=int(registers), stack=int(stack), shared=compiled.metadata.shared)
+    asynchronous = compiled.asm["ptx"].count("cp.async.cg.shared.global")
+    return dict(registers=int(registers), stack=int(stack), shared=compiled.metadata.shared, asynchronous=asynchronous)
 
 
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, head_dim, options = argument.split(":")
-        compiled = compile_kernel(name, dtype, int(head_dim), options)
+        compile_case = compile_kernel if name in KERNELS else compile_decode
+        compiled = compile_case(name, dtype, int(head_dim), options)
         case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), options=options)
         print(json.dumps(case | resources(compiled)), flush=True)
 

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 # Bytes per thread that may be spilled to the stack. The key gradient at head dim 128 reloads some values that are constant in
-# its loops, and the forward at 64 has few warps for the random words of a dropout mask.
+# its loops, and the forward at 64 has few warps for the random words of a dropout mask. At head dim 256 with 16 queries, the
+# decoding kernel keeps the whole tile of queries and o in registers.
 STACK = {
     ("key_gradient", 64, "dropout"): 16,
     ("key_gradient", 64, "blocks+dropout"): 16,
@@ -23,6 +24,7 @@ STACK = {
     ("key_gradient", 128, "blocks"): 160,
     ("key_gradient", 128, "dropout"): 320,
     ("key_gradient", 128, "blocks+dropout"): 320,
+    ("decode", 256, "queries"): 128,
 }
 
 
@@ -52,10 +54,19 @@ def check_resources(cases: list[str]) -> None:
     for result in compile_cases("compile_sm90", cases):
         assert result["stack"] <= STACK.get((result["kernel"], result["head_dim"], result["options"]), 0), result
         assert result["shared"] <= SHARED_MEMORY, result
+        # Decoding must load the next tiles while it computes, with 16 bytes per instruction.
+        assert result["asynchronous"] > 0 or result["kernel"] != "decode", result
 
 
 def test_each_triton_kernel_compiles_without_spills():
-    check_resources(["forward:bf16:64:", "key_gradient:bf16:64:blocks+dropout", "query_gradient:bf16:64:blocks"])
+    cases = ["forward:bf16:64:", "key_gradient:bf16:64:blocks+dropout", "query_gradient:bf16:64:blocks"]
+    check_resources([*cases, "decode:bf16:128:", "merge:bf16:128:"])
+
+
+@pytest.mark.slow
+def test_decoding_kernels_of_all_cases_compile_without_spills():
+    kernels, options = ("decode", "merge"), ("", "queries")
+    check_resources([f"{kernel}:bf16:{dim}:{option}" for kernel in kernels for dim in (64, 128, 256) for option in options])
 
 
 @pytest.mark.slow

@@ -1,0 +1,365 @@
+"""Split-KV decoding: attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al. 2023).
+
+A single query has too few rows to fill a GPU, so the keys are divided among the programs. The tiles of keys of all batch
+entries form one sequence, which is divided into runs of equal length. Every program processes one run of one key head. The
+picture shows two batch entries and three runs:
+
+    tiles of keys    [ entry 0                           ][ entry 1          ]
+    runs             [ run 0            ][ run 1             ][ run 2        ]
+    parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
+
+A run that covers keys of several entries computes one partial state, called a part, for each of these entries. The work is
+therefore balanced for every number of entries and for every combination of their lengths. The first launch computes the parts.
+The second launch merges the parts of each query.
+
+The rows of a tile of queries are all queries of all query heads that share a key head. Each key is therefore read only once.
+
+The host never reads the intervals of the queries. Both kernels read the intervals on the GPU, and compute from them which run
+covers which keys. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change
+between replays.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ringattn.kernels.reference import State
+from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
+from ringattn.kernels.triton.forward import add_tile
+from ringattn.kernels.triton.launcher import PreparedLaunch
+
+# Elements of o that a program of the second launch loads at once. It loads the same columns of all parts of one row.
+MERGE_ELEMENTS = 4096
+# The minimum number of keys per run. With shorter runs, merging the parts takes longer than splitting the keys saves.
+MIN_RUN_KEYS = 128
+# Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
+STRIDE_UNIT = 8
+INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
+
+
+class Tile(NamedTuple):
+    """The largest number of query rows and the number of keys of a tile, and Triton's launch options for this size."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+# These tiles were the fastest for fp16 and bf16 on sm_90. The keys of the dictionary are padded head dims. With three stages,
+# two tiles of k and two tiles of v are in flight.
+TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
+# Exact fp32 products need many registers, as for `ringattn.kernels.triton.common.choose_tile`.
+TILE_FP32 = Tile(16, 32, 4, 2)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The constants for which the two kernels are compiled.
+
+    Args:
+        queries: Nq, the number of queries.
+        key_heads, group: Hkv, and the number of query heads per key head.
+        dim, value_dim: D and Dv, without padding.
+        rows, keys: the numbers of query rows and of keys of a tile.
+        min_tiles: the minimum number of tiles per run.
+        padded_batch: the number of batch entries, padded to a power of two.
+        parts: the largest number of parts of a query, padded to a power of two.
+        merged_columns: the number of columns of o that a program of the second launch computes, a power of two.
+        stride_unit: the unit of the strides of k and v.
+        pdl: whether the kernels use programmatic dependent launch, which requires sm_90.
+        precision: the precision of products of fp32 inputs, see `ringattn.kernels.triton.common.Config`.
+    """
+
+    queries: int
+    key_heads: int
+    group: int
+    dim: int
+    value_dim: int
+    rows: int
+    keys: int
+    min_tiles: int
+    padded_batch: int
+    parts: int
+    merged_columns: int
+    stride_unit: int
+    pdl: bool
+    precision: str = "ieee"
+
+
+@triton.jit
+def _load_bounds(lo, hi, entry, bound_stride, CONFIG: tl.constexpr):
+    """Return the first key and the end of the keys that the queries of a batch entry attend to, and the number of tiles."""
+    first = tl.load(lo + entry * bound_stride)
+    end = tl.load(hi + entry * bound_stride + (CONFIG.queries - 1))
+    return first, end, tl.cdiv(tl.maximum(end - first, 0), CONFIG.keys)
+
+
+@triton.jit
+def _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG: tl.constexpr):
+    """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
+
+    All programs compute the same result: the indices of the entries (padded_batch,), the number of tiles of each entry
+    (padded_batch,), and the number of tiles per run.
+    """
+    entries = tl.arange(0, CONFIG.padded_batch)
+    _, _, tiles = _load_bounds(lo, hi, tl.minimum(entries, batch - 1), bound_stride, CONFIG)
+    tiles = tl.where(entries < batch, tiles, 0)
+    return entries, tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_runs), CONFIG.min_tiles)
+
+
+@triton.jit
+def _query_index(entry, head, row, CONFIG: tl.constexpr):
+    """Return the index of a query row in a tensor (B, Nq, Hq)."""
+    token, head_in_group = row // CONFIG.group, row % CONFIG.group
+    return ((entry * CONFIG.queries + token) * CONFIG.key_heads + head) * CONFIG.group + head_in_group
+
+
+@triton.jit
+def _load_queries(q, lo, hi, entry, head, row, bound_stride, CONFIG: tl.constexpr):
+    """Load the given query rows of a batch entry and a key head. Return the rows (rows, padded D), and their lo and hi (rows,).
+
+    The last tile of rows may extend beyond the last query. Such rows are zeros, and they attend to no key.
+    """
+    columns = tl.arange(0, pad_dim(CONFIG.dim))
+    inside = row < CONFIG.queries * CONFIG.group
+    pointers = q + _query_index(entry, head, row, CONFIG)[:, None] * CONFIG.dim + columns[None, :]
+    tile = tl.load(pointers, mask=inside[:, None] & (columns < CONFIG.dim)[None, :], other=0.0)
+    bound = entry * bound_stride + row // CONFIG.group
+    return tile, tl.load(lo + bound, mask=inside, other=0), tl.load(hi + bound, mask=inside, other=0)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "batch", "bound_stride", "num_runs", "num_part_rows", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
+    ]
+)  # fmt: skip
+def _attend_kernel(
+    q, k, v, lo, hi, parts,
+    batch, bound_stride, num_runs, num_part_rows, k_batch, k_row, k_head, v_batch, v_row, v_head, scale,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Compute the parts of one run for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
+
+    Args:
+        q: (B, Nq, Hq, D), contiguous.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The arguments k_batch to v_head are the strides of their first three
+            dimensions in units of CONFIG.stride_unit. The stride of the last dimension is 1.
+        lo, hi: int32 (1 or B, Nq), the interval of each query. bound_stride is 0 or Nq.
+        parts: fp32, with room for num_part_rows rows: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a
+            part, a key head and a query row, in this order. m is in log2 units.
+        num_runs: the number of runs.
+        scale: the factor by which the scores are multiplied.
+    """
+    if CONFIG.pdl:
+        gdc_wait()  # Wait for the kernels that write the inputs.
+        # `_merge_kernel` may start now, which hides its launch. It waits for the end of this kernel before it reads the parts.
+        gdc_launch_dependents()
+    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
+    TILE_ROWS: tl.constexpr = CONFIG.rows
+    PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
+    head, run = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    entries, tiles, length = _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG)
+    begin = run * length
+    end = tl.minimum(begin + length, tl.sum(tiles, 0))
+    # The tiles of an entry end at or before tile t if tile t belongs to a later entry. Counting such entries gives the entry of
+    # tile t. If the run has no tiles, begin >= end, and the loop below has no iterations.
+    entry_ends = tl.cumsum(tiles, 0)
+    first_entry = tl.sum((entry_ends <= begin).to(tl.int32), 0)
+    last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)
+    for i in range(0, last_entry - first_entry + 1):
+        entry = first_entry + i
+        first, num_keys, num_tiles = _load_bounds(lo, hi, entry, bound_stride, CONFIG)
+        tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
+        first_tile = tl.maximum(begin - tiles_before, 0)
+        end_tile = tl.minimum(end - tiles_before, num_tiles)
+
+        query_tile, row_lo, row_hi = _load_queries(q, lo, hi, entry, head, row, bound_stride, CONFIG)
+        # Compute the offsets of entries and heads in 64 bits, because a cache may have more than 2**31 elements.
+        batch_index = entry.to(tl.int64) * CONFIG.stride_unit
+        head_index = head.to(tl.int64) * CONFIG.stride_unit
+        operands = (
+            query_tile, k + batch_index * k_batch + head_index * k_head, v + batch_index * v_batch + head_index * v_head,
+            k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, num_keys, row_lo, row_hi, head, scale * LOG2_E,
+        )  # fmt: skip
+        m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+        l = tl.zeros([TILE_ROWS], tl.float32)
+        o = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+        for tile in range(first_tile, end_tile):
+            # All tiles are masked, which costs no time, because the kernel waits for memory. The rows of k and v from
+            # `num_keys` on are not read, so they may contain NaN.
+            m, l, o = add_tile(operands, None, (m, l, o), first + tile * CONFIG.keys, 0, True, CONFIG)
+
+        part_row = ((run + entry) * CONFIG.key_heads + head) * ROWS + row
+        columns, inside = tl.arange(0, PADDED), row < ROWS
+        mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
+        tl.store(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
+        scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+        tl.store(scalars, m, mask=inside)
+        tl.store(scalars + num_part_rows, l, mask=inside)
+
+
+@triton.jit(do_not_specialize=["batch", "bound_stride", "num_runs", "num_part_rows"])
+def _merge_kernel(
+    lo, hi, parts, m, l, o, batch, bound_stride, num_runs, num_part_rows, CONFIG: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B).
+
+    Args:
+        lo, hi, parts, batch, bound_stride, num_runs, num_part_rows: as for `_attend_kernel`.
+        m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
+        o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
+    """
+    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
+    SLICES: tl.constexpr = pad_dim(CONFIG.value_dim) // CONFIG.merged_columns
+    row, head, entry = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
+    columns = tl.program_id(0) % SLICES * CONFIG.merged_columns + tl.arange(0, CONFIG.merged_columns)
+    entries, tiles, length = _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG)
+    tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
+    tiles_until = tiles_before + tl.sum(tl.where(entries == entry, tiles, 0), 0)
+    first_run = tiles_before // length
+    num_parts = tl.where(tiles_until > tiles_before, (tiles_until - 1) // length - first_run + 1, 0)
+
+    if CONFIG.pdl:
+        # The intervals were written before `_attend_kernel` started, but its parts are complete only after this wait.
+        gdc_wait()
+    index = tl.arange(0, CONFIG.parts)
+    used = index < num_parts
+    part_row = ((first_run + entry + index) * CONFIG.key_heads + head) * ROWS + row
+    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+    part_m = tl.load(scalars, mask=used, other=float("-inf"))
+    part_l = tl.load(scalars + num_part_rows, mask=used, other=0.0)
+    mask = used[:, None] & (columns < CONFIG.value_dim)[None, :]
+    part_o = tl.load(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], mask=mask, other=0.0)
+    new_m = tl.max(part_m, 0)
+    # If the query attends to no key, new_m is -inf. Subtract 0 instead, because exp2(-inf + inf) is NaN.
+    weight = tl.exp2(part_m - tl.where(new_m == float("-inf"), 0.0, new_m))
+    new_l = tl.sum(part_l * weight, 0)
+    new_o = tl.sum(part_o * weight[:, None], 0)
+
+    query_index = _query_index(entry, head, row, CONFIG)
+    if m is None:
+        new_o /= tl.where(new_l == 0.0, 1.0, new_l)
+    else:
+        # All slices of columns write the same m and l.
+        tl.store(m + query_index, new_m * LN_2)
+        tl.store(l + query_index, new_l)
+    pointers = o + query_index * CONFIG.value_dim + columns
+    tl.store(pointers, new_o.to(o.dtype.element_ty), mask=columns < CONFIG.value_dim)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The part of the launches that depends only on the shapes, the strides and the device of a call."""
+
+    config: Config
+    num_runs: int
+    num_part_rows: int
+    strides: tuple[int, ...]  # of k and v, in units of config.stride_unit
+    attend: PreparedLaunch
+    merge: PreparedLaunch  # returns the state
+    finalize: PreparedLaunch  # returns the output
+    scratch: Tensor  # a tensor with the shape of `parts`; `empty_like` is faster than `empty`
+
+
+def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
+    """Return the tile size for a dtype and the larger of the two padded head dims."""
+    return TILE_FP32 if dtype == torch.float32 else TILES_16_BIT[max(head_dim, 64)]
+
+
+def choose_num_runs(num_sms: int, programs: int) -> int:
+    """Return the number of runs, where every run needs `programs` programs: one for each key head and tile of query rows.
+
+    One program per SM reads fastest. If this would leave more than a quarter of the SMs idle, two programs share an SM.
+    """
+    num_runs = max(num_sms // programs, 1)
+    return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
+
+
+@lru_cache(maxsize=256)
+def _plan(
+    q_shape: torch.Size, k_shape: torch.Size, value_dim: int, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> _Plan:
+    (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
+    group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
+    tile = choose_tile(dtype, max(pad_dim(dim), padded_dim))
+    rows = num_queries * group
+    tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
+    row_tiles = triton.cdiv(rows, tile_rows)
+    min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
+    # If all keys of all entries are in use, there are `most_runs` runs of the minimum length.
+    runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys), min_tiles)
+    num_runs = min(choose_num_runs(_num_sms(device), key_heads * row_tiles), max(batch * runs_per_entry, 1))
+    # The keys of an entry may start and end inside a run.
+    parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
+    merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
+    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
+    config = Config(
+        num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
+        merged_columns, unit, pdl,
+    )  # fmt: skip
+    num_part_rows = (num_runs + batch - 1) * key_heads * rows
+    dependent = {"launch_pdl": True} if pdl else {}
+    attend_options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dependent}
+    merge_grid = rows * padded_dim // merged_columns, key_heads, batch
+    merge, finalize = (
+        PreparedLaunch(_merge_kernel, merge_grid, {"num_warps": 2, **dependent}, CONFIG=config) for _ in range(2)
+    )
+    return _Plan(
+        config,
+        num_runs,
+        num_part_rows,
+        tuple(stride // unit for stride in strides),
+        attend=PreparedLaunch(_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, CONFIG=config),
+        merge=merge,
+        finalize=finalize,
+        scratch=torch.empty(1, dtype=torch.float32, device=device).expand(num_part_rows * (value_dim + 2)),
+    )
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, final: bool = False) -> State | Tensor:
+    """Compute `ringattn.kernels.reference.decode` in two launches. The host does not wait for the GPU.
+
+    After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
+    graph. Every replay reads the current `lo` and `hi`.
+
+    Args:
+        q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. Keys are read once for every 64 query rows (32 if D is above
+            128), where a row is a query of one of the Hq / Hkv heads that share a key head.
+        k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype. If the last dimension is not contiguous, they are copied.
+        lo, hi: int32 (1 or B, Nq), contiguous, on q's device.
+        scale: multiplies the scores before the softmax, positive.
+        final: whether to return the output instead of the state.
+
+    Returns:
+        The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
+    """
+    q, k, v = q.contiguous(), as_addressable(k), as_addressable(v)
+    value_dim = v.shape[3]
+    if final:
+        m = l = None
+        o = torch.empty_like(q) if value_dim == q.shape[3] else q.new_empty(*q.shape[:3], value_dim)
+    else:
+        m = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        l, o = torch.empty_like(m), m.new_empty(*q.shape[:3], value_dim)
+    if q.numel() == 0:
+        return o if final else (m, l, o)
+    plan = _plan(q.shape, k.shape, value_dim, (*k.stride()[:3], *v.stride()[:3]), q.dtype, q.device)
+    parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
+    sizes = q.shape[0], lo.shape[1] if lo.shape[0] > 1 else 0, plan.num_runs, plan.num_part_rows
+    with torch.cuda.device_of(q):
+        plan.attend((q, k, v, lo, hi, parts), (*sizes, *plan.strides, float(scale)))
+        (plan.finalize if final else plan.merge)((lo, hi, parts, m, l, o), sizes)
+    return o if final else (m, l, o)

@@ -1,0 +1,173 @@
+"""The split-KV decoding kernel equals float64 attention, for any lengths, windows and numbers of queries."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringattn.kernels import dispatch, reference
+from ringattn.kernels.triton import decode as kernel
+from tests.covering import pairs
+from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
+from tests.kernels.conftest import ON_GPU
+from tests.kernels.problems import STRIDED, strided
+from tests.kernels.triton.problems import DTYPES
+
+LENGTHS = {  # the number of tokens of each batch entry
+    "one-token": (1,),
+    "not-divisible": (67,),
+    "empty-entries": (0, 45, 0, 70),
+    "one-long": (1, 62),
+}
+
+
+@pytest.fixture(autouse=True)
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make runs so short that entries have several runs, and that runs cover several entries."""
+    if not ON_GPU:
+        monkeypatch.setattr(kernel, "choose_tile", lambda dtype, dim: kernel.Tile(16, 16, 4, 1))
+        monkeypatch.setattr(kernel, "MIN_RUN_KEYS", 32)
+        kernel._plan.cache_clear()
+
+
+def causal_bounds(lengths: tuple[int, ...], num_queries: int, window: int | None) -> tuple[Tensor, Tensor]:
+    """The bounds of the newest tokens of caches with these lengths, int32 (B, Nq). Tokens before the first one see no keys."""
+    hi = (torch.tensor(lengths)[:, None] - num_queries + 1 + torch.arange(num_queries)).clamp(min=0)
+    lo = torch.zeros_like(hi) if window is None else (hi - window).clamp(min=0)
+    return lo.int(), hi.int()
+
+
+def random_call(bounds, capacity, heads=(4, 2), dims=(16, 16), dtype=torch.float32, device="cpu") -> SimpleNamespace:
+    """Random queries and a random cache whose unused rows are NaN, and the float64 state."""
+    generator = torch.Generator().manual_seed(0)
+    lo, hi = bounds
+    batch, num_queries = len(lo), lo.shape[1]
+    q = torch.randn(batch, num_queries, heads[0], dims[0], generator=generator).to(dtype)
+    k, v = (torch.randn(batch, capacity, heads[1], dim, generator=generator).to(dtype) for dim in dims)
+    scale = dims[0] ** -0.5
+    state = reference.decode(q.double(), k.double(), v.double(), lo, hi, scale)
+    rows = torch.arange(capacity)
+    unused = (rows >= hi[:, -1:])[..., None, None]
+    k, v = (x.masked_fill(unused, float("nan")) for x in (k, v))
+    tensors = {name: x.to(device) for name, x in dict(q=q, k=k, v=v, lo=lo, hi=hi).items()}
+    return SimpleNamespace(**tensors, scale=scale, state=state)
+
+
+def check(call: SimpleNamespace, dtype: torch.dtype) -> None:
+    """Check the state and the output of the kernel."""
+    arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale
+    state = tuple(x.cpu() for x in kernel.decode(*arguments))
+    assert all(x.dtype == torch.float32 and x.is_contiguous() for x in state)
+    assert_states_close(state, call.state, TOLERANCE[dtype])
+    out = kernel.decode(*arguments, final=True)
+    assert out.dtype == dtype
+    assert_rows_close("out", out.cpu(), reference.finalize(call.state, torch.float64)[0], TOLERANCE[dtype])
+
+
+CASES = pairs(
+    lengths=LENGTHS,
+    window=(None, 1, 20),
+    queries=(1, 2, 5),
+    group=(1, 4, 8),
+    dims=((64, 64), (80, 80), (128, 64), (256, 256)),
+    dtype=DTYPES,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths, window, queries, group, dims, dtype", CASES)
+def test_state_and_output_match_float64(lengths, window, queries, group, dims, dtype, device):
+    """Every pair of values of two parameters occurs."""
+    bounds = causal_bounds(LENGTHS[lengths], queries, window)
+    check(random_call(bounds, 100, (group, 1), dims, dtype, device), dtype)
+
+
+@pytest.mark.parametrize("lengths", ("not-divisible", "empty-entries", "one-long"))
+def test_any_lengths(lengths, device):
+    """Two key heads and a head dim that is padded. Runs begin inside entries, and cover the ends of entries."""
+    bounds, capacity = causal_bounds(LENGTHS[lengths], 2, None), max(LENGTHS[lengths]) + 2
+    check(random_call(bounds, capacity, (2, 2), (20, 36), torch.float32, device), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sixteen_queries(dtype, device):
+    """With 128 query rows, every key head has several tiles of rows."""
+    check(random_call(causal_bounds((50,), 16, None), 100, (8, 1), (128, 128), dtype, device), dtype)
+
+
+def test_documents_and_shared_bounds(device):
+    """Bounds may start anywhere, and one row of bounds may serve all batch entries."""
+    lo, hi = torch.tensor([[3, 3, 40]], dtype=torch.int32), torch.tensor([[4, 40, 75]], dtype=torch.int32)
+    call = random_call((lo.expand(2, -1), hi.expand(2, -1)), 80, (2, 1), device=device)
+    call.lo, call.hi = lo.to(device), hi.to(device)
+    check(call, torch.float32)
+
+
+@pytest.mark.parametrize("layout", [STRIDED[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in STRIDED[1:])])
+def test_strided_caches(layout, device):
+    call = random_call(causal_bounds((40, 23), 1, None), 48, (2, 2), device=device)
+    call.k, call.v = strided(call.k, layout), strided(call.v, layout)
+    check(call, torch.float32)
+
+
+@pytest.mark.parametrize("shape", ((0, 1), (2, 0)))
+def test_no_queries(shape, device):
+    batch, num_queries = shape
+    q, k = torch.zeros(batch, num_queries, 4, 16, device=device), torch.zeros(batch, 8, 2, 24, device=device)
+    bounds = torch.zeros(batch, num_queries, dtype=torch.int32, device=device)
+    m, l, o = kernel.decode(q, k[..., :16], k, bounds, bounds, 1.0)
+    assert m.shape == l.shape == (batch, num_queries, 4) and o.shape == (batch, num_queries, 4, 24)
+    assert kernel.decode(q, k[..., :16], k, bounds, bounds, 1.0, final=True).shape == o.shape
+
+
+def test_no_rows(device):
+    """A cache without rows gives the empty state."""
+    q, k = torch.zeros(2, 1, 4, 16, device=device), torch.zeros(2, 0, 2, 16, device=device)
+    bounds = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    m, l, o = kernel.decode(q, k, k, bounds, bounds, 1.0)
+    assert (m == float("-inf")).all() and not l.any() and not o.any()
+
+
+@pytest.mark.parametrize("programs, runs", {1: 132, 8: 16, 32: 4, 64: 2, 70: 3, 132: 1, 200: 1}.items())
+def test_runs_fill_the_gpu(programs, runs):
+    """One program per SM of an H100, or two if one would leave a quarter of the SMs idle."""
+    assert kernel.choose_num_runs(132, programs) == runs
+
+
+def test_every_backend_decodes(device):
+    """`dispatch.decode` gives the same result with all backends. "hopper" stands for the Triton kernel."""
+    call = random_call(causal_bounds((21, 21), 1, 9), 21, device=device)
+    expected = reference.finalize(call.state, torch.float64)[0]
+    for backend in ("auto", "hopper", "triton", "blockwise", "reference"):
+        out = dispatch.decode(call.q, call.k, call.v, call.lo, call.hi, call.scale, True, backend)
+        assert_rows_close(backend, out.cpu(), expected, TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("batch, queries, heads, dim", ((1, 1, (32, 8), 128), (3, 4, (8, 1), 64), (2, 16, (16, 16), 256)))
+def test_long_caches(batch, queries, heads, dim, dtype):
+    lengths = tuple(itertools.islice((30011, 4097, 129), batch))
+    check(random_call(causal_bounds(lengths, queries, None), 30016, heads, (dim, dim), dtype, "cuda"), dtype)
+
+
+@pytest.mark.gpu
+def test_a_replayed_graph_reads_the_current_bounds():
+    """One graph serves all lengths, and repeated calls return the same bits."""
+    call = random_call(causal_bounds((500, 500), 1, None), 512, (32, 8), (128, 128), torch.bfloat16, "cuda")
+    arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale, True
+    kernel.decode(*arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernel.decode(*arguments)
+    for lengths in ((1, 500), (64, 65), (0, 0), (499, 3)):
+        for x, bound in zip((call.lo, call.hi), causal_bounds(lengths, 1, 100), strict=True):
+            x.copy_(bound)
+        expected = kernel.decode(*arguments)
+        graph.replay()
+        assert torch.equal(out, expected)
+        exact = reference.decode(*(x.double() for x in (call.q, call.k.nan_to_num(), call.v.nan_to_num())), *arguments[3:])
+        assert_rows_close("out", out, exact, TOLERANCE[torch.bfloat16])

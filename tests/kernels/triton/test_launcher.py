@@ -1,0 +1,37 @@
+"""Launches with prepared constants give the same results as Triton's own launches."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from ringattn.kernels.triton.launcher import PreparedLaunch
+
+
+@triton.jit(do_not_specialize=["n"])
+def _add_kernel(x, y, out, n, value, BLOCK: tl.constexpr):
+    index = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(x + index, mask=index < n, other=0.0) + value
+    if y is not None:
+        total += tl.load(y + index, mask=index < n, other=0.0)
+    tl.store(out + index, total, mask=index < n)
+
+
+@pytest.mark.parametrize("offset", (0, 1))
+def test_repeated_launches(offset, device):
+    """The first launch compiles. Later launches have other numbers, and addresses that are or are not multiples of 16."""
+    launch = PreparedLaunch(_add_kernel, (2, 3, 1), {"num_warps": 2}, BLOCK=16)
+    x, y = torch.randn(2, 101, device=device)
+    for begin, n, value in ((0, 90, 1.0), (offset, 77, 2.5), (0, 3, -1.0)):
+        out = torch.zeros(96, device=device)
+        launch((x[begin:], y[begin:], out), (n, value))
+        torch.testing.assert_close(out[:n], (x + y + value)[begin : begin + n])
+        assert not out[n:].any()
+
+
+def test_operands_that_are_none(device):
+    launch = PreparedLaunch(_add_kernel, (1, 1, 1), {}, BLOCK=16)
+    x, out = torch.randn(16, device=device), torch.empty(16, device=device)
+    for value in (1.0, 2.0):
+        launch((x, None, out), (16, value))
+        torch.testing.assert_close(out, x + value)
