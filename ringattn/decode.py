@@ -59,7 +59,8 @@ class KVCache:
         self.length = 0  # number of tokens in the caches of all ranks together
         self.rows = [0] * ranks  # number of tokens in the cache of each rank
         self._received = block  # number of tokens in the current block; the first token starts a new block
-        self._owners: list[int] = []  # the rank that holds each token
+        self._owner = 0  # the rank that holds the current block
+        self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
         self._k = self._v = self._positions = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -89,10 +90,9 @@ class KVCache:
         self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
         self.rows, self.length = [layout.rows(rank) for rank in range(self.ranks)], layout.seq_len
-        owners = torch.empty(layout.seq_len, dtype=torch.int32, device="cpu")
-        for rank in range(self.ranks):
-            owners[layout.positions(rank)] = rank
-        self._owners = owners.tolist()
+        if self.ranks > 1:
+            for rank in range(self.ranks):
+                self._owners[layout.positions(rank)] = rank
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add the next tokens of the sequence. All ranks pass the same tokens, and each rank stores its own part of the tokens.
@@ -105,22 +105,45 @@ class KVCache:
                 attention does not support their shape or dtype.
         """
         check_tensors(k, k, v)
-        self._reserve(k, v, k.shape[1], 0)
-        k, v = k.detach(), v.detach()
-        for i in range(k.shape[1]):
-            # Every rank runs this loop over all tokens, including the tokens of other ranks, so that `rows` and `length` are
-            # the same on all ranks.
-            if self._received < self.block:
-                owner = self._owners[-1]
-            else:  # If several ranks have the fewest rows, index() returns the lowest of these ranks on every rank.
-                owner, self._received = self.rows.index(min(self.rows)), 0
-            if owner == self.rank:
-                row = self.rows[owner]
-                self._k[:, row], self._v[:, row], self._positions[row] = k[:, i], v[:, i], self.length
-            self.rows[owner] += 1
-            self.length += 1
-            self._received += 1
-            self._owners.append(owner)
+        k, v, num_tokens = k.detach(), v.detach(), k.shape[1]
+        self._reserve(k, v, num_tokens, 0)
+        # Every rank assigns all tokens, including the tokens of other ranks, so that `rows` and `length` are the same on all
+        # ranks.
+        begin, end = self.rows[self.rank], self.length + num_tokens
+        if self.ranks == 1:
+            self.rows[0] = end
+            positions = torch.arange(self.length, end, device="cpu")
+        else:
+            owners = self._owners[self.length : end]
+            self._assign(owners)
+            new = (owners == self.rank).nonzero()[:, 0]
+            positions = new + self.length
+            if len(new) < num_tokens:
+                k, v = (x.index_select(1, new.to(x.device)) for x in (k, v))
+        self.length = end
+        if len(positions):
+            stored = slice(begin, begin + len(positions))
+            self._k[:, stored], self._v[:, stored], self._positions[stored] = k, v, positions
+
+    def _assign(self, owners: Tensor) -> None:
+        """Choose the ranks of the next tokens, and write them to `owners`, int32 (N,)."""
+        continued = min(len(owners), self.block - self._received)
+        owners[:continued] = self._owner
+        self.rows[self._owner] += continued
+        self._received += continued
+        num_tokens = len(owners) - continued
+        if num_tokens == 0:
+            return
+        # Each block goes to the rank that holds the fewest tokens, and in case of a tie to the lowest of these ranks. Rank r
+        # holds rows[r] + j * block tokens when it receives its j-th block. The blocks are therefore assigned in the order of
+        # these numbers.
+        num_blocks = -(-num_tokens // self.block)
+        tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
+        order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
+        owners[continued:] = (order // num_blocks).repeat_interleave(self.block)[:num_tokens]
+        counts = torch.bincount(owners[continued:], minlength=self.ranks).tolist()
+        self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
+        self._owner, self._received = int(owners[-1]), num_tokens - (num_blocks - 1) * self.block
 
     def truncate(self, length: int) -> None:
         """Remove the newest tokens, so that the first `length` tokens remain.
@@ -134,9 +157,10 @@ class KVCache:
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length={length}: it must be an integer from 0 to {self.length}, the tokens of the cache")
         before, self.length = self.rows[self.rank], length
-        for owner in self._owners[length:]:
-            self.rows[owner] -= 1
-        del self._owners[length:]
+        if self.ranks == 1:
+            self.rows = [length]
+        elif self._owners is not None:
+            self.rows = torch.bincount(self._owners[:length], minlength=self.ranks).tolist()
         # The next token starts a new block. The current block may be incomplete, and the number of its remaining tokens is
         # unknown.
         self._received = self.block
@@ -172,10 +196,17 @@ class KVCache:
             # second line rounds the length up to a multiple of MAX_SPLITS.
             rows = max(rows, -(-self.capacity // self.ranks) + self.block)
             rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
-            # A kernel may load unused rows before it masks these rows. The unused rows must be zeros, because 0 * NaN is not 0.
+            # Some backends load unused rows before they mask these rows. The unused rows must be zeros, because 0 * NaN is not
+            # 0.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
+                if self.ranks > 1:
+                    self._owners = torch.zeros(self.capacity, dtype=torch.int32, device="cpu")
+        self._check_like(k, v)
+
+    def _check_like(self, k: Tensor, v: Tensor) -> None:
+        """Raise ValueError unless new keys and values have the shape and the dtype of the earlier ones."""
         for new, stored in ((k, self._k), (v, self._v)):
             if (new.shape[0], *new.shape[2:], new.dtype) != (stored.shape[0], *stored.shape[2:], stored.dtype):
                 raise ValueError(

@@ -93,6 +93,21 @@ def test_triton_kernel(device: torch.device) -> None:
     assert_rows_close(on_ring(single, 68, 2, Layout.zigzag(68, 1), 50, backend="triton")[0].cpu(), expected, 1e-5)
 
 
+@given(st.integers(1, 6), st.integers(1, 5), st.lists(st.integers(1, 40), min_size=1, max_size=6))
+@settings(max_examples=60)
+def test_each_block_goes_to_the_rank_with_the_fewest_tokens(ranks: int, block: int, numbers: list[int]) -> None:
+    """The owners do not depend on how many tokens one call appends."""
+    cache = KVCache(sum(numbers), 0, ranks, block)
+    rows, expected = [0] * ranks, []
+    for token in range(sum(numbers)):
+        owner = expected[-1] if token % block else rows.index(min(rows))
+        expected.append(owner)
+        rows[owner] += 1
+    for n in numbers:
+        cache.append(*torch.zeros(2, 1, n, 1, 4))
+    assert cache.rows == rows and cache.shard[2][: rows[0]].tolist() == [i for i, owner in enumerate(expected) if owner == 0]
+
+
 def test_prefill_after_a_ring_pass_in_any_layout() -> None:
     """Generation computes the prompt on a ring, whose keys stay where they are."""
     case = Case.random(seq_len=30)
