@@ -1,11 +1,12 @@
 """Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
 
 The queries are the same on all ranks. Every rank computes the partial state (m, l, o) of the queries for its shard of the
-cache. The shard is divided into several splits, so that there are enough tiles to fill a GPU even if there are only a few
-queries. Each rank first merges the states of its splits as a tree. Then every rank sends its merged state to all other ranks,
-and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys and values are never sent.
+cache. On a GPU, `ringattn.kernels.triton.decode` splits the keys of the shard over the whole GPU. Then every rank sends its
+state to all other ranks, and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys
+and values are never sent.
 """
 
+from collections.abc import Callable
 from functools import lru_cache, partial, reduce
 
 import torch
@@ -16,17 +17,15 @@ from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
-from ringattn.kernels.interval_mask import Intervals
-from ringattn.kernels.validation import check_scale, check_tensors
+from ringattn.kernels.validation import check_cache, check_scale, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import check_window
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
-MAX_SPLITS = 64  # splits per shard; every number of splits divides MAX_SPLITS, which divides the length of a shard
-MIN_SPLIT_ROWS = 256  # minimum keys per split; with fewer keys, merging the splits would take longer than splitting saves
+Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N): each query attends to the rows [lo, hi) of the cache
+
 UNUSED = torch.iinfo(torch.int64).max  # the position of a row that is not in use
-PROGRAMS = 256  # the number of tiles (of all queries, heads and splits together) that fill a GPU
 
 
 class KVCache:
@@ -36,6 +35,18 @@ class KVCache:
     that holds the fewest tokens. If the shards had equal lengths before `append`, their lengths differ by at most one block
     afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. The cache allocates its memory
     once, when it receives the first keys. New tokens reuse the memory of the tokens that `truncate` has removed.
+
+    A cache on one rank also accepts tokens for rows that are given on the GPU. A CUDA graph can then append a token, and every
+    replay appends the next one:
+
+        rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
+        with torch.cuda.graph(graph):
+            hi = (rows + 1).int()[None]
+            cache.append(k, v, rows=rows)
+            out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
+            rows += 1
+
+    Tokens that are stored in this way are not counted in `length`. Later tokens without `rows` overwrite them.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -62,6 +73,10 @@ class KVCache:
         self._owner = 0  # the rank that holds the current block
         self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
         self._k = self._v = self._positions = None
+        # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. Most calls
+        # have the same arguments as the previous call, so they are not checked again.
+        self._checked: tuple = ()
+        self._decode: Callable | None = None
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Store this rank's keys and values of a whole sequence as the first tokens of this cache.
@@ -94,18 +109,24 @@ class KVCache:
             for rank in range(self.ranks):
                 self._owners[layout.positions(rank)] = rank
 
-    def append(self, k: Tensor, v: Tensor) -> None:
+    def append(self, k: Tensor, v: Tensor, *, rows: Tensor | None = None) -> None:
         """Add the next tokens of the sequence. All ranks pass the same tokens, and each rank stores its own part of the tokens.
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens.
+            rows: the rows of the cache at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache. With
+                None, the tokens follow the tokens of earlier calls. With `rows`, the call does not wait for the GPU, and it
+                does not change `length`. The cache must be on one rank, and earlier calls must have allocated its memory.
 
         Raises:
-            ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens, or
-                attention does not support their shape or dtype.
+            ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens,
+                attention does not support their shape or dtype, or the cache does not accept `rows`.
         """
         check_tensors(k, k, v)
         k, v, num_tokens = k.detach(), v.detach(), k.shape[1]
+        if rows is not None:
+            self._write(k, v, rows)
+            return
         self._reserve(k, v, num_tokens, 0)
         # Every rank assigns all tokens, including the tokens of other ranks, so that `rows` and `length` are the same on all
         # ranks.
@@ -144,6 +165,21 @@ class KVCache:
         counts = torch.bincount(owners[continued:], minlength=self.ranks).tolist()
         self.rows = [rows + count for rows, count in zip(self.rows, counts, strict=True)]
         self._owner, self._received = int(owners[-1]), num_tokens - (num_blocks - 1) * self.block
+
+    def _write(self, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        """Store tokens at the given rows, see `append`."""
+        if self.ranks > 1 or self._k is None:
+            raise ValueError("rows requires a cache on one rank that holds tokens: call prefill or append without rows first")
+        self._check_like(k, v)
+        if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
+            raise ValueError(
+                f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
+            )
+        for new, stored in ((k, self._k), (v, self._v)):
+            if rows.ndim == 1:
+                stored.index_copy_(1, rows, new)
+            else:
+                stored[torch.arange(len(rows), device=rows.device)[:, None], rows] = new
 
     def truncate(self, length: int) -> None:
         """Remove the newest tokens, so that the first `length` tokens remain.
@@ -192,10 +228,8 @@ class KVCache:
         if self.length + num_tokens > self.capacity:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
-            # -(-n // m) is n / m rounded up. One block is added, because the lengths of the shards may differ by one block. The
-            # second line rounds the length up to a multiple of MAX_SPLITS.
-            rows = max(rows, -(-self.capacity // self.ranks) + self.block)
-            rows = -(-rows // MAX_SPLITS) * MAX_SPLITS
+            # -(-n // m) is n / m rounded up. One block is added, because the lengths of the shards may differ by one block.
+            rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
             # Some backends load unused rows before they mask these rows. The unused rows must be zeros, because 0 * NaN is not
             # 0.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
@@ -203,6 +237,7 @@ class KVCache:
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
                 if self.ranks > 1:
                     self._owners = torch.zeros(self.capacity, dtype=torch.int32, device="cpu")
+            self._checked = ()
         self._check_like(k, v)
 
     def _check_like(self, k: Tensor, v: Tensor) -> None:
@@ -221,6 +256,7 @@ def decode_attention(
     *,
     group: Group | None = None,
     window: int | None = None,
+    bounds: Bounds | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -238,6 +274,11 @@ def decode_attention(
         group: the ranks over which the cache is sharded; None for this process alone.
         window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys before
             this position; None for all keys.
+        bounds: the rows of the cache that each query attends to, in place of the causal mask and the window: lo and hi, int32
+            (1 or B, N), contiguous, on the device of the queries. Query i attends to the rows [lo[i], hi[i]). Both must never
+            decrease from one query to the next, and must stay within the rows of the cache. The GPU reads the bounds, so the
+            call can be captured in a CUDA graph, and every batch entry can have its own length, window or document. The cache
+            must be on one rank.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -248,28 +289,29 @@ def decode_attention(
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
             invalid, or the settings of the first call differ between the ranks.
     """
-    scale = resolve_scale(q, scale)
-    _check(q, cache, group, window, scale, backend)
-    k, v, positions = cache.shard
+    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
+    if bounds is not None or call != cache._checked:
+        cache._checked = ()
+        cache._decode = _check(q, cache, group, window, bounds, resolve_scale(q, scale), backend)
+        cache._checked = call
+    scale, (k, v, _) = resolve_scale(q, scale), cache.shard
+    if q.requires_grad and torch.is_grad_enabled():
+        raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
+    if bounds is None:
+        if not 1 <= q.shape[1] <= cache.length:
+            raise ValueError(f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the new keys first")
+        bounds = _rows_of_window(cache, q.shape[1], window, q.device)
+    if cache.ranks == 1:
+        return cache._decode(q, k, v, *bounds, scale, True)
     describe = partial(_as_call, q, cache, window, scale)
-    transport = connect.connect("" if group is None else group.group_name, q.device, call=describe)
+    transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, scale, cache.block
     transport.watchdog.record_call(key, describe, cached=cache.length)
-    # An empty batch needs no kernels and no messages. All ranks pass the same q, so all ranks return here.
+    # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    at = torch.arange(cache.length - q.shape[1], cache.length, device="cpu")
-    # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
-    # whose positions lie in the window of each query.
-    first = at - min(window or cache.length, cache.length) + 1  # min() is necessary, because a window may exceed int64
-    bounds = torch.searchsorted(positions, first), torch.searchsorted(positions, at, right=True)
-    if len(q) == 1:
-        # The kernels skip most of the rows that are not in use, because k and v are shortened here. k and v can be shortened
-        # only if there is one batch entry, because the remaining rows of several batch entries would not be contiguous.
-        used = max(1, -(-cache.rows[cache.rank] // MAX_SPLITS)) * MAX_SPLITS
-        k, v = k[:, :used], v[:, :used]
-    with torch.no_grad():
-        return _merge_ranks(_attend(q, k, v, bounds, scale, backend), group, transport).finalize(q.dtype)[0]
+    state = PartialState(*cache._decode(q, k, v, *bounds, scale, False))
+    return _merge_ranks(state, group, transport).finalize(q.dtype)[0]
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Call:
@@ -285,7 +327,10 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Cal
     return shape | {"block": cache.block, "window": window, "scale": scale}
 
 
-def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, scale: float, backend: str) -> None:
+def _check(
+    q: Tensor, cache: KVCache, group: Group | None, window: int | None, bounds: Bounds | None, scale: float, backend: str
+) -> Callable:
+    """Check all arguments that are usually the same for every token, and return the function of the kernels that decodes."""
     k, v, _ = cache.shard
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
@@ -296,74 +341,37 @@ def _check(q: Tensor, cache: KVCache, group: Group | None, window: int | None, s
     check_tensors(q, k, v)
     check_scale(scale)
     check_window(window)
-    if not 1 <= q.shape[1] <= cache.length:
-        raise ValueError(f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the new keys first")
-    if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
-    dispatch.choose_backend(q.device, q.dtype, backend)
+    if bounds is not None:
+        if window is not None or size > 1:
+            raise ValueError(f"bounds with window={window} on {size} ranks: bounds replaces the window and requires one rank")
+        check_cache(q, k, v, *bounds)
+    return dispatch.choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, bounds: tuple[Tensor, Tensor], scale: float, backend: str) -> PartialState:
-    """Return the state of the queries q (B, N, Hq, D) after they have attended to rows of k and v.
-
-    Query i attends to the rows from bounds[0][i] to bounds[1][i] - 1.
-    """
-    batch, num_rows, key_heads = k.shape[:3]
-    # All query heads that use the same key head become rows of queries. The kernel then reads each key only once for all of
-    # these heads, and a tile of queries contains fewer unused rows.
-    grouped = q.unflatten(2, (key_heads, -1)).transpose(2, 3)
-    num_splits = _num_splits(batch * key_heads, num_rows)
-    length = num_rows // num_splits
-    lo, hi = (tuple(x.tolist()) for x in bounds)
-    intervals = _intervals(lo, hi, grouped.shape[2], batch, num_splits, length, q.device)
-    # Splits become batch entries, so that one launch of the ordinary kernel computes all splits.
-    rows = grouped.flatten(1, 2).repeat_interleave(num_splits, 0)
-    k, v = (x.unflatten(1, (num_splits, length)).flatten(0, 1) for x in (k, v))
-    state = dispatch.forward(rows, k, v, intervals, scale, backend=backend)
-    merged = _merge_splits(PartialState(*(x.unflatten(0, (batch, num_splits)) for x in state)))
-    return PartialState(*(x.unflatten(1, grouped.shape[1:3]).transpose(2, 3).flatten(2, 3).contiguous() for x in merged))
+def _rows_of_window(cache: KVCache, num_queries: int, window: int | None, device: torch.device) -> Bounds:
+    """Return the rows of this rank's shard to which each of the newest tokens attends."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
+    # A window may exceed int64, so it is limited to the length of the cache.
+    length, window = cache.length, min(window or cache.length, cache.length)
+    if cache.ranks == 1:  # The row of a token is its position.
+        ends = range(length - num_queries + 1, length + 1)
+        return _upload(tuple(max(end - window, 0) for end in ends), tuple(ends), device)
+    at, positions = torch.arange(length - num_queries, length, device="cpu"), cache.shard[2]
+    # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
+    # whose positions lie in the window of each query.
+    lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
+    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), device)
 
 
-@lru_cache(maxsize=8)  # all layers of a model use the same intervals
-def _intervals(
-    lo: tuple[int, ...], hi: tuple[int, ...], group: int, batch: int, num_splits: int, length: int, device: torch.device
-) -> Intervals:
-    """Return the intervals of each split.
-
-    Args:
-        lo, hi: the interval of each query, whose bounds are row numbers of the shard.
-        group: the number of rows per query, which is the number of query heads per key head.
-        batch, num_splits: the numbers of batch entries and of splits.
-        length: the number of keys of a split.
-        device: the device of the intervals.
-    """
-    # Every split counts its keys from 0, so the start of the split is subtracted from the bounds. If a query attends to no key
-    # of a split, clamping makes both bounds equal, so the interval is empty.
-    begin = torch.arange(num_splits, device="cpu")[:, None] * length
-    bounds = (torch.tensor(x, device="cpu").repeat_interleave(group) - begin for x in (lo, hi))
-    return Intervals.of(*(x.clamp(0, length).repeat(batch, 1) for x in bounds), length, device)
-
-
-def _num_splits(programs: int, rows: int) -> int:
-    """Return the number of splits into which `rows` rows are divided.
-
-    The number is a power of two and at most MAX_SPLITS. Each split has `programs` tiles. If there is more than one split, all
-    splits together have at most PROGRAMS tiles, and each split has at least MIN_SPLIT_ROWS rows.
-    """
-    # bit_length() - 1 is the exponent of the largest power of two that is at most `wanted`. If `wanted` is 0, the function
-    # returns one split.
-    wanted = min(PROGRAMS // programs, rows // MIN_SPLIT_ROWS, MAX_SPLITS)
-    return 1 << max(wanted.bit_length() - 1, 0)
-
-
-def _merge_splits(state: PartialState) -> PartialState:
-    """Merge the states along dimension 1, whose size must be a power of two.
-
-    Each iteration merges pairs of neighbours, until one state remains.
-    """
-    while state.m.shape[1] > 1:
-        state = PartialState(*(x[:, 0::2] for x in state)).merge(PartialState(*(x[:, 1::2] for x in state)))
-    return PartialState(*(x[:, 0] for x in state))
+@lru_cache(maxsize=8)  # all layers of a model use the same bounds
+def _upload(lo: tuple[int, ...], hi: tuple[int, ...], device: torch.device) -> Bounds:
+    """Return lo and hi as int32 (1, N) on `device`, with one copy."""
+    # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
+    bounds = torch.zeros(2, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
+    bounds[:, : len(lo)] = torch.tensor((lo, hi))
+    bounds = bounds.to(device)
+    return bounds[:1, : len(lo)], bounds[1:, : len(lo)]
 
 
 def _merge_ranks(state: PartialState, group: Group | None, transport: Transport) -> PartialState:
@@ -373,8 +381,6 @@ def _merge_ranks(state: PartialState, group: Group | None, transport: Transport)
     merge the states in the order of the ranks, so all ranks compute the same bits.
     """
     rank, size = rank_and_size(group)
-    if size == 1:
-        return state
     # m, l and o are packed into one tensor, so that each rank sends one message to each other rank. If there are few queries,
     # the time of the exchange depends mainly on the number of messages.
     own = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ringattn import BlockMask, Mask, decode
+from ringattn import BlockMask, Mask
 from ringattn.kernels import blockwise
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.triton import decode
 from ringattn.kernels.triton.common import choose_tile
 from ringattn.planning import rank_plan
 from ringattn.planning.workload import Work, backward_work, forward_work
@@ -112,12 +113,12 @@ def bytes_per_hop() -> list[str]:
 
 
 def decoding() -> list[str]:
-    """The number of splits, and the bytes of the state of a token."""
-    splits = decode._num_splits(8, 65536)
+    """The number of runs, and the bytes of the state of a token."""
+    runs, tile = decode.choose_num_runs(132, 8), decode.choose_tile(torch.bfloat16, 128)
     state_bytes = sum(works(1, 32, 8, 128)[0].row_bytes.state[1:])
     return [
-        f"With 8 key heads and 65,536 cached tokens, there are {splits} splits of {65536 // splits:,} keys",
-        f"merges them in {math.log2(splits):.0f} rounds",
+        f"On a GPU with 132 SMs, 8 key heads and 65,536 cached tokens, there are {runs} runs of {65536 // runs // tile.keys} "
+        f"tiles, and each program reads {65536 // runs:,} keys",
         f"With 32 query heads and head dim 128, the state of a token has {state_bytes:,} bytes",
     ]
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ringattn import KVCache, Layout, Mask, decode_attention, flash_attention, ring_attention, simulate
 from ringattn.comm.connect import Group
-from ringattn.decode import _num_splits
 from ringattn.layout import KINDS
 from tests.covering import every_pair
 from tests.distributed import run_ranks
@@ -65,11 +64,10 @@ def test_decoding_without_a_prompt(ranks: int) -> None:
     assert_rows_close(by_rank[-1], case.unsharded(Mask.causal())[0], TOLERANCE)
 
 
-@pytest.mark.parametrize("batch, splits", ((1, 16), (2, 16)))
-def test_a_long_shard_is_split(batch: int, splits: int) -> None:
-    """Thousands of keys on one rank are processed in 16 splits, the last of which are partly or wholly empty."""
+@pytest.mark.parametrize("batch", (1, 2))
+def test_a_long_shard(batch: int) -> None:
+    """Thousands of keys on one rank, with a window that begins inside the cache."""
     case = Case.random(seq_len=5000, batch=batch, heads=2, key_heads=1, dim=4, value_dim=4)
-    assert _num_splits(batch, 5056) == splits
     expected = flash_attention(case.q[:, 4998:], case.k, case.v, mask=Mask.causal(window=3000), backend="reference")
     by_rank = on_ring(case, 4998, 2, Layout.zigzag(4998, 1), 3000)
     assert_rows_close(by_rank[0], expected, TOLERANCE)
@@ -106,6 +104,27 @@ def test_each_block_goes_to_the_rank_with_the_fewest_tokens(ranks: int, block: i
     for n in numbers:
         cache.append(*torch.zeros(2, 1, n, 1, 4))
     assert cache.rows == rows and cache.shard[2][: rows[0]].tolist() == [i for i, owner in enumerate(expected) if owner == 0]
+
+
+@pytest.mark.parametrize("backend", ("auto", "triton"))
+def test_rows_and_bounds_on_the_device(backend: str, device: torch.device) -> None:
+    """Every batch entry appends its tokens at its own rows and has its own length and window."""
+    dtype = torch.float64 if backend == "auto" else torch.float32
+    case = Case.random(seq_len=30, batch=2, heads=4, key_heads=2, dim=16, value_dim=16)
+    single = case.to(dtype).to(device)
+    cache, lengths = KVCache(30), torch.tensor([11, 28])
+    cache.append(torch.zeros_like(single.k[:, :1]), torch.zeros_like(single.v[:, :1]))
+    garbage = (torch.ones_like(x[:, :20]) for x in (single.k, single.v))
+    cache.append(*garbage, rows=torch.arange(20, device=device))
+    rows = (lengths[:, None] + torch.arange(-28, 0)).clamp(min=0).to(device)
+    tokens = torch.arange(2, device=device)[:, None], rows
+    cache.append(single.k[tokens], single.v[tokens], rows=rows)
+    hi = (lengths[:, None] + torch.tensor([-1, 0])).int()
+    queries = torch.arange(2)[:, None], (hi - 1).long()
+    out = decode_attention(single.q[queries], cache, bounds=((hi - 9).to(device), hi.to(device)), backend=backend)
+    expected = case.unsharded(Mask.causal(9))[0][queries]
+    assert_rows_close(out.cpu(), expected, TOLERANCE if backend == "auto" else 1e-5)
+    assert cache.length == 1
 
 
 def test_prefill_after_a_ring_pass_in_any_layout() -> None:
@@ -244,6 +263,7 @@ def test_an_empty_batch() -> None:
 
 
 X = torch.zeros(1, 4, 2, 8)
+BOUNDS = torch.zeros(1, 4, dtype=torch.int32), torch.ones(1, 4, dtype=torch.int32)
 
 
 def filled_cache(capacity: int = 5) -> KVCache:
@@ -285,6 +305,13 @@ INVALID = {
     "window-of-true": (lambda: decode_attention(X, filled_cache(), window=True), "window=True"),
     "unknown-backend": (lambda: decode_attention(X, filled_cache(), backend="fast"), "'fast'"),
     "cache-of-another-rank": (decode_on_rank_1_of_2, "rank 1 of 2 .* rank 0 of 1"),
+    "rows-without-memory": (lambda: KVCache(4).append(X, X, rows=torch.arange(4)), "rows.*one rank"),
+    "rows-on-two-ranks": (lambda: KVCache(4, 0, 2).append(X, X, rows=torch.arange(4)), "rows.*one rank"),
+    "fewer-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(3)), "rows is torch.int64 .3,.*int64 and .4,."),
+    "32-bit-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(4).int()), "rows is torch.int32"),
+    "bounds-and-window": (lambda: decode_attention(X, filled_cache(), bounds=BOUNDS, window=3), "window=3"),
+    "64-bit-bounds": (lambda: decode_attention(X, filled_cache(), bounds=(BOUNDS[0].long(), BOUNDS[1])), "lo is torch.int64"),
+    "fewer-bounds": (lambda: decode_attention(X, filled_cache(), bounds=(BOUNDS[0], BOUNDS[1][:, 1:])), "hi is .*(1, 3)"),
 }
 
 
