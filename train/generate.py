@@ -30,8 +30,10 @@ from ringattn.train.config import ConfigError, check
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.errors import exit_process
 from ringattn.train.inference import RUN_HELP, apply_overrides, find_model, option, parse, run_command
+from ringattn.train.model.gpt import Attend
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.setup import InferenceRun, build_for_inference
+from ringattn.train.token_step import TokenStep, copy_for_one_rank
 
 
 @dataclass
@@ -132,7 +134,7 @@ def stream(
     The tokens of the prompt are sharded over the ranks as in training. The prompt runs through the model once, and each rank
     stores the keys and values of its tokens in a cache. Afterwards, one new token at a time runs through the model on all
     ranks. The new token attends to the caches of all ranks. The rank that holds the last position samples each token and
-    broadcasts it.
+    broadcasts it. On one GPU, the step of a new token is the replay of a CUDA graph.
 
     Args:
         run: the run whose model generates the text. The positions of the text are divided among the ranks that share a
@@ -153,18 +155,42 @@ def stream(
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
     attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
     inputs, positions = layout.shard(torch.tensor([tokens]), rank), layout.positions(rank)
+    logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(num_tokens):
-        logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
+    step = _captured_step(run, caches) or partial(_eager_step, run, attend)
+    for i in range(num_tokens):
+        if i > 0:
+            logits = step(tokens[-1], len(tokens) - 1)
         token = torch.zeros((), dtype=torch.int64)
         if rank == ranks - 1:
             token = _sample(logits[0, : tokenizer.vocab_size].float().cpu(), temperature, top_p, generator)
         dist.broadcast(token, group=group, group_src=ranks - 1)
         if token == tokenizer.eos:
             break
-        inputs, positions = token.view(1, 1), torch.tensor([len(tokens)])
         tokens.append(int(token))
         yield tokens[-1]
+
+
+def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: int) -> Tensor:
+    """Run one new token through the model on all ranks, and return its logits."""
+    inputs, positions = torch.tensor([[token]]), torch.tensor([position])
+    return run.model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
+
+
+def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None:
+    """Return the step of a new token as a CUDA graph.
+
+    If the job does not run on a single GPU, if the attention kernels cannot be captured, or if the GPU has too little memory,
+    the result is None.
+    """
+    if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
+        return None
+    model = copy_for_one_rank(run.model, torch.bfloat16 if run.bf16 else torch.float32)
+    if model is None:
+        return None
+    step = TokenStep(model, caches, _last_logits, run.config.parallel.kernel)
+    step.capture(caches[0].length)
+    return step
 
 
 def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, **options: Any) -> Tensor:

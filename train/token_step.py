@@ -1,0 +1,90 @@
+"""Run single tokens through a model with KV caches, on a GPU as the replay of one CUDA graph.
+
+An eager step launches about twenty kernels per layer from Python. The GPU finishes these kernels faster than the host launches
+them. The replay of a graph takes almost no time on the host. A graph runs the same kernels on the same memory in every replay.
+Therefore the token and its position are tensors on the GPU, and the kernels read the length of the cache there.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringattn import KVCache, decode_attention
+from ringattn.train.model.gpt import GPT, Finish
+
+# The part of the free memory of a GPU that the copy of the weights may occupy.
+MAX_FRACTION = 0.8
+
+
+class TokenStep:
+    """One step of generation on one rank: run one token through the model and append its keys and values to the caches.
+
+    Args:
+        model: the model, whose parameters are not sharded.
+        caches: one cache per layer. Each cache is on one rank and contains the tokens of the prompt.
+        finish: the function that the model calls for its result.
+        backend: the attention kernels, as in `decode_attention`.
+    """
+
+    def __init__(self, model: GPT, caches: Sequence[KVCache], finish: Finish, backend: str) -> None:
+        self.model, self.caches, self.finish, self.backend = model, caches, finish, backend
+        device = model.embedding.device
+        self.token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        self.position = torch.zeros(1, dtype=torch.int64, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Tensor | None = None  # the memory to which every replay writes the result of `finish`
+
+    def __call__(self, token: int, position: int) -> Tensor:
+        """Return the result of `finish` for the token at this position. The next call overwrites the returned tensor."""
+        self.token.fill_(token)
+        self.position.fill_(position)
+        if self.graph is None:
+            return self._run()
+        self.graph.replay()
+        return self.result
+
+    def capture(self, position: int) -> None:
+        """Capture the step in a CUDA graph. `position` is the position of the next token, which the first call overwrites."""
+        # The first run compiles the kernels, which is impossible during a capture. The default stream cannot be captured.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.position.fill_(position)
+            self._run()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=stream):
+                self.result = self._run()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _run(self) -> Tensor:
+        # All layers use the same bounds, so they are computed once per step.
+        hi = (self.position + 1).int()[None]
+        window, capacity = self.model.config.window, self.caches[0].capacity
+        # A window may exceed int32.
+        lo = torch.zeros_like(hi) if window is None else (hi - min(window, capacity)).clamp(min=0)
+        attend = [partial(self._attend, cache=cache, bounds=(lo, hi)) for cache in self.caches]
+        return self.model(self.token, self.position, attend, self.finish)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, bounds: tuple[Tensor, Tensor]) -> Tensor:
+        cache.append(k, v, rows=self.position)
+        return decode_attention(q, cache, bounds=bounds, backend=self.backend)
+
+
+def copy_for_one_rank(model: GPT, dtype: torch.dtype) -> GPT | None:
+    """Return the model of a job with one rank, without FSDP and with weights in `dtype`.
+
+    FSDP converts the weights to the dtype of the computation in every forward pass, and its hooks cannot be captured in a CUDA
+    graph. Weights that already have this dtype are not copied. If the copy would not fit into the memory of the GPU, the result
+    is None.
+    """
+    weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+    copied = sum(x.numel() for x in weights.values() if x.dtype != dtype) * dtype.itemsize
+    if model.embedding.is_cuda and copied > MAX_FRACTION * torch.cuda.mem_get_info()[0]:
+        return None
+    with torch.device("meta"):
+        copy = GPT(model.config, model.embedding.shape[0])
+    copy.load_state_dict({name: x.detach().to(dtype) for name, x in weights.items()}, assign=True)
+    return copy
