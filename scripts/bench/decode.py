@@ -1,0 +1,281 @@
+"""Time decoding: one token, or a few tokens, per sequence against a long KV cache, next to PyTorch's SDPA and flash-attn.
+
+    python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
+    python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
+
+All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
+
+Every case is measured in two ways. A replayed CUDA graph contains the calls of up to 32 layers, each with its own cache, so no
+key comes from the L2 cache. Its time per call is the time of the GPU. The eager time is the wall time of the same calls from
+Python. All implementations of a case are timed one after the other in several rounds, and each figure is the median of the
+rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that it can
+sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of ringattn by
+those of the fastest other implementation.
+
+SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
+causal. The script writes rows.json and README.md to --output.
+"""
+
+import argparse
+import importlib.util
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ringattn import KVCache, Layout, decode_attention
+from ringattn.kernels import reference
+from scripts import command
+from scripts.tables import markdown_table
+
+MAX_LAYERS = 32
+TOLERANCE = 1e-2  # the largest error of a row relative to its norm
+OURS = "ringattn"
+DEVICE = torch.device("cuda")
+LENGTHS = (2048, 8192, 32768, 131072, 524288, 1048576)
+
+
+class Layer(NamedTuple):
+    """The cache of one layer, and its keys and values in the order (B, Hkv, N, D) of SDPA."""
+
+    cache: KVCache
+    keys: Tensor
+    values: Tensor
+
+
+class Implementation(NamedTuple):
+    """A function that decodes with the cache of a layer. `context` creates a context manager in which the calls run."""
+
+    attend: Callable[[Layer], Tensor]
+    context: Callable[[], AbstractContextManager] = nullcontext
+    heads_first: bool = False  # whether the output is (B, Hq, Nq, D) instead of (B, Nq, Hq, D)
+    is_causal: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries of the newest tokens of `batch` sequences with `keys` tokens each."""
+
+    batch: int
+    keys: int
+    heads: int = 32
+    key_heads: int = 8
+    head_dim: int = 128
+    queries: int = 1
+
+    @property
+    def name(self) -> str:
+        extra = [f"D{self.head_dim}"] * (self.head_dim != 128) + [f"Nq{self.queries}"] * (self.queries > 1)
+        return " ".join([f"B{self.batch}", f"{self.heads}/{self.key_heads}", f"{self.keys // 1024}k", *extra])
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the keys and values of one layer."""
+        return 4 * self.batch * self.keys * self.key_heads * self.head_dim
+
+
+CASES = [Case(batch, keys, 32, key_heads) for batch in (1, 8) for key_heads in (8, 32) for keys in LENGTHS]
+CASES += [Case(32, 8192), Case(64, 4096), Case(1, 32768, 8, 1), Case(1, 32768, head_dim=64), Case(1, 32768, head_dim=256)]
+CASES += [Case(1, 32768, queries=queries) for queries in (4, 16)]
+
+
+def make_layers(case: Case, num_layers: int, device: torch.device) -> list[Layer]:
+    """Return layers with filled caches. The layers have the same values in different memory."""
+    shape = case.batch, case.keys, case.key_heads, case.head_dim
+    k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    layers = []
+    for _ in range(num_layers):
+        cache = KVCache(case.keys)
+        cache.prefill(k, v, Layout.contiguous(case.keys, 1))
+        layers.append(Layer(cache, *(x.transpose(1, 2) for x in cache.shard[:2])))
+    return layers
+
+
+def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
+    """Return the implementations that are installed, by name."""
+    queries = q.transpose(1, 2)
+
+    def sdpa(layer: Layer) -> Tensor:
+        return F.scaled_dot_product_attention(queries, layer.keys, layer.values, enable_gqa=case.heads != case.key_heads)
+
+    found = {OURS: Implementation(lambda layer: decode_attention(q, layer.cache))}
+    for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
+        found[name] = Implementation(sdpa, partial(sdpa_kernel, backend), heads_first=True, is_causal=case.queries == 1)
+    if importlib.util.find_spec("flash_attn_interface"):  # FlashAttention 3
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=q.device)
+        found["fa3"] = Implementation(
+            lambda layer: flash_attn_with_kvcache(q, *layer.cache.shard[:2], cache_seqlens=lengths, causal=True)
+        )
+    if importlib.util.find_spec("flashinfer") and case.batch == 1 and case.queries == 1:
+        from flashinfer import single_decode_with_kv_cache
+
+        found["flashinfer"] = Implementation(
+            lambda layer: single_decode_with_kv_cache(q[0, 0], *(x[0] for x in layer.cache.shard[:2]))[None, None]
+        )
+    return found
+
+
+def with_bounds(case: Case, q: Tensor) -> Implementation:
+    """Return our call for CUDA graphs, which reads the lengths on the GPU."""
+    hi = torch.arange(case.keys - case.queries + 1, case.keys + 1, dtype=torch.int32, device=q.device)[None]
+    bounds = torch.zeros_like(hi), hi
+    return Implementation(lambda layer: decode_attention(q, layer.cache, bounds=bounds))
+
+
+def exact_output(case: Case, q: Tensor, cache: KVCache, causal: bool) -> Tensor:
+    """Return the float64 output of the first query head of the first and last sequence, (2, Nq, D)."""
+    k, v, _ = cache.shard
+    ends = [case.keys - case.queries + 1 + i if causal else case.keys for i in range(case.queries)]
+    hi = torch.tensor([ends], dtype=torch.int32, device=q.device)
+    outputs = []
+    for entry in (0, case.batch - 1):
+        operands = (x[entry : entry + 1, :, :1].double() for x in (q, k, v))
+        outputs.append(reference.decode(*operands, torch.zeros_like(hi), hi, case.head_dim**-0.5, final=True)[0, :, 0])
+    return torch.stack(outputs)
+
+
+def row_error(out: Tensor, exact: Tensor) -> float:
+    """Return the largest error of a row relative to its norm. NaN counts as an infinite error."""
+    got = torch.stack([out[0, :, 0], out[-1, :, 0]]).double()
+    return ((got - exact).norm(dim=-1) / exact.norm(dim=-1)).nan_to_num(float("inf")).max().item()
+
+
+def capture(call: Implementation, layers: list[Layer]) -> torch.cuda.CUDAGraph:
+    """Capture the calls of all layers in one CUDA graph."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), call.context():
+        call.attend(layers[0])
+        with torch.cuda.graph(graph, stream=stream):
+            for layer in layers:
+                call.attend(layer)
+    return graph
+
+
+def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
+    """Return the time of the GPU per call, in microseconds."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / (replays * layers) * 1e3
+
+
+def eager_us(call: Implementation, layers: list[Layer], num_calls: int) -> float:
+    """Return the wall time per call from Python, in microseconds."""
+    with call.context():
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for i in range(num_calls):
+            call.attend(layers[i % len(layers)])
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / num_calls * 1e6
+
+
+def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
+    """Return the error of an implementation."""
+    with call.context():
+        out = call.attend(layer)
+    return row_error(out.transpose(1, 2) if call.heads_first else out, exact_output(case, q, layer.cache, call.is_causal))
+
+
+def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict]:
+    """Check and time all implementations of a case. Return the figures of each implementation by its name."""
+    layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes)), device)
+    q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
+    calls, captured, graphs, rows = {}, {}, {}, {}
+    for name, call in implementations(case, q).items():
+        try:
+            rows[name] = {"error": check(call, layers[0], case, q)}
+            # A graph reads the tensors of its calls in every replay, so they must not be freed before the last replay.
+            captured[name] = with_bounds(case, q) if name == OURS else call
+            graphs[name] = capture(captured[name], layers)
+            calls[name] = call
+        except Exception as error:  # The kernels of the peers raise exceptions of any kind.
+            rows[name] = {"failed": f"{type(error).__name__}: {str(error)[:200]}"}
+    # A measurement takes about 10 ms at 3 TB/s, but contains at least a few calls.
+    estimate = case.bytes / 3e6 + 10
+    replays, eager_calls = max(2, int(1e4 / (estimate * len(layers)))), max(10, min(200, int(1e4 / max(estimate, 50))))
+    samples = {name: ([], []) for name in calls}
+    for _ in range(rounds + 1):
+        for name, (graph_times, eager_times) in samples.items():
+            graph_times.append(graph_us(graphs[name], len(layers), replays))
+            eager_times.append(eager_us(calls[name], layers, eager_calls))
+    for name, times in samples.items():
+        graph_time, eager_time = (statistics.median(x[1:]) for x in times)
+        rows[name] |= {"graph_us": graph_time, "eager_us": eager_time, "gb_per_s": case.bytes / graph_time * 1e-3}
+    return rows
+
+
+def cells(case: Case, rows: dict[str, dict]) -> list[str]:
+    """Return the line of the table for a case."""
+    line = [case.name]
+    for key, digits in (("graph_us", 1), ("gb_per_s", 0), ("eager_us", 1)):
+        line.append(" / ".join(f"{row[key]:.{digits}f}" if key in row else "-" for row in rows.values()))
+    peers = [row for name, row in rows.items() if name != OURS and "graph_us" in row]
+    ours = rows[OURS]
+    if "graph_us" in ours and peers:
+        line.append(f"{ours['gb_per_s'] / max(row['gb_per_s'] for row in peers):.2f}")
+        line.append(f"{ours['eager_us'] / min(row['eager_us'] for row in peers):.2f}")
+    else:
+        line += ["-", "-"]
+    return [*line, f"{ours['error']:.1e}" if "error" in ours else ours["failed"]]
+
+
+def report(header: dict, results: dict[Case, dict]) -> str:
+    """Return the report in Markdown."""
+    names = " / ".join(next(iter(results.values())))
+    columns = f"case | graph, us: {names} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | error"
+    lines = [cells(case, rows) for case, rows in results.items()]
+    return f"# Decoding, {header['date']}\n\n    {header['command']}\n\n{header['machine']}\n\n{markdown_table(columns, lines)}"
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--output", type=Path, default=command.RESULTS / "decode", help="default: outputs/benchmarks/decode")
+    parser.add_argument("--only", metavar="REGEX", default="", help="only cases with a matching name: 'B1 32/8 2k'")
+    parser.add_argument("--gib", type=command.at_least(1), default=32, help="memory for keys and values; default: 32")
+    parser.add_argument("--rounds", type=command.at_least(1), default=5, help="rounds of timing; default: 5")
+    args = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("a CUDA device is required")
+    return args
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    args.output.mkdir(parents=True, exist_ok=True)
+    header, results = command.describe_run("scripts.bench.decode", argv, gpus=1), {}
+    for case in CASES:
+        # The caches and the tensors from which they are filled exist at the same time.
+        if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:
+            continue
+        results[case] = measure(case, args.gib * 2**30, args.rounds, DEVICE)
+        print(" | ".join(cells(case, results[case])), flush=True)
+        rows = [asdict(case) | {"implementations": found} for case, found in results.items()]
+        (args.output / "rows.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
+    if not results:
+        sys.exit(f"error: --only {args.only!r} matches no case that fits into {args.gib} GiB")
+    (args.output / "README.md").write_text(report(header, results))
+    return int(any(not rows[OURS].get("error", 1.0) <= TOLERANCE for rows in results.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,63 @@
+"""The benchmark of decoding, with tiny cases on the CPU and fake clocks: errors of every implementation are reported."""
+
+import json
+from pathlib import Path
+from weakref import ReferenceType, ref
+
+import pytest
+import torch
+
+from scripts.bench import decode as bench_decode
+from scripts.bench.decode import Case, Implementation, Layer
+
+CASES = [Case(1, 64, 4, 2, 16), Case(2, 96, 4, 4, 16, queries=3), Case(1, 2**20)]
+
+
+def capture(call: Implementation, layers: list[Layer]) -> ReferenceType:
+    """Run the call, and return a weak reference to it in place of a graph, which does not keep its inputs alive either."""
+    call.attend(layers[0])
+    return ref(call.attend)
+
+
+def graph_us(graph: ReferenceType, *_) -> float:
+    assert graph() is not None, "a replay would read tensors that have been freed"
+    return 2.0
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tiny cases on the CPU. A graph takes 2 us, and an eager call takes 10 us."""
+    monkeypatch.setattr(bench_decode, "CASES", CASES)
+    monkeypatch.setattr(bench_decode, "MAX_LAYERS", 2)
+    monkeypatch.setattr(bench_decode, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(bench_decode, "capture", capture)
+    monkeypatch.setattr(bench_decode, "graph_us", graph_us)
+    monkeypatch.setattr(bench_decode, "eager_us", lambda *_: 10.0)
+    monkeypatch.setattr(bench_decode.command, "describe_run", lambda *_, **__: dict(date="today", machine="a CPU", command="c"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
+    """The exit status, the rows and the report."""
+    status = bench_decode.main(["--output", str(output), "--gib", "1", *arguments])
+    return status, json.loads((output / "rows.json").read_text())["rows"], (output / "README.md").read_text()
+
+
+def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
+    status, rows, report = run(tmp_path)
+    assert status == 0 and [(row["batch"], row["keys"]) for row in rows] == [(1, 64), (2, 96)]
+    ours = rows[1]["implementations"]["ringattn"]
+    assert ours["error"] < 1e-2 and ours["gb_per_s"] == pytest.approx(CASES[1].bytes / 2e-6 * 1e-9)
+    assert "| B2 4/4 0k D16 Nq3 |" in report
+
+
+def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = bench_decode.decode_attention
+    monkeypatch.setattr(bench_decode, "decode_attention", lambda q, *a, **b: decode(q, *a, **b) * 1.1)
+    status, rows, _ = run(tmp_path, "--only", "B1")
+    assert status == 1 and len(rows) == 1 and rows[0]["implementations"]["ringattn"]["error"] > 0.05
+
+
+def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="B9"):
+        run(tmp_path, "--only", "B9")
