@@ -1,4 +1,4 @@
-"""Command lines: every script starts, and the commands in docstrings and in benchmarks/ use options that exist."""
+"""Command lines: every script starts, and the commands in docstrings, benchmarks/ and docs/labs/ use options that exist."""
 
 import contextlib
 import importlib
@@ -16,12 +16,12 @@ from scripts import command
 
 SCRIPTS = sorted(
     ".".join(path.relative_to(command.ROOT).with_suffix("").parts)
-    for folder in ("bench", "check", "tools")
+    for folder in ("bench", "check", "labs", "tools")
     for path in (command.ROOT / "scripts" / folder).glob("*.py")
     if "__main__" in path.read_text()
 )
 TEXTS = [command.ROOT / f"{module.replace('.', '/')}.py" for module in SCRIPTS]
-TEXTS += sorted((command.ROOT / "benchmarks").glob("*.md"))
+TEXTS += sorted([*(command.ROOT / "benchmarks").glob("*.md"), *(command.ROOT / "docs/labs").glob("*.md")])
 
 
 @cache
