@@ -46,7 +46,7 @@ class KVCache:
             out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
             rows += 1
 
-    Tokens that are stored in this way are not counted in `length`. Later tokens without `rows` overwrite them.
+    `length` does not count tokens that are stored in this way. A later call of `append` without `rows` may overwrite them.
     """
 
     def __init__(self, capacity: int, rank: int = 0, ranks: int = 1, block: int = 16) -> None:
@@ -330,7 +330,7 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Cal
 def _check(
     q: Tensor, cache: KVCache, group: Group | None, window: int | None, bounds: Bounds | None, scale: float, backend: str
 ) -> Callable:
-    """Check all arguments that are usually the same for every token, and return the function of the kernels that decodes."""
+    """Check all arguments that are usually the same for every token, and return the function that computes the attention."""
     k, v, _ = cache.shard
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):

@@ -20,8 +20,8 @@ trainer.eval_tokens=N sets the minimum number of tokens per length. Other settin
 trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them.
 
 With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png. They show the
-accuracy by the length of the sequence and by the position of the answer in it. The default lengths are that of the training and
-its halves, quarters and so on. The model may be trained on any text.
+accuracy by the length of the sequence and by the position of the answer in the sequence. The default lengths are the sequence
+length of the training, half of this length, a quarter, and so on. The command accepts models that were trained on any text.
 """
 
 import math

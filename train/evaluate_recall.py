@@ -21,7 +21,7 @@ from ringattn.train.recall_results import Accuracies, accuracy_table, plot_accur
 from ringattn.train.setup import InferenceRun, build_for_inference
 from ringattn.train.step import forward, layout_of, mask_of
 
-# The minimum number of documents per length and position. Each document contains 64 answers.
+# The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
 MIN_DOCUMENTS = 4
 
 

@@ -180,8 +180,8 @@ def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: i
 def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None:
     """Return the step of a new token as a CUDA graph.
 
-    If the job does not run on a single GPU, if the attention kernels cannot be captured, or if the GPU has too little memory,
-    the result is None.
+    The result is None if the job does not run on a single GPU, if the attention kernels cannot be captured, or if the GPU has
+    too little memory.
     """
     if run.device.type != "cuda" or dist.get_world_size() > 1 or run.kernel.backend not in ("hopper", "triton"):
         return None

@@ -12,7 +12,8 @@ A run that covers keys of several entries computes one partial state, called a p
 therefore balanced for every number of entries and for every combination of their lengths. The first launch computes the parts.
 The second launch merges the parts of each query.
 
-The rows of a tile of queries are all queries of all query heads that share a key head. Each key is therefore read only once.
+The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
+each key is read only once.
 
 The host never reads the intervals of the queries. Both kernels read the intervals on the GPU, and compute from them which run
 covers which keys. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change
@@ -169,8 +170,8 @@ def _attend_kernel(
     entries, tiles, length = _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
-    # The tiles of an entry end at or before tile t if tile t belongs to a later entry. Counting such entries gives the entry of
-    # tile t. If the run has no tiles, begin >= end, and the loop below has no iterations.
+    # The index of the entry to which tile t belongs is the number of entries whose tiles all come before tile t. If the run has
+    # no tiles, begin >= end, and the loop below computes no tiles.
     entry_ends = tl.cumsum(tiles, 0)
     first_entry = tl.sum((entry_ends <= begin).to(tl.int32), 0)
     last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)

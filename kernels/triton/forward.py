@@ -130,7 +130,7 @@ def _forward_kernel(
         tl.store(lse + row_index, (m + tl.log2(l)) * LN_2, mask=row_mask)
     else:
         if HAS_STATE:
-            tl.debug_barrier()  # several warps may load the same row of the state, and all must do so before the stores
+            tl.debug_barrier()  # several warps may load the same row of the state, and all must load it before any warp stores
         tl.store(state_m + row_index, m * LN_2, mask=row_mask)
         tl.store(state_l + row_index, l, mask=row_mask)
         tl.store(state_o + index, o, mask=mask)

@@ -85,7 +85,7 @@ class PreparedLaunch:
             address_bits |= address or 0
         if self._compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *numbers, **self.constants, **self.options)
-            # Triton compiles a special kernel for addresses that are multiples of 16.
+            # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled = self._compiled

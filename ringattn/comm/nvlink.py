@@ -222,8 +222,8 @@ class NvlinkTransport:
 
     def synchronise(self) -> None:
         """Wait until the GPUs of all ranks have finished all their work."""
-        # The first synchronisation waits for the work of this rank. The second synchronisation waits for the barrier if NCCL
-        # runs the barrier on the GPU. If the ranks share a GPU, gloo runs the barrier on the host.
+        # The first synchronisation waits for the work of this rank. The second synchronisation waits for the barrier, which
+        # NCCL runs on the GPU. If ranks share a GPU, gloo runs the barrier on the host, and the second one has nothing to do.
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)

@@ -1,7 +1,7 @@
 """Point-to-point transports over torch.distributed: NCCL between GPUs, gloo between CPUs, and the ring of a single rank.
 
-If a process group uses gloo for tensors on GPUs, its messages pass through host memory. This is slow. It is meant for ranks
-that share a GPU, because NCCL rejects such ranks.
+If a process group uses gloo for tensors on GPUs, its messages pass through host memory, which is slow. Use such a group only
+for ranks that share a GPU, because NCCL rejects such ranks.
 """
 
 import torch
@@ -22,7 +22,7 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 class P2PTransport(MessageTransport):
     """A transport that uses isend and irecv of a process group. NCCL sends and receives all messages of a step in one kernel.
 
-    gloo sends and receives messages of the host. Tensors on GPUs are therefore copied to the host and back.
+    gloo can only send and receive tensors in host memory. With gloo, tensors on GPUs are therefore copied to the host and back.
 
     Args:
         group: the ranks of the ring.

@@ -125,7 +125,7 @@ class Plan:
 
         If a rank's own block is computed in two parts, each part is assumed to contain its planned share of the (query, key)
         pairs of the block. In the state ring, the cost includes the memory traffic of the merges, which is converted to FLOPs.
-        `relays` says whether neighbours relay the results, because this route needs more merges.
+        `relays` says whether neighbours relay the results. If they do, the merges move more bytes.
         """
         # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
         # owner of the circulating block.
@@ -164,8 +164,8 @@ class Plan:
         """Return "state" if queries circulate, and "kv" if keys and values circulate.
 
         If `name` is not "auto", the method returns `name`. For "auto", the method chooses the state ring unless the KV ring has
-        a clearly lower predicted time. On CPUs, the method always chooses the state ring, because speed is not important there.
-        A single rank has no ring, and the KV schedule needs no merge.
+        a clearly lower predicted time. Over gloo, the method always chooses the state ring, because speed is not important
+        there. A single rank has no ring, and the KV schedule needs no merge.
 
         The method logs the choice once.
         """

@@ -1,4 +1,4 @@
-"""Time decoding: one token, or a few tokens, per sequence against a long KV cache, next to PyTorch's SDPA and flash-attn.
+"""Time the decoding of one or a few tokens per sequence with a long KV cache, next to PyTorch's SDPA and flash-attn.
 
     python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
     python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
@@ -6,11 +6,11 @@
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
 Every case is measured in two ways. A replayed CUDA graph contains the calls of up to 32 layers, each with its own cache, so no
-key comes from the L2 cache. Its time per call is the time of the GPU. The eager time is the wall time of the same calls from
-Python. All implementations of a case are timed one after the other in several rounds, and each figure is the median of the
-rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that it can
-sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of ringattn by
-those of the fastest other implementation.
+key comes from the L2 cache. The graph time is the GPU time per call of such a replay. The eager time is the wall time of the
+same calls from Python. All implementations of a case are timed one after the other in several rounds. Each figure is the median
+of the rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that
+it can sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of
+ringattn by those of the fastest other implementation.
 
 SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
 causal. The script writes rows.json and README.md to --output.

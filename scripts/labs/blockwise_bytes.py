@@ -1,7 +1,8 @@
 """Count the bytes that the tiles of `kernels/blockwise.py` load, and predict the same bytes with the formulas of docs/io.md.
 
-An operand of a tile is loaded if it is not the operand of the previous tile. A new tile of queries starts with nothing loaded.
-This is what a kernel on a GPU does: it keeps the queries on the chip and loads one tile of keys and values after the other.
+An operand of a tile counts as loaded unless it is the operand of the previous tile. For a new tile of queries, all operands are
+loaded again. A kernel on a GPU does the same, because it keeps the queries on the chip and loads one tile of keys and values
+after the other.
 """
 
 from collections.abc import Callable, Iterator
@@ -51,8 +52,8 @@ def counted_loads() -> Iterator[Loads]:
     """Count the loads of all calls of the blockwise kernel.
 
     The kernel computes every pair of tiles with one call of `ringattn.kernels.reference`. This function therefore counts the
-    tensors that these calls receive. An accumulator of a gradient counts as loaded, too. The state of the queries does not
-    count, because it stays on the chip.
+    tensors that these calls receive, including the accumulators of gradients. The state of the queries does not count, because
+    it stays on the chip.
     """
     loads = Loads()
 
@@ -82,7 +83,7 @@ def predicted_loads(intervals: Intervals, heads: int, head_dim: int, tile: TileS
     """
     keys = heads * total_loop_rows(intervals, *tile)
     queries, row = heads * intervals.num_rows, head_dim * FP32_BYTES
-    # In the backward, the queries bring dout, dq, lse and delta with them, and the keys bring v, dk and dv.
+    # In the backward pass, dout, dq, lse and delta are loaded with each query, and v, dk and dv are loaded with each key.
     return {
         "forward": forward_loads(intervals, heads, head_dim, *tile, FP32_BYTES),
         "backward": queries * (3 * row + 2 * FP32_BYTES) + keys * 4 * row,

@@ -74,7 +74,7 @@ def milliseconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_bytes(call: Callable[[], object], device: torch.device) -> int:
-    """Return the peak memory of a call in bytes. Memory that was allocated before the call is not counted.
+    """Return the peak memory of a call in bytes, without the memory that was allocated before the call.
 
     On a CPU, the profiler of PyTorch records every allocation and every release of a tensor.
     """

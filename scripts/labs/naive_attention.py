@@ -4,8 +4,8 @@
 
 Naive attention stores the N x N scores of every head. Tiled attention is `ringattn.flash_attention`. Both compute a causal
 forward and backward pass. The length of the sequence doubles from row to row. Naive attention stops at the first length at
-which an allocation fails. On a CPU, the limit of the memory is --limit-mib. The defaults are small on a CPU, and they fill the
-memory of a large GPU.
+which an allocation fails. On a CPU, --limit-mib limits the memory. The default lengths are small on a CPU. On a GPU, they are
+so large that naive attention fills the memory of a large GPU.
 """
 
 import sys

@@ -68,7 +68,7 @@ def test_perfect_and_random_predictors():
 
 
 def test_cells_show_where_a_predictor_finds_the_answers():
-    """A predictor with a window finds all answers of short sequences, and of long sequences those in the window."""
+    """A predictor with a window finds all answers in short sequences. In long sequences, it finds those in the window."""
     config = recall_job()
     with one_rank():
         run = run_setup.build(config)

@@ -1,4 +1,4 @@
-"""The step of one token, whose position is on the device, equals the eager step and the model without a cache."""
+"""The step of one token, whose position is on the device, gives the logits of the eager step and of a model without a cache."""
 
 from functools import partial
 

@@ -56,7 +56,7 @@ def test_scaled_work() -> None:
 
 
 def test_traffic_of_the_merges() -> None:
-    """A relayed state is merged at every rank. A direct state is read once by its owner, and an own state by the epilogue."""
+    """Every rank merges a relayed state. The owner reads a direct state once. The epilogue merges the state of own queries."""
     forward, backward = (work(*inputs(torch.float32)) for work in (forward_work, backward_work))
     state, dq = forward.row_bytes.state[1], backward.row_bytes.state[1]
     cases = [(own, relays) for own in (True, False) for relays in (True, False)]

@@ -8,7 +8,7 @@ from ringattn.kernels.interval_mask import Intervals
 from scripts.labs.blockwise_bytes import TileSize, counted_loads, predicted_loads, tile_size
 
 LENGTH, HEADS, DIM = 256, 2, 16
-# The masks, the largest accepted ratio of the predicted bytes to the counted bytes. The model rounds loops up to whole tiles.
+# Each mask, and the largest accepted ratio of predicted to counted bytes. The model rounds loops up to whole tiles.
 MASKS = {"full": (Mask.full(), 1.0), "causal": (Mask.causal(), 1.2), "window": (Mask.causal(window=100), 1.6)}
 TILE = TileSize(32, 64)
 
@@ -29,7 +29,7 @@ def predicted(mask: Mask) -> dict[str, int]:
 
 
 def agree(predicted: dict[str, float], counted: dict[str, int], most: float) -> bool:
-    """Return whether the model is right: it never predicts too few bytes, and at most `most` times the counted bytes."""
+    """Return whether every prediction is at least the counted bytes, and at most `most` times the counted bytes."""
     return all(1 <= predicted[direction] / counted[direction] <= most for direction in ("forward", "backward"))
 
 
