@@ -301,7 +301,7 @@ def _plan(
     # The keys of an entry may start and end inside a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
-    pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    pdl = supports_pdl(device)
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
@@ -324,6 +324,14 @@ def _plan(
         finalize=finalize,
         scratch=torch.empty(1, dtype=torch.float32, device=device).expand(num_part_rows * (value_dim + 2)),
     )
+
+
+def supports_pdl(device: torch.device) -> bool:
+    """Return whether the device supports programmatic dependent launch, which requires an NVIDIA GPU of sm_90 or newer."""
+    # An AMD GPU also has the device type "cuda", and some AMD GPUs report a capability of 9.0 or more.
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _num_sms(device: torch.device) -> int:

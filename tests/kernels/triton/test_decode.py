@@ -137,6 +137,18 @@ def test_runs_fill_the_gpu(programs, runs):
     assert kernel.choose_num_runs(132, programs) == runs
 
 
+@pytest.mark.parametrize(
+    "cuda, capability, supported",
+    (("12.8", (9, 0), True), ("12.8", (12, 0), True), ("12.8", (8, 0), False), (None, (9, 4), False)),
+)
+def test_programmatic_dependent_launch_requires_hopper(cuda, capability, supported, monkeypatch):
+    """An AMD MI300 reports a capability of 9.4, but only NVIDIA GPUs have programmatic dependent launch."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert kernel.supports_pdl(torch.device("cuda", 0)) is supported
+    assert not kernel.supports_pdl(torch.device("cpu"))
+
+
 def test_every_backend_decodes(device):
     """`dispatch.decode` gives the same result with all backends. "hopper" stands for the Triton kernel."""
     call = random_call(causal_bounds((21, 21), 1, 9), 21, device=device)
