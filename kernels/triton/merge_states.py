@@ -60,10 +60,12 @@ def _merge_kernel(
     index = batch.to(tl.int64) * num_tokens * HEADS + row
     elements = index[:, None] * DIM + columns[None, :]
     mask = inside[:, None] & (columns < DIM)[None, :]
+    # The attention kernel has just written the parts, and some of them are still in the L2 cache. "evict_first" keeps the base,
+    # which is read and written once, from replacing them there.
     state = (
         tl.load(m + index, mask=inside, other=float("-inf")),
         tl.load(l + index, mask=inside, other=0.0),
-        tl.load(o + elements, mask=mask, other=0.0),
+        tl.load(o + elements, mask=mask, other=0.0, eviction_policy="evict_first"),
     )
     state = _merge_part(state, (a_m, a_l, a_o), (a_first, a_end), batch, row, columns, inside, HEADS, DIM)
     state = _merge_part(state, (b_m, b_l, b_o), (b_first, b_end), batch, row, columns, inside, HEADS, DIM)
@@ -75,7 +77,7 @@ def _merge_kernel(
         tl.debug_barrier()
         tl.store(m + index, new_m, mask=inside)
         tl.store(l + index, new_l, mask=inside)
-        tl.store(o + elements, new_o, mask=mask)
+        tl.store(o + elements, new_o, mask=mask, eviction_policy="evict_first")
     else:
         divisor = tl.where(new_l == 0.0, 1.0, new_l)
         tl.store(out + elements, (new_o / divisor[:, None]).to(out.dtype.element_ty), mask=mask)
