@@ -54,7 +54,7 @@ def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffe
 
 
 @gluon.jit
-def _row_index(row_range, results, CONFIG: gl.constexpr):
+def row_index(row_range, results, CONFIG: gl.constexpr):
     """Return (index, inside), two tensors with one number per row of a consumer.
 
     `index` is the index of the row in a tensor (B, Nq, Hq). `inside` is true if the work tile contains the row.
@@ -70,7 +70,7 @@ def _row_index(row_range, results, CONFIG: gl.constexpr):
 @gluon.jit
 def load_ref_max(results, row_range, CONFIG: gl.constexpr):
     """Load the initial reference max, which is the m of the incoming state in log2 units, or UNSET_REF_MAX without a state."""
-    index, inside = _row_index(row_range, results, CONFIG)
+    index, inside = row_index(row_range, results, CONFIG)
     if CONFIG.has_state:
         return gl.maximum(gl.load(results[0] + index, mask=inside, other=float("-inf")) * LOG2_E, UNSET_REF_MAX)
     else:
@@ -80,13 +80,13 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
     """Load (m in log2 units, l) of the incoming state. Without a state, return the numbers of a row that has not seen a key."""
-    index, inside = _row_index(row_range, results, CONFIG)
+    index, inside = row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
 
 
 @gluon.jit
-def _split_columns(tile):
+def split_columns(tile):
     """Split an accumulator into its left half and its right half, without moving numbers between threads."""
     return gl.split(tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)))
 
@@ -111,7 +111,7 @@ def _load_incoming_o(buffers, o, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     if CONFIG.o_parts == 1:
         return left.load(CONFIG.output_layout)
     else:
-        half, _ = _split_columns(o)
+        half, _ = split_columns(o)
         HALF: gl.constexpr = half.type.layout
         halves = gl.join(left.load(HALF), right.load(HALF))
         return gl.convert_layout(halves.permute((0, 2, 1)).reshape([ROWS, CONFIG.dim]), CONFIG.output_layout)
@@ -136,7 +136,7 @@ def _store_o(buffers, o, state_tiles, row_range, CONSUMER: gl.constexpr, CONFIG:
         left.store(o)
         fence_async_shared()
     else:
-        half, other_half = _split_columns(o)
+        half, other_half = split_columns(o)
         left.store(half)
         right.store(other_half)
         fence_async_shared()
@@ -162,12 +162,23 @@ def _elements(index, rows, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def _merge_scalars(ref_max, l, state_m, state_l):
+def merge_scalars(ref_max, l, state_m, state_l):
     """Return (m, l, alpha, beta) of the merged state. The o of the merged state is o * alpha + state_o * beta."""
     m = gl.maximum(ref_max, state_m)
     alpha = gl.exp2(ref_max - m)
     beta = gl.exp2(state_m - m)
     return m, l * alpha + state_l * beta, alpha, beta
+
+
+@gluon.jit
+def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
+    """Write lse. If a state is returned instead of the output, write the m and the l of the new state."""
+    if CONFIG.final:
+        # If a row has not seen a key, its l is 0. The lse of such a row is -inf.
+        gl.store(results[4] + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
+    else:
+        gl.store(results[0] + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
+        gl.store(results[1] + index, l, mask=inside)
 
 
 @gluon.jit
@@ -182,15 +193,12 @@ def _write_result(
     """
     batch, head, first_row, end = row_range
     state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
-        # If a row has not seen a key, its l and o are 0. The lse of such a row is -inf, and its output is 0.
-        gl.store(lse + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
-        # One division per row and one product per element take fewer instructions than one division per element.
+        # If a row has not seen a key, its l and o are 0, and its output is 0. One division per row and one product per element
+        # take fewer instructions than one division per element.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
-    else:
-        gl.store(state_m + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
-        gl.store(state_l + index, l, mask=inside)
     if first_row + ROWS <= end:
         if CONFIG.final:
             query.store(o)
@@ -205,19 +213,20 @@ def _write_result(
 
 
 @gluon.jit
-def _update_state(
-    ref_max, l, o, overflowed, buffers, incoming, results, row_range, index, inside,
-    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+def update_scalars(
+    ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Merge the result into the incoming state in place.
+    """Merge the scalars of the result into those of the incoming state in place. The caller must then merge o.
 
     If some rows of a program overflow, the retry pass recomputes all rows of the program. The retry pass must add only the
     overflowed rows to the state, because the first pass has already added all other rows. Therefore the first pass does not
     change the state of an overflowed row, except that it sets the sign bit of l. The retry pass updates only the rows with this
     bit.
+
+    Returns:
+        (written, alpha, beta, stays). `written` is a mask of the rows whose o must be replaced by o * alpha + state_o * beta.
+        `stays` is a mask of the rows among them for which the sum o + state_o gives the same result.
     """
-    batch, head, first_row, end = row_range
-    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
@@ -225,19 +234,32 @@ def _update_state(
         # of l < 0. If a row has not seen a key, its l is 0, and -0.0 < 0 is false.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
-    m, l, alpha, beta = _merge_scalars(ref_max, l, incoming_m, incoming_l)
+    m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
     # Do not write m if it has not changed. Otherwise, the conversion of m to log2 units and back would change the last bits of
     # m on every hop of a ring.
-    gl.store(state_m + index, m * LN_2, mask=written & (m != incoming_m))
+    gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
-        gl.store(state_l + index, l, mask=written)
+        gl.store(results[1] + index, l, mask=written)
     else:
         # Set the sign bit by an integer operation. A negation is not enough, because Triton compiles -incoming_l to 0 -
         # incoming_l. If incoming_l is 0, this difference is +0.0, whose sign bit is not set.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
-        gl.store(state_l + index, gl.where(written, l, marked), mask=inside)
+        gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
     # If a row of the incoming state has not seen a key, its o is 0, so its beta does not matter.
-    stays = written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
+    return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
+
+
+@gluon.jit
+def _update_state(
+    ref_max, l, o, overflowed, buffers, incoming, results, row_range, index, inside,
+    CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Merge the result into the incoming state in place, see `update_scalars`."""
+    batch, head, first_row, end = row_range
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    written, alpha, beta, stays = update_scalars(
+        ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
+    )
     # TMA adds all 64 rows, and it cannot multiply them by a factor. TMA is therefore used only if all rows exist, all rows are
     # written, and no row needs a factor.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
@@ -271,7 +293,7 @@ def finish_work_tile(
     A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are
     invalid until the retry pass has rewritten them.
     """
-    index, inside = _row_index(row_range, results, CONFIG)
+    index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
     if CONFIG.updates_state:
         _update_state(
@@ -280,7 +302,7 @@ def finish_work_tile(
     else:
         if CONFIG.has_state:
             incoming_m, incoming_l = incoming
-            ref_max, l, alpha, beta = _merge_scalars(ref_max, l, incoming_m, incoming_l)
+            ref_max, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
             o *= _by_output_row(alpha, CONFIG)
             o += _load_incoming_o(buffers, o, CONSUMER, CONFIG) * _by_output_row(beta, CONFIG)
         _write_result(ref_max, l, o, query, buffers, results, row_range, index, inside, CONSUMER, CONFIG)

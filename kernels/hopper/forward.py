@@ -72,67 +72,34 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
-from ringattn.kernels.hopper.epilogue import finish_work_tile, load_ref_max, load_state_scalars, transfer_buffer
+from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
+from ringattn.kernels.hopper.forward_common import (
+    FENCE_SOFTMAX,
+    PRODUCER_REGISTERS,
+    ForwardConfig,
+    advance_stage,
+    any_overflow,
+    assign_work_tiles,
+    load_consumer_tile,
+    pass_ping_pong,
+    report_overflow,
+    wait_for_ping_pong,
+)
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# The number of the named barrier of consumer 0 for ping-pong. Consumer c uses FIRST_PING_PONG_BARRIER + c. Triton itself uses
-# the lower numbers.
-FIRST_PING_PONG_BARRIER = gl.constexpr(8)
-
-# The number of threads that arrive at a named barrier for ping-pong. 128 threads belong to the consumer that waits, and 128
-# belong to the consumer before it.
-PING_PONG_THREADS = gl.constexpr(256)
-
 
 @dataclass(frozen=True)
-class Config(hopper_common.Config):
+class Config(ForwardConfig):
     """The constants for which a kernel is compiled.
 
     Args:
-        dim, value_dim, num_heads, group: see `ringattn.kernels.hopper.common.Config`.
-        has_state: whether the call continues from an incoming state.
-        final: whether (out, lse) is written instead of a state.
-        consumers: number of consumers, 2 or 3.
-        keys: number of keys per step.
-        stages: number of stages of the K/V pipeline.
         joint_release: whether consumers release K and V of a stage with one arrival, after P V.
-        registers: number of registers per thread of a consumer.
-        ping_pong: whether consumers take turns to issue their products.
-        fence_softmax: whether to use the function `fence_softmax` of `ringattn.kernels.hopper.softmax`.
-        update_ref_max: whether all passes update the reference max. Otherwise only the retry pass updates the reference max.
+
+    `ForwardConfig` explains the other arguments.
     """
 
-    has_state: bool
-    final: bool
-    consumers: int
-    keys: int
-    stages: int
     joint_release: bool
-    registers: int
-    ping_pong: bool
-    fence_softmax: bool
-    update_ref_max: bool
-
-    @property
-    def queries(self) -> int:
-        """The number of rows of a work tile."""
-        return self.consumers * ROWS.value
-
-    @property
-    def partitions(self) -> gl.tuple:
-        """The numbers of the partitions as constants that Gluon can iterate over: first the consumers, then the producer."""
-        return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
-
-    @property
-    def scores_layout(self) -> gl.NVMMADistributedLayout:
-        """The layout of a consumer's scores (64, keys) in registers."""
-        return hopper_common.accumulator_layout(self.keys)
-
-    @property
-    def updates_state(self) -> bool:
-        """Whether the incoming state is updated in place."""
-        return self.has_state and not self.final
 
     @property
     def q_slots(self) -> int:
@@ -159,17 +126,6 @@ class Config(hopper_common.Config):
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
 
-# Head groups are sets of heads whose work tiles are processed one group after another. This number is the maximal total size of
-# K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache. The output passes through
-# this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and an update in place both
-# reads and writes it. K and V then get only half of this size.
-L2_BYTES = 32 * 2**20
-L2_BYTES_WITH_STATE = 16 * 2**20
-
-# Triton 3.8 comes with a different assembler. That assembler would serialise all matrix products of a kernel that uses
-# `fence_softmax`, so the fence is off from Triton 3.8 on.
-FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
-
 # These settings were the fastest on an H200. The key of each entry is the padded head dim.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
@@ -184,16 +140,6 @@ TILES_FEW_ROWS = TILES | {
     128: dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
 }
 
-# The number of registers per thread of the producer. The producer computes nothing, so it needs few registers.
-PRODUCER_REGISTERS = gl.constexpr(24)
-
-
-@gluon.jit
-def _next_stage(stage, phase, CONFIG: gl.constexpr):
-    """Return the next stage and the phase of its barriers."""
-    last = stage == CONFIG.stages - 1
-    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
 
 @gluon.jit
 def _produce(arguments, overflow, CONFIG: gl.constexpr):
@@ -204,7 +150,7 @@ def _produce(arguments, overflow, CONFIG: gl.constexpr):
     # The first phase of a barrier has the number 0. If a partition waits for phase 1 of a new barrier, the wait returns at
     # once. The producer therefore starts with phase 1 and finds all stages empty.
     slot, stage, phase = _load_tiles(arguments, gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(1), CONFIG)
-    if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
+    if not CONFIG.update_ref_max and any_overflow(overflow, 1, CONFIG):
         _load_tiles(arguments, slot, stage, phase, CONFIG)
 
 
@@ -235,42 +181,17 @@ def _load_tiles(arguments, slot, stage, phase, CONFIG: gl.constexpr):
             mbarrier.wait(v_empty.index(stage), phase)
             mbarrier.expect(v_full.index(stage), v.block_type.nbytes)
             tma_load(v, [batch, start, key_head, 0], v_full.index(stage), tile_view(values.index(stage), v))
-            stage, phase = _next_stage(stage, phase, CONFIG)
+            stage, phase = advance_stage(stage, phase, CONFIG)
         for i in gl.static_range(STATE_STAGES):
             mbarrier.wait(k_empty.index(stage), phase)
             transfer_buffer(state_tiles, batch, first, head, 2 * i, keys.index(stage), k_full.index(stage), CONFIG)
             mbarrier.wait(v_empty.index(stage), phase)
             transfer_buffer(state_tiles, batch, first, head, 2 * i + 1, values.index(stage), v_full.index(stage), CONFIG)
-            stage, phase = _next_stage(stage, phase, CONFIG)
+            stage, phase = advance_stage(stage, phase, CONFIG)
         slot ^= 1
         index += gl.num_programs(0)
         batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
     return slot, stage, phase
-
-
-@gluon.jit
-def _any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until every consumer has reported, and return whether any row of any consumer has overflowed.
-
-    WARPS is the number of warps of the calling partition.
-    """
-    flags, reported = overflow
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    CONSUMERS: gl.constexpr = CONFIG.consumers
-    mbarrier.wait(reported, 0)
-    overflowed = flags.index(0).load(LAYOUT)
-    for c in gl.static_range(1, CONSUMERS):
-        overflowed |= flags.index(c).load(LAYOUT)
-    return gl.max(overflowed, axis=0) > 0
-
-
-@gluon.jit
-def _report_overflow(overflow, overflowed, CONSUMER: gl.constexpr):
-    """Report to all partitions whether any row of this consumer has overflowed in any of its work tiles."""
-    flags, reported = overflow
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    flags.index(CONSUMER).store(gl.zeros([32], gl.int32, LAYOUT) + gl.max(overflowed.to(gl.int32), axis=0))
-    mbarrier.arrive(reported, count=1)
 
 
 @gluon.jit
@@ -281,24 +202,6 @@ def _release_keys(k_empty, stage, CONFIG: gl.constexpr):
     """
     if not CONFIG.joint_release:
         mbarrier.arrive(k_empty.index(stage), count=1)
-
-
-@gluon.jit
-def _wait_for_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait until the previous consumer has issued its products."""
-    # Triton 3.6 can pass an f-string to another function only if the string is a named constant.
-    SYNC: gl.constexpr = f"bar.sync {FIRST_PING_PONG_BARRIER + CONSUMER}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
-    if CONFIG.ping_pong:
-        hopper_common.execute(SYNC)
-
-
-@gluon.jit
-def _pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Let the next consumer issue its products, by arriving at the barrier of the next consumer without waiting."""
-    NEXT: gl.constexpr = FIRST_PING_PONG_BARRIER + (CONSUMER + 1) % CONFIG.consumers
-    ARRIVE: gl.constexpr = f"bar.arrive {NEXT}, {PING_PONG_THREADS}; mov.b32 $0, $1;"
-    if CONFIG.ping_pong:
-        hopper_common.execute(ARRIVE)
 
 
 @gluon.jit
@@ -315,7 +218,7 @@ def _step(
         carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). p holds the probabilities of the previous step.
             The sum l already contains p, but o does not contain P V of the previous step yet. `stage` and `phase` are those of
             this step.
-        row_bounds: (lo, hi, all_initialised, ref_max) from `_load_consumer_tile`.
+        row_bounds: (lo, hi, all_initialised, ref_max) from `load_consumer_tile`.
         loop: from `ringattn.kernels.hopper.common.load_work_tile`.
         step: the number of this step, which is at least 1.
 
@@ -327,13 +230,13 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
-    _wait_for_ping_pong(CONSUMER, CONFIG)
+    wait_for_ping_pong(CONSUMER, CONFIG)
     zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     # Issue S before P V. The products finish in the order in which they are issued, and the softmax only needs S.
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
-    _pass_ping_pong(CONSUMER, CONFIG)
+    pass_ping_pong(CONSUMER, CONFIG)
     # Wait until only one product, P V, may still be in flight. S is complete after this wait.
     scores = warpgroup_mma_wait(1, deps=(scores,))
     _release_keys(k_empty, stage, CONFIG)
@@ -358,7 +261,7 @@ def _step(
     # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
     # p, and the conversion overwrites these registers.
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
-    next_stage, next_phase = _next_stage(stage, phase, CONFIG)
+    next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
 
@@ -378,10 +281,10 @@ def _first_step(
     _, q_empty, k_full, k_empty, _, v_empty = barriers
     lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
-    _wait_for_ping_pong(CONSUMER, CONFIG)
+    wait_for_ping_pong(CONSUMER, CONFIG)
     zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    _pass_ping_pong(CONSUMER, CONFIG)
+    pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     # The shared memory that holds the result of the previous work tile is released only now. TMA has had the time of one
     # product to read this memory, so the wait is short.
@@ -403,7 +306,7 @@ def _first_step(
     weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
     p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
     o = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
-    next_stage, next_phase = _next_stage(stage, phase, CONFIG)
+    next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
 
@@ -431,12 +334,12 @@ def _skip_tile(barriers, num_steps, state_stage, stage, phase, CONSUMER: gl.cons
     mbarrier.arrive(q_empty, count=1)
     for _step_index in range(gl.maximum(num_steps, 1)):
         mbarrier.wait(k_full.index(stage), phase)
-        _wait_for_ping_pong(CONSUMER, CONFIG)
-        _pass_ping_pong(CONSUMER, CONFIG)
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
         _release_keys(k_empty, stage, CONFIG)
         mbarrier.wait(v_full.index(stage), phase)
         mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next_stage(stage, phase, CONFIG)
+        stage, phase = advance_stage(stage, phase, CONFIG)
     _, stage, phase = _wait_for_state_stages(barriers, stage, phase, -1, CONFIG)
     return stage, phase
 
@@ -459,37 +362,8 @@ def _wait_for_state_stages(barriers, stage, phase, CONSUMER: gl.constexpr, CONFI
         else:
             _release_keys(k_empty, stage, CONFIG)
             mbarrier.arrive(v_empty.index(stage), count=1)
-        stage, phase = _next_stage(stage, phase, CONFIG)
+        stage, phase = advance_stage(stage, phase, CONFIG)
     return own_stage, stage, phase
-
-
-@gluon.jit
-def _load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load the numbers that describe a work tile and a consumer's rows of this work tile.
-
-    Returns:
-        (batch entry, head, first row of this consumer, end, loop, row_bounds). `end` is the end of the work tile's rows.
-        row_bounds is the tuple (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows.
-        all_initialised tells whether the first step sets the reference max of every row that sees any key. ref_max (64,) is the
-        initial reference max of each row.
-    """
-    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
-    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
-    first_row = first + CONSUMER * ROWS
-    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
-    # One mask may serve all batch entries.
-    offset = gl.minimum(batch, num_masks - 1) * num_queries
-    row_lo = gl.load(lo + offset + rows, mask=rows < end, other=0)
-    row_hi = gl.load(hi + offset + rows, mask=rows < end, other=0)
-    start = step_start(loop, 0, CONFIG.keys)
-    # Bounds never decrease from row to row. Every interval that is not empty contains a key of the first tile of keys if two
-    # conditions are met. The hi of the first row must be greater than the start of this tile, and the lo of the last row must
-    # be less than the end of this tile.
-    first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
-    last_lo = gl.load(lo + offset + gl.minimum(first_row + ROWS, end) - 1, mask=first_row < end, other=0)
-    all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
-    ref_max = load_ref_max(results, (batch, head, first_row, end), CONFIG)
-    return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
 @gluon.jit
@@ -500,12 +374,12 @@ def _consume(arguments, overflow, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """
     if CONSUMER == CONFIG.consumers - 1:
         # The last consumer starts the ping-pong by letting consumer 0 issue its products.
-        _pass_ping_pong(CONSUMER, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
     zero = gl.to_tensor(0)
     slot, stage, phase, overflowed = _compute_work_tiles(arguments, zero, zero, zero, CONSUMER, CONFIG.update_ref_max, CONFIG)
     if not CONFIG.update_ref_max:
-        _report_overflow(overflow, overflowed, CONSUMER)
-        if _any_overflow(overflow, 4, CONFIG):
+        report_overflow(overflow, overflowed, CONSUMER)
+        if any_overflow(overflow, 4, CONFIG):
             # The results of the first pass must be in memory before the retry pass rewrites them. Otherwise, these invalid
             # results could arrive later and replace the valid ones. The function `tma_store_wait` is not enough, because it
             # waits only until TMA has read the results from shared memory. The instruction below is the same wait without
@@ -525,7 +399,7 @@ def _compute_work_tiles(
     queries, keys, values = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     index = gl.program_id(0)
-    batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
+    batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, BY_ROW)
     state_stage = gl.to_tensor(-1)
     while end > 0:
@@ -551,7 +425,7 @@ def _compute_work_tiles(
             # While this product runs, load the scalars of the incoming state and the next work tile.
             incoming = load_state_scalars(results, row_range, CONFIG)
             index += gl.num_programs(0)
-            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
+            batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             o = warpgroup_mma_wait(0, deps=(o,))
             mbarrier.arrive(v_empty.index(previous_stage), count=1)
             # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
@@ -565,7 +439,7 @@ def _compute_work_tiles(
         else:
             stage, phase = _skip_tile(barriers, num_masked + num_unmasked, state_stage, stage, phase, CONSUMER, CONFIG)
             index += gl.num_programs(0)
-            batch, head, first_row, end, loop, row_bounds = _load_consumer_tile(arguments, index, CONSUMER, CONFIG)
+            batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
             state_stage = gl.to_tensor(-1)
         slot ^= 1
     # After this function, the program either ends or starts a retry pass. The end of the program frees its shared memory, and a
@@ -704,7 +578,7 @@ def forward(
     if q.numel() == 0:
         return (out, lse) if final else (m, l, o)
     has_state = state is not None
-    (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
+    (batch, num_queries, num_heads, head_dim), (num_key_heads, value_dim) = q.shape, v.shape[2:]
     few_rows = intervals.num_nonempty_rows * (batch // intervals.batch) * num_heads <= FEW_ROWS
     config = configure((head_dim, value_dim), (num_heads, num_key_heads), q.dtype, has_state, final, few_rows)
     q, k, v = [hopper_common.as_addressable(x) for x in (q, k, v)]
@@ -712,13 +586,7 @@ def forward(
     tiles = (q, ROWS.value, config.dim), (k, config.keys, config.dim), (v, config.keys, config.dim)
     tiles += (addressable_o, ROWS.value, config.dim // config.o_parts), (out, ROWS.value, config.dim)
     descriptors = [None if x is None else hopper_common.tma_descriptor(x, rows, columns) for x, rows, columns in tiles]
-    l2_bytes = L2_BYTES_WITH_STATE if has_state else L2_BYTES
-    heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
-    num_head_groups = -(-num_heads * batch // heads_per_group)
-    programs = hopper_common.num_programs(q.device, shares_sms)
-    # An in-place update does not change the state of a row that sees no key, so work tiles without keys are skipped.
-    skip_empty = has_state and not final
-    work_tiles = intervals.work_tiles(config.queries, config.keys, batch, num_heads, num_head_groups, programs, skip_empty)
+    work_tiles = assign_work_tiles(config, intervals, q, v, shares_sms)
     with torch.cuda.device_of(q):
         launch(
             _forward_kernel, work_tiles.shape[1],
