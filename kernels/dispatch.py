@@ -1,7 +1,7 @@
 """The entry point of the kernels. It selects a backend by device, dtype and shape, checks the arguments and calls the kernel.
 
     backend      runs on                      computes
-    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 128
+    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256 (backward: up to 128)
     triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
@@ -110,11 +110,18 @@ def _choose_forward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None,
 
 def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
     chosen = _choose_forward(q, v, backend, dropout, blocks)
-    if chosen == "hopper" and torch.are_deterministic_algorithms_enabled():
+    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle((q.shape[-1], v.shape[-1]))):
         if backend == "hopper":
-            raise ValueError("the Hopper backward sums dq in no fixed order: deterministic algorithms require backend='triton'")
+            raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
         return "triton"
     return chosen
+
+
+def _hopper_backward_obstacle(dims: tuple[int, int]) -> str | None:
+    """Return the reason why the Hopper backward cannot run although the Hopper forward can, or None if it can run."""
+    if torch.are_deterministic_algorithms_enabled():
+        return "the Hopper backward sums dq in no fixed order, and deterministic algorithms are required"
+    return importlib.import_module("ringattn.kernels.hopper.common").unsupported_backward_reason(dims)
 
 
 @cache

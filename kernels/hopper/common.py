@@ -25,8 +25,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 from ringattn.kernels.triton.common import load_tile
 
-# The largest head dim. Tiles are at most 128 columns wide.
-MAX_DIM = 128
+# The largest head dims of the forward and of the backward.
+MAX_DIM = 256
+MAX_BACKWARD_DIM = 128
 
 # The dtypes of q, k and v, and their names in Gluon.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -52,7 +53,8 @@ class Config:
     """The constants that the kernels of the forward and of the backward have in common.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number.
+        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number. The kernels for larger
+            head dims document their own padding.
         value_dim: Dv, the head dim of v.
         num_heads: Hq, the number of query heads.
         group: number of query heads per key head.
@@ -94,7 +96,9 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
 
 @lru_cache(maxsize=256)
 def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Hopper kernels cannot run with these inputs, or None if they can run.
+    """Return the reason why the Hopper kernels cannot run with these inputs, or None if the forward can run.
+
+    The backward also requires that `unsupported_backward_reason` returns None.
 
     Args:
         device: the CUDA device of all tensors.
@@ -109,6 +113,13 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
     for name, dim in zip(("query", "value"), dims, strict=True):
         if dim > MAX_DIM or dim % 8:
             return f"{name} head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
+    return None
+
+
+def unsupported_backward_reason(dims: tuple[int, int]) -> str | None:
+    """Return the reason why the Hopper backward does not support head dims (D, Dv) that the forward supports, or None."""
+    if max(dims) > MAX_BACKWARD_DIM:
+        return f"the Hopper backward supports head dims up to {MAX_BACKWARD_DIM}, not head dims {dims[0]} and {dims[1]}"
     return None
 
 

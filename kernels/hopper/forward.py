@@ -70,7 +70,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper import softmax
+from ringattn.kernels.hopper import forward_wide, softmax
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
 from ringattn.kernels.hopper.forward_common import (
@@ -125,6 +125,9 @@ class Config(ForwardConfig):
         """
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
+
+# The largest head dim that this kernel computes.
+MAX_DIM = 128
 
 # These settings were the fastest on an H200. The key of each entry is the padded head dim.
 TILES = {
@@ -550,10 +553,11 @@ def forward(
     This function does not check its arguments. Call `ringattn.kernels.dispatch.forward`, which checks them.
 
     Args:
-        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 128. TMA requires that the last dimension is contiguous and
+        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 256. TMA requires that the last dimension is contiguous and
             that the other strides are multiples of 8 elements. A tensor with other strides is copied.
         k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
-        v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 128.
+        v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 256. If D or Dv is above 128,
+            `ringattn.kernels.hopper.forward_wide` computes the call.
         intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
             For each work tile, the kernel skips the tiles of keys before the first interval and after the last interval. The
             kernel applies no mask to tiles of keys that all rows of the work tile attend to.
@@ -574,6 +578,8 @@ def forward(
         the scores. l and o are relative to this reference max. A query that has not seen a key has the state (-inf, 0, 0), the
         output 0 and the lse -inf.
     """
+    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
+        return forward_wide.forward(q, k, v, intervals, scale, state, final, shares_sms)
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() == 0:
         return (out, lse) if final else (m, l, o)

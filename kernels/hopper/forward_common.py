@@ -1,6 +1,7 @@
 """What the Hopper forward kernels have in common: configurations, ping-pong, overflow reports and the rows of a consumer.
 
-`ringattn.kernels.hopper.forward` explains the terms.
+`ringattn.kernels.hopper.forward` explains the terms. `ringattn.kernels.hopper.forward_wide` is the kernel for head dims above
+128.
 """
 
 from dataclasses import dataclass

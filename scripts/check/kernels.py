@@ -24,7 +24,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from ringattn.kernels import reference
+from ringattn.kernels import dispatch, reference
 from ringattn.kernels.interval_mask import Intervals
 from scripts import command
 from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
@@ -49,10 +49,13 @@ def make_intervals(mask: str, length: int) -> Intervals:
 
 
 def load_kernels(name: str) -> SimpleNamespace:
-    """Return the `forward` and `backward` of the "portable" kernels or of the "hopper" kernels."""
+    """Return the `forward` and `backward` of the "portable" kernels or of the "hopper" kernels.
+
+    The Hopper kernels have no backward for head dims above 128. The dispatcher then selects the portable backward.
+    """
     backend = {"portable": "triton", "hopper": "hopper"}[name]
     forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))
-    return SimpleNamespace(forward=forward.forward, backward=backward.backward)
+    return SimpleNamespace(forward=forward.forward, backward=dispatch.backward if name == "hopper" else backward.backward)
 
 
 def kernel_results(
@@ -149,7 +152,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--output", type=Path, help="a directory in which to write check_kernels.md")
     parser.add_argument("--kernels", choices=("portable", "hopper"), default="portable", help="default: portable")
-    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128), help="head dims (default: 64 128)")
+    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128, 256), help="head dims (default: 64 128 256)")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: 1 63 1000 4097)")
     parser.add_argument("--alone", action="store_true", help="leave out SDPA, which a race checker would also report")
     parser.add_argument("--time", action="store_true", help="also measure the speed with 16 heads in bf16")

@@ -21,10 +21,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.hopper import forward_wide
 from tests.kernels.compile_sm90 import resources
 
 # The number of query heads.
 HEADS = 4
+# The number of rows of a consumer of the forward.
+ROWS = hopper_forward.ROWS.value
 # The kernel arguments that are pointers to int32.
 INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,13 +51,30 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
-    block = {"q": hopper_forward.ROWS.value, "out_tiles": hopper_forward.ROWS.value, "k": config.keys, "v": config.keys}
+    block = {"q": ROWS, "out_tiles": ROWS, "k": config.keys, "v": config.keys}
     types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
     if config.state_stages:
-        types["state_tiles"] = descriptor("fp32", (1, hopper_forward.ROWS.value, 1, dim // config.o_parts))
+        types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
     return hopper_forward._forward_kernel, config, types, absent
+
+
+def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
+    """Return the same for the forward at head dims above 128: (256, 256) for dim 256, (192, 128) for dim 192.
+
+    kind: final, begin, state or merge, or "irregular" for an output with a value head dim that is 8 less.
+    """
+    has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
+    dims = dim, {256: 256, 192: 128}[dim] - (8 if kind == "irregular" else 0)
+    config = forward_wide.configure(dims, (HEADS, HEADS // group), TYPES[dtype], has_state, final)
+    rows = {"q": ROWS, "k": config.keys}
+    types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in (rows | {"v": config.keys}).items()}
+    types |= {f"{name}_tail": descriptor(dtype, (1, n, 1, config.tail)) for name, n in rows.items() if config.tail}
+    absent = [] if config.tail else ["q_tail", "k_tail"]
+    absent += [] if has_state or not final else ["state_m", "state_l", "state_o"]
+    absent += [] if final else ["out", "lse"]
+    return forward_wide._forward_kernel, config, types | {"out": f"*{dtype}"}, absent
 
 
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
@@ -111,7 +131,8 @@ def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, dim, group, kind = argument.split(":")
-        case = {"forward": forward_case, "backward": backward_case}[name](dtype, int(dim), int(group), kind)
+        make_case = {"forward": forward_case, "wide-forward": wide_forward_case, "backward": backward_case}[name]
+        case = make_case(dtype, int(dim), int(group), kind)
         compiled = compile_case(*case)
         result = dict(case=argument, dim=int(dim), serialized=serialization_warnings(compiled), spills=count_spills(compiled))
         print(json.dumps(result | resources(compiled)), flush=True)

@@ -77,9 +77,9 @@ def test_triton_kernels_with_any_options_compile_without_spills(options):
 
 
 # Bytes per thread that a Hopper kernel may keep on the stack between work tiles, by direction and head dim; 0 if not listed.
-HOPPER_STACK = {"forward": {64: 64, 128: 64}, "backward": {128: 8}}
+HOPPER_STACK = {"forward": {64: 64, 128: 64}, "wide-forward": {256: 16}, "backward": {128: 8}}
 # How often an innermost loop of a Hopper kernel may load from or store to the stack.
-HOPPER_SPILLS = {"forward": 0, "backward": 1}
+HOPPER_SPILLS = {"forward": 0, "wide-forward": 0, "backward": 1}
 
 
 def check_pipeline(results: list[dict]) -> None:
@@ -93,17 +93,31 @@ def check_pipeline(results: list[dict]) -> None:
 
 
 def test_hopper_kernels_overlap_products_with_softmax():
-    check_pipeline(run("compile_hopper", ["forward:bf16:128:1:final", "forward:fp16:64:4:state", "backward:bf16:128:1:fresh"]))
+    cases = [
+        "forward:bf16:128:1:final",
+        "forward:fp16:64:4:state",
+        "wide-forward:bf16:256:4:merge",
+        "backward:bf16:128:1:fresh",
+    ]
+    check_pipeline(run("compile_hopper", cases))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", HOPPER_STACK)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
     kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
     # At head dim 64, calls with few rows use the same tiles as calls with many.
     cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds if (dim, kind) != (64, "few")]
     cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
     check_pipeline(compile_cases("compile_hopper", cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [192, 256])
+def test_wide_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
+    kinds = ("final", "begin", "state", "merge")
+    cases = [f"wide-forward:{dtype}:{dim}:4:{kind}" for dtype in ("bf16", "fp16") for kind in kinds]
+    check_pipeline(compile_cases("compile_hopper", [*cases, f"wide-forward:bf16:{dim}:1:irregular"]))
 
 
 @pytest.mark.slow

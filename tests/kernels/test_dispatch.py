@@ -34,7 +34,8 @@ def simulate_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -
 def test_hopper_kernels_are_selected_on_sm_90(monkeypatch):
     simulate_gpu((9, 0), monkeypatch)
     assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
-    assert dispatch.choose_backend(GPU, torch.float16, dims=(80, 64)).backend == "hopper"
+    for dims in ((80, 64), (256, 256), (192, 128)):
+        assert dispatch.choose_backend(GPU, torch.float16, dims=dims).backend == "hopper"
     assert dispatch.choose_backend(GPU, torch.bfloat16, "triton").backend == "triton"
 
 
@@ -44,11 +45,10 @@ def test_hopper_kernels_are_selected_on_sm_90(monkeypatch):
         ((8, 0), torch.bfloat16, (128, 128), True, "sm_80"),
         ((10, 0), torch.bfloat16, (128, 128), True, "sm_100"),
         ((9, 0), torch.float32, (128, 128), True, "torch.float32"),
-        ((9, 0), torch.bfloat16, (192, 128), True, "head dim 192"),
         ((9, 0), torch.bfloat16, (64, 12), True, "head dim 12"),
         ((9, 0), torch.bfloat16, (128, 128), False, "no dropout"),
     ],
-    ids=["ampere", "blackwell", "fp32", "large-head-dim", "odd-value-dim", "dropout"],
+    ids=["ampere", "blackwell", "fp32", "odd-value-dim", "dropout"],
 )
 def test_triton_kernels_are_selected_where_the_hopper_kernels_are_unavailable(
     capability, dtype, dims, plain, reason, monkeypatch
@@ -70,6 +70,16 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
     v = SimpleNamespace(shape=(1, keys, 2, value_dim))
     assert dispatch._choose_forward(q, v, "auto", dropout, None) == backend
+
+
+def test_backward_of_head_dims_above_128_runs_on_the_triton_kernels(monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
+    q, v = (SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, dim)) for dim in (192, 128))
+    assert dispatch._choose_forward(q, v, "auto", None, None) == "hopper"
+    assert dispatch._choose_backward(q, v, "auto", None, None) == "triton"
+    with pytest.raises(ValueError, match="hopper.*head dims 192 and 128.*backend='triton'"):
+        dispatch._choose_backward(q, v, "hopper", None, None)
+    assert dispatch._choose_backward(v, v, "hopper", None, None) == "hopper"
 
 
 def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):

@@ -4,11 +4,19 @@ import pytest
 import torch
 
 from ringattn.kernels.hopper import forward as hopper_forward
+from ringattn.kernels.hopper import forward_wide
 
 DTYPES = [torch.float16, torch.bfloat16]
 
-# Head dim, and whether the forward uses its tiles for few rows. By default it would choose the tiles by the number of rows.
-DIMS = {"64": (64, False), "128": (128, False), "128-few-rows": (128, True)}
+# Head dims (D, Dv), and whether the forward uses its tiles for few rows. By default it would choose the tiles by the number of
+# rows.
+DIMS = {
+    "64": ((64, 64), False),
+    "128": ((128, 128), False),
+    "128-few-rows": ((128, 128), True),
+    "192-128": ((192, 128), False),
+    "256": ((256, 256), False),
+}
 
 SHAPES = {  # (Nq, Nk), (Hq, Hkv), (D, Dv), batch
     "one-query": ((1, 63), (2, 1), (64, 64), 1),
@@ -41,11 +49,18 @@ def hopper() -> torch.device:
 
 
 @pytest.fixture
-def dim(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the head dim of an entry of DIMS, and make the forward use the tiles for few rows or those for many rows."""
-    dim, few_rows = DIMS[request.param]
+def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
+    """Return the head dims of an entry of DIMS, and make the forward use the tiles for few rows or those for many rows."""
+    dims, few_rows = DIMS[request.param]
     monkeypatch.setattr(hopper_forward, "FEW_ROWS", 2**62 if few_rows else 0)
-    return dim
+    return dims
+
+
+def work_tile_rows(dims: tuple[int, int]) -> int:
+    """Return the number of rows of a work tile of the forward, for head dims of DIMS and many rows."""
+    if max(dims) > hopper_forward.MAX_DIM:
+        return forward_wide.configure(dims, (1, 1), torch.bfloat16, False, True).queries
+    return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True, few_rows=False).queries
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ def test_head_dims_are_padded_to_64_or_128(dims, padded):
 
 
 @pytest.mark.parametrize("dtype", hopper_common.DTYPES, ids=str)
-@pytest.mark.parametrize("dims", [(8, 8), (64, 128), (128, 128), (120, 72)], ids=str)
+@pytest.mark.parametrize("dims", [(8, 8), (64, 128), (128, 128), (120, 72), (192, 128), (256, 256)], ids=str)
 def test_16_bit_dtypes_and_multiples_of_8_are_supported_on_sm_90(dims, dtype, capability):
     capability(9, 0)
     assert hopper_common.unsupported_reason(GPU, dtype, dims) is None
@@ -35,7 +35,7 @@ def test_16_bit_dtypes_and_multiples_of_8_are_supported_on_sm_90(dims, dtype, ca
     [
         ((8, 0), torch.bfloat16, (64, 64), "this GPU is sm_80"),
         ((9, 0), torch.float32, (64, 64), "torch.float32 is not fp16 or bf16"),
-        ((9, 0), torch.bfloat16, (136, 64), "query head dim 136"),
+        ((9, 0), torch.bfloat16, (264, 64), "query head dim 264"),
         ((9, 0), torch.bfloat16, (64, 12), "value head dim 12"),
     ],
     ids=["ampere", "fp32", "wide", "no-multiple-of-8"],
@@ -43,6 +43,12 @@ def test_16_bit_dtypes_and_multiples_of_8_are_supported_on_sm_90(dims, dtype, ca
 def test_the_reason_names_what_is_unsupported(version, dtype, dims, reason, capability):
     capability(*version)
     assert reason in hopper_common.unsupported_reason(GPU, dtype, dims)
+
+
+def test_the_backward_supports_head_dims_up_to_128():
+    assert hopper_common.unsupported_backward_reason((128, 64)) is None
+    for dims in ((136, 64), (64, 136)):
+        assert f"head dims {dims[0]} and {dims[1]}" in hopper_common.unsupported_backward_reason(dims)
 
 
 def test_there_is_one_program_per_sm_unless_other_kernels_share_the_sms(monkeypatch):

@@ -45,12 +45,12 @@ def test_the_next_work_tile_has_stages_while_states_occupy_some(config):
     assert in_use <= 226 * 1024
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
 @pytest.mark.parametrize("mask", MASKS)
-def test_chain_over_pieces_of_the_keys(mask, final, dtype, dim, hopper):
-    problem = make_problem(*intervals_of(mask, 290, 410), 410, dtype, dims=(dim, dim), device=hopper)
+def test_chain_over_pieces_of_the_keys(mask, final, dtype, dims, hopper):
+    problem = make_problem(*intervals_of(mask, 290, 410), 410, dtype, dims=dims, device=hopper)
     check_chain(problem, [0, 17, 160, 161, 410], final, hopper_forward)
 
 
@@ -64,10 +64,10 @@ def test_rows_that_see_no_key_keep_their_state(hopper):
     assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
-def test_a_state_that_tma_cannot_address_is_updated_in_place(dim, hopper):
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
+def test_a_state_that_tma_cannot_address_is_updated_in_place(dims, hopper):
     """The o of this state begins four bytes after the beginning of its memory."""
-    problem = make_problem(*intervals_of("full", 300, 200), 200, torch.bfloat16, dims=(dim, dim), device=hopper)
+    problem = make_problem(*intervals_of("full", 300, 200), 200, torch.bfloat16, dims=dims, device=hopper)
     m, l, o = problem.forward(hopper_forward)
     unaligned = torch.empty(o.numel() + 1, device=hopper)[1:].view_as(o).copy_(o)
     expected = m.clone(), 2 * l, 2 * o
@@ -78,21 +78,21 @@ def test_a_state_that_tma_cannot_address_is_updated_in_place(dim, hopper):
     assert_states_close(state, expected, TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
-def test_a_state_that_is_far_ahead(final, dtype, dim, hopper):
+def test_a_state_that_is_far_ahead(final, dtype, dims, hopper):
     """The reference max starts with the m of the state, and the scores of later keys are far below it."""
-    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, 2, (4, 2), (dim, dim), hopper)
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, 2, (4, 2), dims, hopper)
     problem.k[:, :70] *= 60
     check_chain(problem, [0, 64, 210, 450], final, hopper_forward, TOLERANCE[dtype], 1e-3)
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_an_m_that_stays_keeps_its_bits(dtype, dim, hopper):
+def test_an_m_that_stays_keeps_its_bits(dtype, dims, hopper):
     """Otherwise, the m of a state would drift from hop to hop."""
-    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, dims=(dim, dim), device=hopper)
+    problem = make_problem(*intervals_of("causal", 450, 450), 450, dtype, dims=dims, device=hopper)
     problem.q *= 10
     state = problem.forward(hopper_forward)
     m = state[0].clone()
@@ -101,7 +101,7 @@ def test_an_m_that_stays_keeps_its_bits(dtype, dim, hopper):
     assert torch.equal(state[0], m)
 
 
-@pytest.mark.parametrize("dims", [(96, 8), (128, 64), (16, 96), (64, 24)], ids=str)
+@pytest.mark.parametrize("dims", [(96, 8), (128, 64), (16, 96), (64, 24), (160, 72), (136, 248), (64, 256), (256, 40)], ids=str)
 def test_states_of_values_of_another_width(dims, hopper):
     """Columns that the tiles have and the state does not have are neither read nor written."""
     problem = make_problem(*intervals_of("causal", 300, 300), 300, torch.bfloat16, 2, (4, 2), dims, hopper)

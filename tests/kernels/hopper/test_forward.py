@@ -14,13 +14,11 @@ from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import check_faults_are_caught, check_forward, check_offsets_beyond_32_bits, make_strided
-from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES
+from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES, work_tile_rows
 from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
 from tests.worked_examples import EXAMPLES
 from tests.worked_examples import check_forward as check_worked_example
-
-ROWS = hopper_forward.ROWS.value
 
 
 def configure(dims=(128, 128), dtype=torch.bfloat16, has_state=False, final=True, few_rows=False):
@@ -53,11 +51,11 @@ def test_worked_examples_give_the_known_answers(example, dtype, copies, hopper):
     check_worked_example(example.padded(8).repeated(copies), hopper_forward, dtype, hopper, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks(mask, dtype, dim, hopper):
-    check_forward(make_problem(*intervals_of(mask, 500, 630), 630, dtype, dims=(dim, dim), device=hopper), hopper_forward)
+def test_masks(mask, dtype, dims, hopper):
+    check_forward(make_problem(*intervals_of(mask, 500, 630), 630, dtype, dims=dims, device=hopper), hopper_forward)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,11 +65,11 @@ def test_shapes(shape, dtype, hopper):
     check_forward(make_problem(*intervals_of("window", *sizes), sizes[1], dtype, batch, heads, dims, hopper), hopper_forward)
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("length", [1000, 1536, 4097])
-def test_lengths(length, dim, hopper):
+def test_lengths(length, dims, hopper):
     mask = intervals_of("causal", length, length)
-    check_forward(make_problem(*mask, length, torch.bfloat16, dims=(dim, dim), device=hopper), hopper_forward)
+    check_forward(make_problem(*mask, length, torch.bfloat16, dims=dims, device=hopper), hopper_forward)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -80,33 +78,33 @@ def test_each_batch_entry_has_its_own_intervals(batch, hopper):
     check_forward(make_problem(*bounds, 490, torch.float16, batch, (6, 2), (64, 64), hopper), hopper_forward)
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_end_at_document_boundaries(dtype, dim, hopper):
+def test_tiles_end_at_document_boundaries(dtype, dims, hopper):
     """The three batch entries have different numbers of tiles. Some tiles end within the first rows of a consumer."""
-    size = DOCUMENT_JUMP * hopper_forward.TILES[dim]["consumers"] * ROWS
+    size = DOCUMENT_JUMP * work_tile_rows(dims)
     documents = [[size + 2, 37, size + 139, 1], [2 * size + 179], [1, size + 70, 2, size + 106]]
-    problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), (dim, dim), hopper)
+    problem = make_problem(*packed_intervals(documents), 2 * size + 179, dtype, 3, (4, 2), dims, hopper)
     assert problem.intervals.tiles(128, 128).shape[1] > (2 * size + 179) / 128 + 1
     check_forward(problem, hopper_forward)
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
-def test_one_work_tile_per_program(final, dtype, dim, hopper):
-    problem = make_problem(*intervals_of("window", 1000, 1000), 1000, dtype, 2, (4, 2), (dim, dim), hopper)
+def test_one_work_tile_per_program(final, dtype, dims, hopper):
+    problem = make_problem(*intervals_of("window", 1000, 1000), 1000, dtype, 2, (4, 2), dims, hopper)
     expected = problem.double().forward(reference, final=final)
     assert_states_close(problem.forward(hopper_forward, final=final, shares_sms=True), expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
-def test_work_tiles_of_the_last_wave_are_split(final, dim, hopper, num_sms):
+def test_work_tiles_of_the_last_wave_are_split(final, dims, hopper, num_sms):
     """Without the split, a third of the SMs would have one work tile more than the others."""
-    num_queries = (num_sms + num_sms // 3) * hopper_forward.TILES[dim]["consumers"] * ROWS
+    num_queries = (num_sms + num_sms // 3) * work_tile_rows(dims)
     problem = make_problem(
-        *intervals_of("full", num_queries, 200), 200, torch.bfloat16, 1, (1, 1), (dim, dim), hopper
+        *intervals_of("full", num_queries, 200), 200, torch.bfloat16, 1, (1, 1), dims, hopper
     )  # fmt: skip
     expected = problem.double().forward(reference, final=final)
     assert_states_close(problem.forward(hopper_forward, final=final), expected, TOLERANCE[torch.bfloat16])
@@ -148,7 +146,7 @@ def test_the_comparison_notices_a_fault(fault, dtype, hopper):
 
 UNSUPPORTED = {  # changed arguments, part of the message
     "fp32": (lambda p: vars(p.double()) | dict(q=p.q.float(), k=p.k.float(), v=p.v.float()), "not fp16 or bf16"),
-    "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 3), k=p.k.repeat(1, 1, 1, 3)), "query head dim 192"),
+    "head dim": (lambda p: dict(q=p.q.repeat(1, 1, 1, 5), k=p.k.repeat(1, 1, 1, 5)), "query head dim 320"),
     "value head dim": (lambda p: dict(v=p.v[..., :12], dout=p.dout[..., :12]), "value head dim 12"),
     "no keys": (lambda p: dict(k=p.k[:, :0], v=p.v[:, :0], intervals=full(5, 0, p.q.device)), "at least one key"),
 }

@@ -18,7 +18,7 @@ from tests.kernels.problems import make_problem
 LARGE_SCORES = dict(tolerance=TOLERANCE[torch.bfloat16], scalars=1e-3)
 
 
-@pytest.mark.parametrize("count", [32, 64])
+@pytest.mark.parametrize("count", [32, 64, 128])
 def test_rescaling_multiplies_every_register_by_the_alpha_of_its_row(count):
     """A thread has two rows: of every four registers, the first two belong to one row and the last two to the other."""
     assembly = softmax._rescale_assembly(count)
@@ -35,15 +35,15 @@ def test_a_row_without_keys_has_probability_zero():
     assert softmax.UNSET_REF_MAX.value == torch.finfo(torch.float32).min
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1e-3, 30.0])
-def test_scores_of_any_size(factor, dtype, dim, hopper):
+def test_scores_of_any_size(factor, dtype, dims, hopper):
     """With scores up to some hundreds, the maximum of a row exceeds the rescale threshold many times.
 
     In bf16, that happens in the retry pass.
     """
-    problem = make_problem(*intervals_of("causal", 600, 600), 600, dtype, dims=(dim, dim), device=hopper)
+    problem = make_problem(*intervals_of("causal", 600, 600), 600, dtype, dims=dims, device=hopper)
     problem.q *= factor
     scalars = SCALAR_TOLERANCE * max(1.0, factor)
     for final in (False, True):
@@ -60,16 +60,16 @@ GROWTHS = {  # functions of q and k that make scores exceed those of the first t
 }
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("mask, num_queries", [("causal", 450), ("documents", 450), ("full", 9000)])
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dim, hopper):
+def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dims, hopper):
     """A program repeats its work tiles, and does not add rows that did not overflow to a state twice.
 
     With 9,000 queries, programs have several work tiles, and some of them contain no row that overflows. Under the document
     mask, rows overflow that have not seen a key in earlier calls.
     """
-    problem = make_problem(*intervals_of(mask, num_queries, 450), 450, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
+    problem = make_problem(*intervals_of(mask, num_queries, 450), 450, torch.bfloat16, 2, (4, 2), dims, hopper)
     GROWTHS[growth](problem.q, problem.k)
     for final in (False, True):
         expected = problem.double().forward(reference, final=final)
@@ -77,13 +77,13 @@ def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dim, hopper)
         check_chain(problem, [0, 64, 210, 450], final, hopper_forward, **LARGE_SCORES)
 
 
-@pytest.mark.parametrize("dim", DIMS, indirect=True)
+@pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("growth", GROWTHS)
-def test_rows_that_overflow_with_an_empty_incoming_state(growth, dim, hopper):
+def test_rows_that_overflow_with_an_empty_incoming_state(growth, dims, hopper):
     """The l of an empty state is 0, and its sign bit must mark an overflow all the same."""
-    problem = make_problem(*intervals_of("full", 400, 450), 450, torch.bfloat16, 1, (4, 2), (dim, dim), hopper)
+    problem = make_problem(*intervals_of("full", 400, 450), 450, torch.bfloat16, 1, (4, 2), dims, hopper)
     GROWTHS[growth](problem.q, problem.k)
-    state = problem.forward(hopper_forward, state=reference.empty_state(problem.q, dim))
+    state = problem.forward(hopper_forward, state=reference.empty_state(problem.q, dims[1]))
     assert_states_close(state, problem.double().forward(reference), **LARGE_SCORES)
 
 

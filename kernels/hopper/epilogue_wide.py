@@ -1,0 +1,124 @@
+"""The end of a work tile in the Hopper forward for head dims above 128. The threads load and store o without TMA.
+
+    incoming state   result   what happens to o
+    no               output   the threads store o / l
+    yes              output   the threads load the incoming o, merge it, and store the result divided by l
+    no               state    the threads store o
+    yes              state    the threads add o to the incoming o by atomic additions; if a row needs a factor, they load the
+                              incoming o, merge it, and store the result in place
+
+`ringattn.kernels.hopper.epilogue` contains the part that both forward kernels share: m, l, lse and the rows that overflow.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ringattn.kernels.hopper.epilogue import merge_scalars, row_index, split_columns, update_scalars, write_scalars
+from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT
+
+
+@gluon.jit
+def _by_row(numbers, tile):
+    """Convert numbers (64,), one per row, to a layout in which they can be broadcast over `tile`."""
+    return gl.convert_layout(numbers, gl.SliceLayout(1, tile.type.layout))[:, None]
+
+
+@gluon.jit
+def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
+    """Store part * alpha + source * beta. If there is no source, store part * alpha.
+
+    Args:
+        part: columns of o, beginning with column FIRST.
+        alpha, beta: (64,), one factor per row. beta is not used if there is no source.
+        index: (64,), the index of each row in a tensor (B, Nq, Hq).
+        rows: (64,), a mask of the rows to store.
+        source, target: pointers to tensors (B, Nq, Hq, Dv). The source is used only if a state comes in.
+    """
+    columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
+    element = _by_row(index, part) * CONFIG.value_dim + columns
+    mask = _by_row(rows, part)
+    if CONFIG.value_dim < CONFIG.dim:
+        mask = mask & (columns < CONFIG.value_dim)
+    part = part * _by_row(alpha, part)
+    if CONFIG.has_state:
+        part += gl.load(source + element, mask=mask, other=0.0) * _by_row(beta, part)
+    gl.store(target + element, part.to(target.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
+    """Store o * alpha + source * beta, see `_merge_part`."""
+    if CONFIG.has_state:
+        # Merge 64 columns at a time. If all columns were merged at once, the incoming o would need as many registers as o.
+        left, right = split_columns(o)
+        if CONFIG.dim == 128:
+            _merge_part(left, 0, alpha, beta, index, rows, source, target, CONFIG)
+            _merge_part(right, 64, alpha, beta, index, rows, source, target, CONFIG)
+        else:
+            first, second = split_columns(left)
+            third, fourth = split_columns(right)
+            _merge_part(first, 0, alpha, beta, index, rows, source, target, CONFIG)
+            _merge_part(second, 64, alpha, beta, index, rows, source, target, CONFIG)
+            _merge_part(third, 128, alpha, beta, index, rows, source, target, CONFIG)
+            _merge_part(fourth, 192, alpha, beta, index, rows, source, target, CONFIG)
+    else:
+        _merge_part(o, 0, alpha, beta, index, rows, source, target, CONFIG)
+
+
+@gluon.jit
+def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
+    """Add o to the target (B, Nq, Hq, Dv). An atomic addition needs no registers for the old value.
+
+    No two threads add to the same number, so the result does not depend on the order of the additions. `index` and `rows` are
+    those of `_merge_part`.
+    """
+    columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
+    mask = _by_row(rows, o)
+    if CONFIG.value_dim < CONFIG.dim:
+        mask = mask & (columns < CONFIG.value_dim)
+    gl.atomic_add(target + (_by_row(index, o) * CONFIG.value_dim + columns), o, mask=mask, sem="relaxed")
+
+
+@gluon.jit
+def finish_work_tile(
+    ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
+):  # fmt: skip
+    """Merge the incoming state and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
+
+    Args:
+        ref_max, l: (64,), the reference max of each row and the sum of its probabilities.
+        o: (64, dim), the sum of the probabilities times the values.
+        incoming: (m in log2 units, l) of the incoming state, from `load_state_scalars`.
+        results: as for `ringattn.kernels.hopper.epilogue.finish_work_tile`, without TMA descriptors.
+        row_range: (batch entry, head, first row of the consumer, end of the work tile's rows).
+        UPDATE_REF_MAX: whether the reference max was updated in every step, so that no row can overflow.
+
+    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results that this function writes for such a row are
+    invalid until the retry pass has rewritten them.
+    """
+    state_m, state_l, state_o, state_tiles, lse, out, out_tiles, num_queries = results
+    index, inside = row_index(row_range, results, CONFIG)
+    overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)
+    if CONFIG.updates_state:
+        written, alpha, beta, stays = update_scalars(
+            ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
+        )
+        # An atomic addition cannot multiply the incoming o by a factor.
+        if gl.max((written & ~stays).to(gl.int32), axis=0) == 0:
+            _add_o(o, index, written, state_o, CONFIG)
+        else:
+            _merge_o(o, alpha, beta, index, written, state_o, state_o, CONFIG)
+    else:
+        alpha = gl.full_like(l, 1.0)
+        beta = alpha
+        if CONFIG.has_state:
+            incoming_m, incoming_l = incoming
+            ref_max, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
+        write_scalars(ref_max, l, results, index, inside, CONFIG)
+        if CONFIG.final:
+            # If a row has not seen a key, its l and o are 0, and its output is 0.
+            inverse = 1.0 / gl.where(l == 0.0, 1.0, l)
+            _merge_o(o, alpha * inverse, beta * inverse, index, inside, state_o, out, CONFIG)
+        else:
+            _merge_o(o, alpha, beta, index, inside, state_o, state_o, CONFIG)
+    return overflowed
