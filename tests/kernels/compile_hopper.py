@@ -19,9 +19,9 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import backward_wide, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_wide
 from tests.kernels.compile_sm90 import resources
 
 # The number of query heads.
@@ -89,6 +89,23 @@ def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     return hopper_backward._main_kernel, config, types, []
 
 
+def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
+    """Return the same for the backward at head dims above 128: (256, 256) for dim 256, (192, 128) for dim 192.
+
+    kind: "keys" for the kernel for dk and dv, "queries" for the kernel for dq; "add-keys" and "add-queries" with accumulators.
+    """
+    add, by_key = kind.startswith("add"), kind.endswith("keys")
+    config = backward_wide._configure(dim, {256: 256, 192: 128}[dim], HEADS, HEADS // group, (add, add, add))
+    rows = config.queries if by_key else backward_wide.ROWS.value
+    blocks = {"q": (rows, config.part), "dout": (rows, config.value_part)}
+    blocks |= {"k": (backward_wide.ROWS.value, config.part), "v": (backward_wide.ROWS.value, config.value_part)}
+    types = {name: descriptor(dtype, (1, n, 1, columns)) for name, (n, columns) in blocks.items()}
+    scalars = descriptor("fp32", (config.queries,), backward_wide.SCALARS_LAYOUT) if by_key else "*fp32"
+    types |= dict.fromkeys(("log2_lse", "row_delta"), scalars)
+    types |= dict.fromkeys(("dq", "dk", "dv"), "*fp32" if add else f"*{dtype}")
+    return backward_wide._key_gradient_kernel if by_key else backward_wide._query_gradient_kernel, config, types, []
+
+
 def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> triton.compiler.CompiledKernel:
     """Compile a case for a usual call, in which all pointers are multiples of 16."""
     constants = {"CONFIG": config} | dict.fromkeys(absent)
@@ -131,7 +148,12 @@ def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, dim, group, kind = argument.split(":")
-        make_case = {"forward": forward_case, "wide-forward": wide_forward_case, "backward": backward_case}[name]
+        make_case = {
+            "forward": forward_case,
+            "wide-forward": wide_forward_case,
+            "backward": backward_case,
+            "wide-backward": wide_backward_case,
+        }[name]
         case = make_case(dtype, int(dim), int(group), kind)
         compiled = compile_case(*case)
         result = dict(case=argument, dim=int(dim), serialized=serialization_warnings(compiled), spills=count_spills(compiled))
