@@ -1,7 +1,7 @@
 """The entry point of the kernels. It selects a backend by device, dtype and shape, checks the arguments and calls the kernel.
 
     backend      runs on                      computes
-    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256 (backward: up to 128)
+    hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256
     triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
@@ -30,6 +30,8 @@ from ringattn.kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
 DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
+# The largest head dim of `ringattn.kernels.hopper.backward`. `ringattn.kernels.hopper.backward_wide` supports larger head dims.
+HOPPER_NARROW_DIM = 128
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -119,9 +121,9 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 def _hopper_backward_obstacle(dims: tuple[int, int]) -> str | None:
     """Return the reason why the Hopper backward cannot run although the Hopper forward can, or None if it can run."""
-    if torch.are_deterministic_algorithms_enabled():
+    if torch.are_deterministic_algorithms_enabled() and max(dims) <= HOPPER_NARROW_DIM:
         return "the Hopper backward sums dq in no fixed order, and deterministic algorithms are required"
-    return importlib.import_module("ringattn.kernels.hopper.common").unsupported_backward_reason(dims)
+    return None
 
 
 @cache
@@ -129,6 +131,12 @@ def _module(backend: str, name: str) -> ModuleType:
     """Import a module of a backend when it is first used, so that a rank on a CPU never loads Triton."""
     path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
     return importlib.import_module(f"ringattn.kernels.{path}")
+
+
+def _backward_module(backend: str, q: Tensor, v: Tensor) -> ModuleType:
+    """Return the module with the backward of a backend. The Hopper backward for large head dims has a module of its own."""
+    wide = backend == "hopper" and max(q.shape[-1], v.shape[-1]) > HOPPER_NARROW_DIM
+    return _module(backend, "backward_wide" if wide else "backward")
 
 
 def forward(
@@ -252,9 +260,9 @@ def backward(
 ) -> Gradients:
     """Compute the gradients of one block of queries and one block of keys with the selected backend.
 
-    The Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. The results of all other
-    backends are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, "auto" never selects the Hopper kernels
-    for the backward.
+    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. All
+    other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, "auto" never selects the Hopper
+    kernels for the backward of such head dims.
 
     Args:
         q, k, v, intervals, scale, backend, dropout, blocks, precision, shares_sms: as for `forward`.
@@ -270,7 +278,7 @@ def backward(
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, the backend cannot run the call, or the backend is "hopper" while
-            deterministic algorithms are required.
+            deterministic algorithms are required and the head dims are at most 128.
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
@@ -283,7 +291,7 @@ def backward(
     options = {"grad_dtype": grad_dtype, "dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    return _module(chosen, "backward").backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+    return _backward_module(chosen, q, v).backward(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:
@@ -326,7 +334,8 @@ class IncrementalBackward:
         self._hopper = None
         self._dq: Tensor | None = None
         if plain and _choose_backward(q, v, backend, None, None) == "hopper":
-            self._hopper = _module("hopper", "backward").IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
+            kernels = _backward_module("hopper", q, v)
+            self._hopper = kernels.IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):
             delta = row_delta(delta[0], dout, delta[1], backend)
         self._queries, self._scale = (q, dout, lse, delta), scale

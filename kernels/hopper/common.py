@@ -25,9 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 from ringattn.kernels.triton.common import load_tile
 
-# The largest head dims of the forward and of the backward.
+# The largest head dim.
 MAX_DIM = 256
-MAX_BACKWARD_DIM = 128
 
 # The dtypes of q, k and v, and their names in Gluon.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -96,9 +95,7 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
 
 @lru_cache(maxsize=256)
 def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Hopper kernels cannot run with these inputs, or None if the forward can run.
-
-    The backward also requires that `unsupported_backward_reason` returns None.
+    """Return the reason why the Hopper kernels cannot run with these inputs, or None if they can run.
 
     Args:
         device: the CUDA device of all tensors.
@@ -113,13 +110,6 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
     for name, dim in zip(("query", "value"), dims, strict=True):
         if dim > MAX_DIM or dim % 8:
             return f"{name} head dim {dim} is not a multiple of 8 up to {MAX_DIM}"
-    return None
-
-
-def unsupported_backward_reason(dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Hopper backward does not support head dims (D, Dv) that the forward supports, or None."""
-    if max(dims) > MAX_BACKWARD_DIM:
-        return f"the Hopper backward supports head dims up to {MAX_BACKWARD_DIM}, not head dims {dims[0]} and {dims[1]}"
     return None
 
 

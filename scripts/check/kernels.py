@@ -51,7 +51,7 @@ def make_intervals(mask: str, length: int) -> Intervals:
 def load_kernels(name: str) -> SimpleNamespace:
     """Return the `forward` and `backward` of the "portable" kernels or of the "hopper" kernels.
 
-    The Hopper kernels have no backward for head dims above 128. The dispatcher then selects the portable backward.
+    The dispatcher selects one of the two modules with a Hopper backward.
     """
     backend = {"portable": "triton", "hopper": "hopper"}[name]
     forward, backward = (importlib.import_module(f"ringattn.kernels.{backend}.{x}") for x in ("forward", "backward"))

@@ -72,16 +72,6 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     assert dispatch._choose_forward(q, v, "auto", dropout, None) == backend
 
 
-def test_backward_of_head_dims_above_128_runs_on_the_triton_kernels(monkeypatch):
-    simulate_gpu((9, 0), monkeypatch)
-    q, v = (SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, dim)) for dim in (192, 128))
-    assert dispatch._choose_forward(q, v, "auto", None, None) == "hopper"
-    assert dispatch._choose_backward(q, v, "auto", None, None) == "triton"
-    with pytest.raises(ValueError, match="hopper.*head dims 192 and 128.*backend='triton'"):
-        dispatch._choose_backward(q, v, "hopper", None, None)
-    assert dispatch._choose_backward(v, v, "hopper", None, None) == "hopper"
-
-
 def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):
     simulate_gpu((9, 0), monkeypatch)
     monkeypatch.setitem(sys.modules, "ringattn.kernels.hopper.common", None)  # importing it raises ImportError
@@ -159,6 +149,35 @@ def test_deterministic_algorithms_exclude_the_hopper_backward(monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     assert selected == ["hopper", "triton"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "name"), [((128, 128), "backward"), ((192, 128), "backward_wide"), ((64, 136), "backward_wide")], ids=str
+)
+def test_hopper_backward_of_large_head_dims_is_deterministic_and_has_its_own_module(dims, name, monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
+    selected = []
+
+    class Kernels:
+        @staticmethod
+        def backward(*arguments, **options):
+            return None
+
+        @staticmethod
+        def IncrementalBackward(*arguments):
+            return None
+
+    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_module", lambda *module: selected.append(module) or Kernels)
+    q, v, lse = torch.zeros(1, 2, 1, dims[0]), torch.zeros(1, 2, 1, dims[1]), torch.zeros(1, 2, 1)
+    dispatch.backward(q, q, v, v, lse, lse, full(2, 2), 1.0)
+    dispatch.IncrementalBackward(q, v, v, lse, lse, 1.0)
+    assert selected == [("hopper", name)] * 2
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert dispatch._choose_backward(q, v, "auto", None, None) == ("triton" if name == "backward" else "hopper")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):

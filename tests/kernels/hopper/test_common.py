@@ -45,12 +45,6 @@ def test_the_reason_names_what_is_unsupported(version, dtype, dims, reason, capa
     assert reason in hopper_common.unsupported_reason(GPU, dtype, dims)
 
 
-def test_the_backward_supports_head_dims_up_to_128():
-    assert hopper_common.unsupported_backward_reason((128, 64)) is None
-    for dims in ((136, 64), (64, 136)):
-        assert f"head dims {dims[0]} and {dims[1]}" in hopper_common.unsupported_backward_reason(dims)
-
-
 def test_there_is_one_program_per_sm_unless_other_kernels_share_the_sms(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     hopper_common.num_programs.cache_clear()
