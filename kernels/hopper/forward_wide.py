@@ -101,10 +101,10 @@ class Config(ForwardConfig):
         return gl.DotOperandLayout(operand_index=0, parent=self.scores_layout, k_width=2)
 
 
-# These settings were the fastest on an H100. The key of each entry is the padded (D, Dv).
+# On an H100, these settings were the fastest on average over causal and full masks. The keys are the padded (D, Dv).
 TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=FENCE_SOFTMAX),
-    (256, 256): dict(keys=64, stages=4, overlap=False, fence_softmax=False),
+    (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
 }
 
 # The settings that all head dims have in common.
