@@ -192,23 +192,32 @@ def forward(
 
 
 def decode(
-    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, final: bool = False, backend: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    final: bool = False,
+    backend: str = "auto",
+    sinks: Tensor | None = None,
 ) -> State | Tensor:
     """Compute attention of a few new queries to a cache, as `ringattn.kernels.reference.decode` specifies.
 
-    On a GPU, a split-KV kernel computes the call in two launches. This kernel reads `lo` and `hi` on the GPU, so the call can
-    be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host waits for the
-    GPU.
+    On a GPU, a split-KV kernel computes the call in two launches. This kernel reads `lo`, `hi` and `sinks` on the GPU, so the
+    call can be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host waits
+    for the GPU.
 
     Args:
-        q, k, v, lo, hi, scale, final: as for `ringattn.kernels.reference.decode`, with contiguous `lo` and `hi`.
+        q, k, v, lo, hi, scale, final, sinks: as for `ringattn.kernels.reference.decode`, with contiguous `lo`, `hi` and
+            `sinks`.
         backend: one of BACKENDS. The Hopper kernels cannot decode, so "hopper" selects the Triton kernel.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
     """
-    validation.check_cache(q, k, v, lo, hi)
-    return choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)(q, k, v, lo, hi, scale, final)
+    validation.check_cache(q, k, v, lo, hi, sinks)
+    return choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)(q, k, v, lo, hi, scale, final, sinks)
 
 
 def choose_decode(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], backend: str = "auto") -> Callable:

@@ -173,7 +173,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     return finalize(new, q.dtype) if final else new
 
 
-def decode(q, k, v, lo, hi, scale, final=False, forward=forward):
+def decode(q, k, v, lo, hi, scale, final=False, sinks=None, forward=forward):
     """Compute attention of a few new queries to a cache of keys and values.
 
     The cache may have more rows than keys. The values of rows that no query attends to must be finite.
@@ -182,16 +182,23 @@ def decode(q, k, v, lo, hi, scale, final=False, forward=forward):
         q: (B, Nq, Hq, D), with any strides.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
         lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]). Both must never
-            decrease from one query to the next and must stay within [0, Nk].
+            decrease from one query to the next. The intervals are limited to the rows of the cache, [0, Nk).
         scale: multiplies the scores before the softmax, usually D ** -0.5.
         final: whether to return the output instead of the state.
+        sinks: int32 (1 or B,), on q's device, or None. Query i also attends to the keys [0, sinks) before hi[i]. These keys are
+            attention sinks (Xiao et al. 2023), which models with a sliding window need in long texts.
         forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
 
     Returns:
         The state (m, l, o) of the queries, contiguous. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
     """
-    intervals = Intervals.of(lo.cpu(), hi.cpu(), k.shape[1], q.device)
-    state = forward(q, k, v, intervals, scale)
+    num_keys = k.shape[1]
+    lo, hi = (x.cpu().clamp(0, num_keys) for x in (lo, hi))
+    state = forward(q, k, v, Intervals.of(lo, hi, num_keys, q.device), scale)
+    if sinks is not None:
+        # The sinks inside the interval of a query are keys of this interval, so they must not be counted twice.
+        end = torch.minimum(torch.minimum(lo, hi), sinks.cpu().clamp(min=0)[:, None])
+        state = merge(state, forward(q, k, v, Intervals.of(torch.zeros_like(end), end, num_keys, q.device), scale))
     return finalize(state, q.dtype)[0] if final else state
 
 

@@ -127,22 +127,29 @@ def check_inputs(
         _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
 
 
-def check_cache(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor) -> None:
-    """Check the arguments of a decoding call. The values of `lo` and `hi` are not checked, because they may be on a GPU.
+def check_cache(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None) -> None:
+    """Check the arguments of a decoding call.
+
+    The values of `lo`, `hi` and `sinks` are not checked, because the host would wait for the GPU. The kernels limit the
+    intervals to the rows of the cache.
 
     Args:
         q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
         lo, hi: the bounds of the keys of each query, int32 (1 or B, Nq), contiguous, on q's device.
+        sinks: the number of attention sinks of each batch entry, int32 (1 or B,), contiguous, on q's device, or None.
 
     Raises:
         ValueError: the first rule that is broken.
     """
     check_shapes(q, k, v)
     bounds = (1 if lo.shape[:1] == (1,) else q.shape[0]), q.shape[1]
-    for name, x in (("lo", lo), ("hi", hi)):
-        if x.shape != bounds or x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous():
+    expected = [("lo", lo, bounds), ("hi", hi, bounds)]
+    if sinks is not None:
+        expected.append(("sinks", sinks, (1 if sinks.shape == (1,) else q.shape[0],)))
+    for name, x, shape in expected:
+        if x.shape != shape or x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous():
             raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: it must be contiguous, int32 {bounds} and on {q.device}"
+                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: it must be contiguous, int32 {shape} and on {q.device}"
             )
 
 

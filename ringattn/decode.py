@@ -257,6 +257,7 @@ def decode_attention(
     group: Group | None = None,
     window: int | None = None,
     bounds: Bounds | None = None,
+    sinks: int | Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -276,9 +277,14 @@ def decode_attention(
             this position; None for all keys.
         bounds: the rows of the cache that each query attends to, in place of the causal mask and the window: lo and hi, int32
             (1 or B, N), contiguous, on the device of the queries. Query i attends to the rows [lo[i], hi[i]). Both must never
-            decrease from one query to the next, and must stay within the rows of the cache. The GPU reads the bounds, so the
-            call can be captured in a CUDA graph, and every batch entry can have its own length, window or document. The cache
-            must be on one rank.
+            decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph, and
+            every batch entry can have its own length, window or document: hi - 1 is the row of the query, and lo is the first
+            row of its window or of its document, whichever is later. The values are not checked, because the host would wait
+            for the GPU. Rows outside the cache are ignored. The cache must be on one rank.
+        sinks: the number of attention sinks: the first tokens of the sequence, which all later tokens attend to even if the
+            window does not reach them (Xiao et al. 2023). With `bounds`, a tensor int32 (1 or B,), contiguous, on the device
+            of the queries, which the GPU reads: query i attends to the rows [0, sinks) before hi[i], and to [lo[i], hi[i]).
+            None for no sinks.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -289,32 +295,33 @@ def decode_attention(
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
             invalid, or the settings of the first call differ between the ranks.
     """
-    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
-    if bounds is not None or call != cache._checked:
+    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend, sinks
+    if bounds is not None or isinstance(sinks, Tensor) or call != cache._checked:
         cache._checked = ()
-        cache._decode = _check(q, cache, group, window, bounds, resolve_scale(q, scale), backend)
-        cache._checked = call
-    scale, (k, v, _) = resolve_scale(q, scale), cache.shard
+        cache._decode = _check(q, cache, group, window, bounds, sinks, resolve_scale(q, scale), backend)
+        if bounds is None:
+            cache._checked = call
+    scale, num_sinks, (k, v, _) = resolve_scale(q, scale), sinks, cache.shard
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
         if not 1 <= q.shape[1] <= cache.length:
             raise ValueError(f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the new keys first")
-        bounds = _rows_of_window(cache, q.shape[1], window, q.device)
+        *bounds, sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
     if cache.ranks == 1:
-        return cache._decode(q, k, v, *bounds, scale, True)
-    describe = partial(_as_call, q, cache, window, scale)
+        return cache._decode(q, k, v, *bounds, scale, True, sinks)
+    describe = partial(_as_call, q, cache, window, num_sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
-    key = q.shape, k.shape[2:], v.shape, q.dtype, window, scale, cache.block
+    key = q.shape, k.shape[2:], v.shape, q.dtype, window, num_sinks, scale, cache.block
     transport.watchdog.record_call(key, describe, cached=cache.length)
     # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    state = PartialState(*cache._decode(q, k, v, *bounds, scale, False))
+    state = PartialState(*cache._decode(q, k, v, *bounds, scale, False, sinks))
     return _merge_ranks(state, group, transport).finalize(q.dtype)[0]
 
 
-def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Call:
+def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, scale: float) -> Call:
     """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
     k, v, _ = cache.shard
     shape = {
@@ -324,11 +331,18 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, scale: float) -> Cal
         "value head dim": v.shape[3],
         "dtype": str(q.dtype),
     }
-    return shape | {"block": cache.block, "window": window, "scale": scale}
+    return shape | {"block": cache.block, "window": window, "sinks": sinks, "scale": scale}
 
 
 def _check(
-    q: Tensor, cache: KVCache, group: Group | None, window: int | None, bounds: Bounds | None, scale: float, backend: str
+    q: Tensor,
+    cache: KVCache,
+    group: Group | None,
+    window: int | None,
+    bounds: Bounds | None,
+    sinks: int | Tensor | None,
+    scale: float,
+    backend: str,
 ) -> Callable:
     """Check all arguments that are usually the same for every token, and return the function that computes the attention."""
     k, v, _ = cache.shard
@@ -344,34 +358,44 @@ def _check(
     if bounds is not None:
         if window is not None or size > 1:
             raise ValueError(f"bounds with window={window} on {size} ranks: bounds replaces the window and requires one rank")
-        check_cache(q, k, v, *bounds)
+        if not isinstance(sinks, Tensor | None):
+            raise ValueError(f"sinks={sinks} with bounds: it must be an int32 tensor on the device of the queries, or None")
+        check_cache(q, k, v, *bounds, sinks)
+    elif sinks is not None and (type(sinks) is not int or sinks < 0):
+        raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
     return dispatch.choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)
 
 
-def _rows_of_window(cache: KVCache, num_queries: int, window: int | None, device: torch.device) -> Bounds:
-    """Return the rows of this rank's shard to which each of the newest tokens attends."""
+def _rows_of_window(
+    cache: KVCache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of its sinks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
-    # A window may exceed int64, so it is limited to the length of the cache.
-    length, window = cache.length, min(window or cache.length, cache.length)
+    length = cache.length
+    # Without a window, all queries attend to the sinks anyway. A window and the sinks may exceed int64, so they are limited to
+    # the length of the cache.
+    sinks = 0 if window is None else min(sinks or 0, length)
+    window = min(window or length, length)
     if cache.ranks == 1:  # The row of a token is its position.
         ends = range(length - num_queries + 1, length + 1)
-        return _upload(tuple(max(end - window, 0) for end in ends), tuple(ends), device)
+        return _upload(tuple(max(end - window, 0) for end in ends), tuple(ends), sinks, device)
     at, positions = torch.arange(length - num_queries, length, device="cpu"), cache.shard[2]
     # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
     # whose positions lie in the window of each query.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
-    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), device)
+    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), int(torch.searchsorted(positions, sinks)), device)
 
 
 @lru_cache(maxsize=8)  # all layers of a model use the same bounds
-def _upload(lo: tuple[int, ...], hi: tuple[int, ...], device: torch.device) -> Bounds:
-    """Return lo and hi as int32 (1, N) on `device`, with one copy."""
+def _upload(lo: tuple[int, ...], hi: tuple[int, ...], sinks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return lo and hi as int32 (1, N), and sinks as int32 (1,), or None for no sinks. They are copied to `device` at once."""
     # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
-    bounds = torch.zeros(2, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
-    bounds[:, : len(lo)] = torch.tensor((lo, hi))
+    bounds = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
+    bounds[:2, : len(lo)] = torch.tensor((lo, hi))
+    bounds[2] = sinks
     bounds = bounds.to(device)
-    return bounds[:1, : len(lo)], bounds[1:, : len(lo)]
+    return bounds[:1, : len(lo)], bounds[1:2, : len(lo)], bounds[2, :1] if sinks else None
 
 
 def _merge_ranks(state: PartialState, group: Group | None, transport: Transport) -> PartialState:

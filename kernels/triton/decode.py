@@ -95,22 +95,45 @@ class Config:
 
 
 @triton.jit
-def _load_bounds(lo, hi, entry, bound_stride, CONFIG: tl.constexpr):
-    """Return the first key and the end of the keys that the queries of a batch entry attend to, and the number of tiles."""
-    first = tl.load(lo + entry * bound_stride)
-    end = tl.load(hi + entry * bound_stride + (CONFIG.queries - 1))
-    return first, end, tl.cdiv(tl.maximum(end - first, 0), CONFIG.keys)
+def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
+    """Return which tiles of keys the queries of a batch entry attend to.
+
+    Tile t consists of the rows [t * keys, (t + 1) * keys) of the cache. The queries attend to the keys [0, num_sinks) in the
+    tiles [0, sink_tiles), and to the keys of their intervals in the tiles from `first_tile` on. One tile may be in both ranges.
+
+    Args:
+        bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
+        entry: the index of the batch entry, or a tensor of indices.
+
+    Returns:
+        (num_sinks, sink_tiles, first_tile, end, num_tiles). No query attends to a key from `end` on, and num_tiles is the
+        number of tiles in both ranges.
+    """
+    lo, hi, sinks, bound_stride, sink_stride, num_keys = bounds
+    lo += entry * bound_stride
+    first = tl.load(lo)
+    end = tl.minimum(tl.maximum(tl.load(hi + entry * bound_stride + (CONFIG.queries - 1)), 0), num_keys)
+    first_tile = tl.maximum(first, 0) // CONFIG.keys
+    num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
+    num_sinks, sink_tiles = 0, 0
+    if sinks is not None:
+        # The interval of a query may contain sinks. These keys belong to the interval.
+        num_sinks = tl.minimum(tl.load(sinks + entry * sink_stride), tl.load(lo + (CONFIG.queries - 1)))
+        num_sinks = tl.maximum(tl.minimum(num_sinks, end), 0)
+        sink_tiles = tl.cdiv(num_sinks, CONFIG.keys)
+        num_tiles += sink_tiles
+    return num_sinks, sink_tiles, first_tile, end, num_tiles
 
 
 @triton.jit
-def _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG: tl.constexpr):
+def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr):
     """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
 
     All programs compute the same result: the indices of the entries (padded_batch,), the number of tiles of each entry
     (padded_batch,), and the number of tiles per run.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
-    _, _, tiles = _load_bounds(lo, hi, tl.minimum(entries, batch - 1), bound_stride, CONFIG)
+    _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG)
     tiles = tl.where(entries < batch, tiles, 0)
     return entries, tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_runs), CONFIG.min_tiles)
 
@@ -123,7 +146,7 @@ def _query_index(entry, head, row, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _load_queries(q, lo, hi, entry, head, row, bound_stride, CONFIG: tl.constexpr):
+def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
     """Load the given query rows of a batch entry and a key head. Return the rows (rows, padded D), and their lo and hi (rows,).
 
     The last tile of rows may extend beyond the last query. Such rows are zeros, and they attend to no key.
@@ -132,19 +155,22 @@ def _load_queries(q, lo, hi, entry, head, row, bound_stride, CONFIG: tl.constexp
     inside = row < CONFIG.queries * CONFIG.group
     pointers = q + _query_index(entry, head, row, CONFIG)[:, None] * CONFIG.dim + columns[None, :]
     tile = tl.load(pointers, mask=inside[:, None] & (columns < CONFIG.dim)[None, :], other=0.0)
+    lo, hi, _, bound_stride, _, num_keys = bounds
     bound = entry * bound_stride + row // CONFIG.group
-    return tile, tl.load(lo + bound, mask=inside, other=0), tl.load(hi + bound, mask=inside, other=0)
+    row_hi = tl.load(hi + bound, mask=inside, other=0)
+    return tile, tl.load(lo + bound, mask=inside, other=0), tl.minimum(row_hi, num_keys)
 
 
 @triton.jit(
     do_not_specialize=[
-        "batch", "bound_stride", "num_runs", "num_part_rows", "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
+        "batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows",
+        "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _attend_kernel(
-    q, k, v, lo, hi, parts,
-    batch, bound_stride, num_runs, num_part_rows, k_batch, k_row, k_head, v_batch, v_row, v_head, scale,
-    CONFIG: tl.constexpr,
+    q, k, v, lo, hi, sinks, parts,
+    batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows,
+    k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute the parts of one run for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
 
@@ -153,6 +179,9 @@ def _attend_kernel(
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The arguments k_batch to v_head are the strides of their first three
             dimensions in units of CONFIG.stride_unit. The stride of the last dimension is 1.
         lo, hi: int32 (1 or B, Nq), the interval of each query. bound_stride is 0 or Nq.
+        sinks: int32 (1 or B,), the number of keys at the start of the cache that all queries of an entry attend to, or None.
+            sink_stride is 0 or 1.
+        num_keys: Nk. The intervals are limited to [0, Nk).
         parts: fp32, with room for num_part_rows rows: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a
             part, a key head and a query row, in this order. m is in log2 units.
         num_runs: the number of runs.
@@ -167,7 +196,8 @@ def _attend_kernel(
     PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    entries, tiles, length = _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG)
+    bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
+    entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
     # The index of the entry to which tile t belongs is the number of entries whose tiles all come before tile t. If the run has
@@ -177,26 +207,32 @@ def _attend_kernel(
     last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
-        first, num_keys, num_tiles = _load_bounds(lo, hi, entry, bound_stride, CONFIG)
+        num_sinks, sink_tiles, first_tile, end_key, num_tiles = _load_ranges(bounds, entry, CONFIG)
         tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
-        first_tile = tl.maximum(begin - tiles_before, 0)
-        end_tile = tl.minimum(end - tiles_before, num_tiles)
 
-        query_tile, row_lo, row_hi = _load_queries(q, lo, hi, entry, head, row, bound_stride, CONFIG)
+        query_tile, row_lo, row_hi = _load_queries(q, bounds, entry, head, row, CONFIG)
         # Compute the offsets of entries and heads in 64 bits, because a cache may have more than 2**31 elements.
         batch_index = entry.to(tl.int64) * CONFIG.stride_unit
         head_index = head.to(tl.int64) * CONFIG.stride_unit
-        operands = (
-            query_tile, k + batch_index * k_batch + head_index * k_head, v + batch_index * v_batch + head_index * v_head,
-            k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, num_keys, row_lo, row_hi, head, scale * LOG2_E,
-        )  # fmt: skip
+        entry_k = k + batch_index * k_batch + head_index * k_head
+        entry_v = v + batch_index * v_batch + head_index * v_head
         m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
         l = tl.zeros([TILE_ROWS], tl.float32)
         o = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-        for tile in range(first_tile, end_tile):
+        for t in range(tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, num_tiles)):
+            tile, tile_lo, tile_hi = first_tile + t, row_lo, row_hi
+            if sinks is not None:
+                is_sink = t < sink_tiles
+                tile = tl.where(is_sink, t, tile - sink_tiles)
+                tile_lo = tl.where(is_sink, 0, row_lo)
+                tile_hi = tl.where(is_sink, tl.minimum(tl.minimum(row_lo, num_sinks), row_hi), row_hi)
             # All tiles are masked, which costs no time, because the kernel waits for memory. The rows of k and v from
-            # `num_keys` on are not read, so they may contain NaN.
-            m, l, o = add_tile(operands, None, (m, l, o), first + tile * CONFIG.keys, 0, True, CONFIG)
+            # `end_key` on are not read, so they may contain NaN.
+            operands = (
+                query_tile, entry_k, entry_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key,
+                tile_lo, tile_hi, head, scale * LOG2_E,
+            )  # fmt: skip
+            m, l, o = add_tile(operands, None, (m, l, o), tile * CONFIG.keys, 0, True, CONFIG)
 
         part_row = ((run + entry) * CONFIG.key_heads + head) * ROWS + row
         columns, inside = tl.arange(0, PADDED), row < ROWS
@@ -207,14 +243,14 @@ def _attend_kernel(
         tl.store(scalars + num_part_rows, l, mask=inside)
 
 
-@triton.jit(do_not_specialize=["batch", "bound_stride", "num_runs", "num_part_rows"])
+@triton.jit(do_not_specialize=["batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows"])
 def _merge_kernel(
-    lo, hi, parts, m, l, o, batch, bound_stride, num_runs, num_part_rows, CONFIG: tl.constexpr,
+    lo, hi, sinks, parts, m, l, o, batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B).
 
     Args:
-        lo, hi, parts, batch, bound_stride, num_runs, num_part_rows: as for `_attend_kernel`.
+        lo, hi, sinks, parts, batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows: as for `_attend_kernel`.
         m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
         o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
     """
@@ -222,7 +258,8 @@ def _merge_kernel(
     SLICES: tl.constexpr = pad_dim(CONFIG.value_dim) // CONFIG.merged_columns
     row, head, entry = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
     columns = tl.program_id(0) % SLICES * CONFIG.merged_columns + tl.arange(0, CONFIG.merged_columns)
-    entries, tiles, length = _divide_into_runs(lo, hi, batch, bound_stride, num_runs, CONFIG)
+    bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
+    entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
     tiles_until = tiles_before + tl.sum(tl.where(entries == entry, tiles, 0), 0)
     first_run = tiles_before // length
@@ -286,7 +323,13 @@ def choose_num_runs(num_sms: int, programs: int) -> int:
 
 @lru_cache(maxsize=256)
 def _plan(
-    q_shape: torch.Size, k_shape: torch.Size, value_dim: int, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    value_dim: int,
+    strides: tuple[int, ...],
+    has_sinks: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> _Plan:
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
@@ -295,8 +338,8 @@ def _plan(
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
-    # If all keys of all entries are in use, there are `most_runs` runs of the minimum length.
-    runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys), min_tiles)
+    # The largest number of runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
+    runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + has_sinks, min_tiles)
     num_runs = min(choose_num_runs(_num_sms(device), key_heads * row_tiles), max(batch * runs_per_entry, 1))
     # The keys of an entry may start and end inside a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
@@ -338,19 +381,30 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS
 
 
-def decode(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, final: bool = False) -> State | Tensor:
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    scale: float,
+    final: bool = False,
+    sinks: Tensor | None = None,
+) -> State | Tensor:
     """Compute `ringattn.kernels.reference.decode` in two launches. The host does not wait for the GPU.
 
     After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
-    graph. Every replay reads the current `lo` and `hi`.
+    graph. Every replay reads the current `lo`, `hi` and `sinks`.
 
     Args:
         q: (B, Nq, Hq, D), fp16, bf16 or fp32, with D up to 256. Keys are read once for every 64 query rows (32 if D is above
             128), where a row is a query of one of the Hq / Hkv heads that share a key head.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype. If the last dimension is not contiguous, they are copied.
+            The rows from the largest `hi` of an entry on may contain NaN, because they are not read.
         lo, hi: int32 (1 or B, Nq), contiguous, on q's device.
         scale: multiplies the scores before the softmax, positive.
         final: whether to return the output instead of the state.
+        sinks: int32 (1 or B,), contiguous, on q's device, or None.
 
     Returns:
         The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
@@ -365,10 +419,12 @@ def decode(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float
         l, o = torch.empty_like(m), m.new_empty(*q.shape[:3], value_dim)
     if q.numel() == 0:
         return o if final else (m, l, o)
-    plan = _plan(q.shape, k.shape, value_dim, (*k.stride()[:3], *v.stride()[:3]), q.dtype, q.device)
+    strides = *k.stride()[:3], *v.stride()[:3]
+    plan = _plan(q.shape, k.shape, value_dim, strides, sinks is not None, q.dtype, q.device)
     parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
-    sizes = q.shape[0], lo.shape[1] if lo.shape[0] > 1 else 0, plan.num_runs, plan.num_part_rows
+    bound_stride, sink_stride = lo.shape[1] if lo.shape[0] > 1 else 0, int(sinks is not None and sinks.shape[0] > 1)
+    sizes = q.shape[0], bound_stride, sink_stride, k.shape[1], plan.num_runs, plan.num_part_rows
     with torch.cuda.device_of(q):
-        plan.attend((q, k, v, lo, hi, parts), (*sizes, *plan.strides, float(scale)))
-        (plan.finalize if final else plan.merge)((lo, hi, parts, m, l, o), sizes)
+        plan.attend((q, k, v, lo, hi, sinks, parts), (*sizes, *plan.strides, float(scale)))
+        (plan.finalize if final else plan.merge)((lo, hi, sinks, parts, m, l, o), sizes)
     return o if final else (m, l, o)

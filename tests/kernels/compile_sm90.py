@@ -92,14 +92,18 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     Args:
         name: "decode" or "merge".
         dtype, head_dim: as for `compile_kernel`.
-        options: "queries" for 16 queries instead of one.
+        options: any of "queries" for 16 queries instead of one and "sinks", joined by plus signs.
     """
     kernel = {"decode": triton_decode._attend_kernel, "merge": triton_decode._merge_kernel}[name]
     shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**17, 8, head_dim)
     strides = torch.empty(shapes[1], device="meta").stride()[:3]
     with mock.patch.object(triton_decode, "INTERPRETER_SMS", 132):
-        plan = triton_decode._plan(*map(torch.Size, shapes), head_dim, strides * 2, DTYPES[dtype], torch.device("cpu"))
+        plan = triton_decode._plan(
+            *map(torch.Size, shapes), head_dim, strides * 2, "sinks" in options, DTYPES[dtype], torch.device("cpu")
+        )
     constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
+    if "sinks" not in options:
+        constants |= dict(sinks=None)
     if name == "merge":
         constants |= dict(m=None, l=None)
     types = {
@@ -109,6 +113,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         "o": f"*{dtype}",
         "lo": "*i32",
         "hi": "*i32",
+        "sinks": "*i32",
         "parts": "*fp32",
     }
     signature = {

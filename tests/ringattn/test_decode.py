@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -104,6 +105,19 @@ def test_each_block_goes_to_the_rank_with_the_fewest_tokens(ranks: int, block: i
     for n in numbers:
         cache.append(*torch.zeros(2, 1, n, 1, 4))
     assert cache.rows == rows and cache.shard[2][: rows[0]].tolist() == [i for i, owner in enumerate(expected) if owner == 0]
+
+
+@every_pair(ranks=(1, 2, 5), kind=KINDS, sinks=(0, 1, 9, 50), window=(1, 7))
+def test_sinks(ranks: int, kind: str, sinks: int, window: int) -> None:
+    """The first tokens stay visible, on whichever ranks they are."""
+    case = Case.random(seq_len=40, batch=2, heads=4, key_heads=2)
+    by_rank = on_ring(case, 29, 3, Layout(kind, 29, ranks), window, sinks=sinks)
+    query, key = torch.arange(29, 40)[:, None], torch.arange(40)
+    mask = (key <= query) & ((key > query - window) | (key < sinks))
+    q, k, v = (x.transpose(1, 2) for x in (case.q[:, 29:], case.k, case.v))
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    assert_rows_close(by_rank[0], expected, TOLERANCE)
+    assert all(torch.equal(one, by_rank[0]) for one in by_rank)
 
 
 @pytest.mark.parametrize("backend", ("auto", "triton"))
@@ -311,6 +325,14 @@ INVALID = {
     "32-bit-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(4).int()), "rows is torch.int32"),
     "bounds-and-window": (lambda: decode_attention(X, filled_cache(), bounds=BOUNDS, window=3), "window=3"),
     "64-bit-bounds": (lambda: decode_attention(X, filled_cache(), bounds=(BOUNDS[0].long(), BOUNDS[1])), "lo is torch.int64"),
+    "sinks-of-half": (lambda: decode_attention(X, filled_cache(), window=1, sinks=0.5), "sinks=0.5"),
+    "negative-sinks": (lambda: decode_attention(X, filled_cache(), window=1, sinks=-1), "sinks=-1"),
+    "sinks-on-the-gpu": (lambda: decode_attention(X, filled_cache(), sinks=BOUNDS[0][0, :1]), "sinks=tensor.*integer"),
+    "bounds-and-host-sinks": (lambda: decode_attention(X, filled_cache(), bounds=BOUNDS, sinks=3), "sinks=3 with bounds"),
+    "more-sinks-than-entries": (
+        lambda: decode_attention(X, filled_cache(), bounds=BOUNDS, sinks=BOUNDS[0][0]),
+        "sinks is .*(4,)",
+    ),
     "fewer-bounds": (lambda: decode_attention(X, filled_cache(), bounds=(BOUNDS[0], BOUNDS[1][:, 1:])), "hi is .*(1, 3)"),
 }
 

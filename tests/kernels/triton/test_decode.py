@@ -39,7 +39,9 @@ def causal_bounds(lengths: tuple[int, ...], num_queries: int, window: int | None
     return lo.int(), hi.int()
 
 
-def random_call(bounds, capacity, heads=(4, 2), dims=(16, 16), dtype=torch.float32, device="cpu") -> SimpleNamespace:
+def random_call(
+    bounds, capacity, heads=(4, 2), dims=(16, 16), dtype=torch.float32, device="cpu", sinks=None
+) -> SimpleNamespace:
     """Random queries and a random cache whose unused rows are NaN, and the float64 state."""
     generator = torch.Generator().manual_seed(0)
     lo, hi = bounds
@@ -47,21 +49,21 @@ def random_call(bounds, capacity, heads=(4, 2), dims=(16, 16), dtype=torch.float
     q = torch.randn(batch, num_queries, heads[0], dims[0], generator=generator).to(dtype)
     k, v = (torch.randn(batch, capacity, heads[1], dim, generator=generator).to(dtype) for dim in dims)
     scale = dims[0] ** -0.5
-    state = reference.decode(q.double(), k.double(), v.double(), lo, hi, scale)
+    state = reference.decode(q.double(), k.double(), v.double(), lo, hi, scale, sinks=sinks)
     rows = torch.arange(capacity)
     unused = (rows >= hi[:, -1:])[..., None, None]
     k, v = (x.masked_fill(unused, float("nan")) for x in (k, v))
     tensors = {name: x.to(device) for name, x in dict(q=q, k=k, v=v, lo=lo, hi=hi).items()}
-    return SimpleNamespace(**tensors, scale=scale, state=state)
+    return SimpleNamespace(**tensors, scale=scale, state=state, sinks=None if sinks is None else sinks.to(device))
 
 
 def check(call: SimpleNamespace, dtype: torch.dtype) -> None:
     """Check the state and the output of the kernel."""
     arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale
-    state = tuple(x.cpu() for x in kernel.decode(*arguments))
+    state = tuple(x.cpu() for x in kernel.decode(*arguments, sinks=call.sinks))
     assert all(x.dtype == torch.float32 and x.is_contiguous() for x in state)
     assert_states_close(state, call.state, TOLERANCE[dtype])
-    out = kernel.decode(*arguments, final=True)
+    out = kernel.decode(*arguments, final=True, sinks=call.sinks)
     assert out.dtype == dtype
     assert_rows_close("out", out.cpu(), reference.finalize(call.state, torch.float64)[0], TOLERANCE[dtype])
 
@@ -104,6 +106,45 @@ def test_documents_and_shared_bounds(device):
     call = random_call((lo.expand(2, -1), hi.expand(2, -1)), 80, (2, 1), device=device)
     call.lo, call.hi = lo.to(device), hi.to(device)
     check(call, torch.float32)
+
+
+@pytest.mark.parametrize("lengths, window, queries, sinks", pairs(
+    lengths=((67,), (0, 45, 3, 70)), window=(None, 1, 20), queries=(1, 3), sinks=((0,), (1,), (4,), (16,), (33,), (90,)),
+))  # fmt: skip
+def test_sinks(lengths, window, queries, sinks, device):
+    """Sinks before, across and inside the window, on the borders of tiles, and beyond the end of the cache."""
+    lo, hi = causal_bounds(lengths, queries, window)
+    call = random_call((lo, hi), 80, (4, 2), device=device, sinks=torch.tensor(sinks, dtype=torch.int32))
+    check(call, torch.float32)
+    assert_rows_close("reference", reference.finalize(call.state, torch.float64)[0], dense_output(call, sinks[0]), 1e-12)
+
+
+def dense_output(call: SimpleNamespace, sinks: int) -> Tensor:
+    """The float64 output under a mask that is written out."""
+    q, k, v, lo, hi = (x.cpu() for x in (call.q, call.k.nan_to_num(), call.v.nan_to_num(), call.lo, call.hi))
+    group, rows = q.shape[2] // k.shape[2], torch.arange(k.shape[1])
+    mask = ((rows < sinks) | (rows >= lo[..., None])) & (rows < hi[..., None])  # (B, Nq, Nk)
+    k, v = (x.double().repeat_interleave(group, 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.double(), k) * call.scale
+    p = scores.masked_fill(~mask[:, None], float("-inf")).softmax(-1).nan_to_num()
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def test_every_entry_has_its_own_sinks(device):
+    lo, hi = causal_bounds((50, 70), 1, 8)
+    check(random_call((lo, hi), 80, device=device, sinks=torch.tensor([3, 40], dtype=torch.int32)), torch.float32)
+
+
+@pytest.mark.parametrize("backend", ("triton", "reference"))
+def test_bounds_are_limited_to_the_cache(backend, device):
+    """Bounds on a GPU are not checked, so rows outside the cache must not be read."""
+    call = random_call((torch.zeros(2, 1, dtype=torch.int32), torch.tensor([[40], [40]], dtype=torch.int32)), 40, device=device)
+    lo, hi, sinks = ([[-5], [-7]], [[41], [1000]], [90, -3])
+    lo, hi, sinks = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lo, hi, sinks))
+    out = dispatch.decode(call.q, call.k, call.v, lo, hi, call.scale, True, backend, sinks)
+    assert_rows_close("out", out.cpu(), reference.finalize(call.state, torch.float64)[0], TOLERANCE[torch.float32])
+    empty = dispatch.decode(call.q, call.k, call.v, hi + 50, hi * 0 - 3, call.scale, True, backend, sinks)
+    assert not empty.any()
 
 
 @pytest.mark.parametrize("layout", [STRIDED[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in STRIDED[1:])])
@@ -168,9 +209,10 @@ def test_long_caches(batch, queries, heads, dim, dtype):
 
 @pytest.mark.gpu
 def test_a_replayed_graph_reads_the_current_bounds():
-    """One graph serves all lengths, and repeated calls return the same bits."""
-    call = random_call(causal_bounds((500, 500), 1, None), 512, (32, 8), (128, 128), torch.bfloat16, "cuda")
-    arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale, True
+    """One graph serves all lengths and numbers of sinks, and repeated calls return the same bits."""
+    sinks = torch.zeros(2, dtype=torch.int32)
+    call = random_call(causal_bounds((500, 500), 1, None), 512, (32, 8), (128, 128), torch.bfloat16, "cuda", sinks)
+    arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale, True, call.sinks
     kernel.decode(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -178,6 +220,7 @@ def test_a_replayed_graph_reads_the_current_bounds():
     for lengths in ((1, 500), (64, 65), (0, 0), (499, 3)):
         for x, bound in zip((call.lo, call.hi), causal_bounds(lengths, 1, 100), strict=True):
             x.copy_(bound)
+        call.sinks.copy_(torch.tensor((lengths[0] // 5, 1)))
         expected = kernel.decode(*arguments)
         graph.replay()
         assert torch.equal(out, expected)
