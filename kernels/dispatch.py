@@ -201,6 +201,7 @@ def decode(
     final: bool = False,
     backend: str = "auto",
     sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> State | Tensor:
     """Compute attention of a few new queries to a cache, as `ringattn.kernels.reference.decode` specifies.
 
@@ -209,15 +210,16 @@ def decode(
     for the GPU.
 
     Args:
-        q, k, v, lo, hi, scale, final, sinks: as for `ringattn.kernels.reference.decode`, with contiguous `lo`, `hi` and
-            `sinks`.
+        q, k, v, lo, hi, scale, final, sinks, page_table: as for `ringattn.kernels.reference.decode`, with contiguous `lo`,
+            `hi`, `sinks` and `page_table`.
         backend: one of BACKENDS. The Hopper kernels cannot decode, so "hopper" selects the Triton kernel.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
     """
-    validation.check_cache(q, k, v, lo, hi, sinks)
-    return choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)(q, k, v, lo, hi, scale, final, sinks)
+    validation.check_cache(q, k, v, lo, hi, sinks, page_table)
+    compute = choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)
+    return compute(q, k, v, lo, hi, scale, final, sinks, page_table)
 
 
 def choose_decode(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], backend: str = "auto") -> Callable:

@@ -173,7 +173,7 @@ def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None,
     return finalize(new, q.dtype) if final else new
 
 
-def decode(q, k, v, lo, hi, scale, final=False, sinks=None, forward=forward):
+def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, forward=forward):
     """Compute attention of a few new queries to a cache of keys and values.
 
     The cache may have more rows than keys. The values of rows that no query attends to must be finite.
@@ -187,11 +187,16 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, forward=forward):
         final: whether to return the output instead of the state.
         sinks: int32 (1 or B,), on q's device, or None. Query i also attends to the keys [0, sinks) before hi[i]. These keys are
             attention sinks (Xiao et al. 2023), which models with a sliding window need in long texts.
+        page_table: int32 (B, pages), on q's device, or None. With a page table, k and v have the shapes (pages, page size, Hkv,
+            D) and (pages, page size, Hkv, Dv). Row i of batch entry b is row i % page_size of page page_table[b, i //
+            page_size], so Nk is the number of pages of an entry times the page size.
         forward: the function that computes attention under intervals, with the arguments of `forward` of this module.
 
     Returns:
         The state (m, l, o) of the queries, contiguous. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
     """
+    if page_table is not None:
+        k, v = (_gather_pages(x, page_table, hi) for x in (k, v))
     num_keys = k.shape[1]
     lo, hi = (x.cpu().clamp(0, num_keys) for x in (lo, hi))
     state = forward(q, k, v, Intervals.of(lo, hi, num_keys, q.device), scale)
@@ -200,6 +205,14 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, forward=forward):
         end = torch.minimum(torch.minimum(lo, hi), sinks.cpu().clamp(min=0)[:, None])
         state = merge(state, forward(q, k, v, Intervals.of(torch.zeros_like(end), end, num_keys, q.device), scale))
     return finalize(state, q.dtype)[0] if final else state
+
+
+def _gather_pages(x: Tensor, page_table: Tensor, hi: Tensor) -> Tensor:
+    """Return the rows (B, Nk, H, D) of a paged cache. Rows that no query attends to because they are too late are zeros."""
+    rows = x[page_table.long()].flatten(1, 2)
+    # Pages may contain rows of sequences that used them earlier, and rows that were never written.
+    unused = torch.arange(rows.shape[1], device=x.device) >= hi[:, -1:]
+    return rows.masked_fill(unused[..., None, None], 0.0)
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:

@@ -22,6 +22,9 @@ from ringattn.kernels.reference import State, state_dtype
 # The largest head dim for which the Triton kernels have tile sizes.
 MAX_HEAD_DIM = 256
 
+# The page size of a paged cache must be a multiple of this number of rows, because a tile of keys has at least 16 rows.
+MIN_PAGE_SIZE = 16
+
 # The precisions of products of fp32 inputs in the Triton kernels. "ieee" products are exact, and "tf32" products may round
 # their operands to 11 bits of mantissa.
 PRECISIONS = ("ieee", "tf32")
@@ -127,25 +130,39 @@ def check_inputs(
         _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
 
 
-def check_cache(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None) -> None:
+def check_cache(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
+) -> None:
     """Check the arguments of a decoding call.
 
-    The values of `lo`, `hi` and `sinks` are not checked, because the host would wait for the GPU. The kernels limit the
-    intervals to the rows of the cache.
+    The values of `lo`, `hi`, `sinks` and `page_table` are not checked, because the host would wait for the GPU. The kernels
+    limit the intervals to the rows of the cache.
 
     Args:
-        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv).
+        q, k, v: (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv), or with a page table (B, Nq, Hq, D), (pages, page size,
+            Hkv, D) and (pages, page size, Hkv, Dv).
         lo, hi: the bounds of the keys of each query, int32 (1 or B, Nq), contiguous, on q's device.
         sinks: the number of attention sinks of each batch entry, int32 (1 or B,), contiguous, on q's device, or None.
+        page_table: int32 (B, pages of an entry), contiguous, on q's device, or None.
 
     Raises:
         ValueError: the first rule that is broken.
     """
-    check_shapes(q, k, v)
+    if page_table is None:
+        check_shapes(q, k, v)
+    else:
+        if k.ndim != 4 or 0 in k.shape[:2] or k.shape[1] % MIN_PAGE_SIZE or v.shape[:1] != k.shape[:1]:
+            raise ValueError(
+                f"k {tuple(k.shape)} and v {tuple(v.shape)} with a page table: give k (pages, page size, Hkv, D) and v (pages, "
+                f"page size, Hkv, Dv), with a page size that is a multiple of {MIN_PAGE_SIZE}"
+            )
+        check_shapes(q, *(x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k, v)))
     bounds = (1 if lo.shape[:1] == (1,) else q.shape[0]), q.shape[1]
     expected = [("lo", lo, bounds), ("hi", hi, bounds)]
     if sinks is not None:
         expected.append(("sinks", sinks, (1 if sinks.shape == (1,) else q.shape[0],)))
+    if page_table is not None:
+        expected.append(("page_table", page_table, (q.shape[0], page_table.shape[-1] if page_table.dim() else 0)))
     for name, x, shape in expected:
         if x.shape != shape or x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous():
             raise ValueError(

@@ -15,11 +15,15 @@ The second launch merges the parts of each query.
 The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
 each key is read only once.
 
+The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
+one page, so a program reads one number of the table per tile.
+
 The host never reads the intervals of the queries. Both kernels read the intervals on the GPU, and compute from them which run
 covers which keys. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change
 between replays.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -74,6 +78,7 @@ class Config:
         parts: the largest number of parts of a query, padded to a power of two.
         merged_columns: the number of columns of o that a program of the second launch computes, a power of two.
         stride_unit: the unit of the strides of k and v.
+        page_tiles: the number of tiles of keys per page, or 0 if the cache has no pages.
         pdl: whether the kernels use programmatic dependent launch, which requires sm_90.
         precision: the precision of products of fp32 inputs, see `ringattn.kernels.triton.common.Config`.
     """
@@ -90,6 +95,7 @@ class Config:
     parts: int
     merged_columns: int
     stride_unit: int
+    page_tiles: int
     pdl: bool
     precision: str = "ieee"
 
@@ -115,7 +121,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
     end = tl.minimum(tl.maximum(tl.load(hi + entry * bound_stride + (CONFIG.queries - 1)), 0), num_keys)
     first_tile = tl.maximum(first, 0) // CONFIG.keys
     num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
-    num_sinks, sink_tiles = 0, 0
+    num_sinks, sink_tiles = tl.zeros_like(first), tl.zeros_like(first)
     if sinks is not None:
         # The interval of a query may contain sinks. These keys belong to the interval.
         num_sinks = tl.minimum(tl.load(sinks + entry * sink_stride), tl.load(lo + (CONFIG.queries - 1)))
@@ -161,15 +167,88 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
     return tile, tl.load(lo + bound, mask=inside, other=0), tl.minimum(row_hi, num_keys)
 
 
+@triton.jit
+def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
+    """Return which tile of the cache is the tile t of an entry, counted over its sinks and its intervals."""
+    _, sink_tiles, first_tile, _, _ = ranges
+    return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
+
+
+@triton.jit
+def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr):
+    """Return the address x, moved such that rows counted from the start of the sequence are in the given page.
+
+    x is the address of a head in page 0. The page begins with the tile `first_tile` of the sequence. `add_tile` can therefore
+    count the rows as in a cache without pages.
+    """
+    offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
+    return x + offset * CONFIG.stride_unit
+
+
+@triton.jit
+def _attend_to_tiles(
+    query, cache, strides, ranges, entry, head, begin, end, scale, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr
+):
+    """Return the state (m, l, o) of the given rows for the tiles [begin, end) of an entry, counted as in `_tile_at`.
+
+    Args:
+        query: the query rows, and their lo and hi, from `_load_queries`.
+        cache: (k, v, page_table, table_stride), as for `_attend_kernel`.
+        strides: (k_batch, k_row, k_head, v_batch, v_row, v_head).
+        ranges: the result of `_load_ranges`.
+    """
+    TILE_ROWS: tl.constexpr = CONFIG.rows
+    PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
+    query_tile, row_lo, row_hi = query
+    k, v, page_table, table_stride = cache
+    k_batch, k_row, k_head, v_batch, v_row, v_head = strides
+    num_sinks, sink_tiles, _, end_key, _ = ranges
+    # Compute the offsets of entries and heads in 64 bits, because a cache may have more than 2**31 elements.
+    head_index = head.to(tl.int64) * CONFIG.stride_unit
+    tile_k, tile_v = k + head_index * k_head, v + head_index * v_head
+    head_k, head_v, page = tile_k, tile_v, 0
+    if page_table is None:
+        batch_index = entry.to(tl.int64) * CONFIG.stride_unit
+        tile_k += batch_index * k_batch
+        tile_v += batch_index * v_batch
+    else:
+        page_table += entry * table_stride
+        page = tl.load(page_table + _tile_at(begin, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=begin < end, other=0)
+
+    m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([TILE_ROWS], tl.float32)
+    o = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+    for t in range(begin, end):
+        tile, tile_lo, tile_hi = _tile_at(t, ranges, HAS_SINKS), row_lo, row_hi
+        if HAS_SINKS:
+            tile_lo = tl.where(t < sink_tiles, 0, row_lo)
+            tile_hi = tl.where(t < sink_tiles, tl.minimum(tl.minimum(row_lo, num_sinks), row_hi), row_hi)
+        if page_table is not None:
+            first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
+            tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
+            tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
+            # Load the page of the next tile now. If the loop loaded the page of the tile itself, Triton would wait for this
+            # load, and all earlier loads, before it starts to load the tile.
+            page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
+        # All tiles are masked, which costs no time, because the kernel waits for memory. The rows of k and v from `end_key` on
+        # are not read, so they may contain NaN.
+        operands = (
+            query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
+            head, scale * LOG2_E,
+        )  # fmt: skip
+        m, l, o = add_tile(operands, None, (m, l, o), tile * CONFIG.keys, 0, True, CONFIG)
+    return m, l, o
+
+
 @triton.jit(
     do_not_specialize=[
-        "batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows",
+        "batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows", "table_stride",
         "k_batch", "k_row", "k_head", "v_batch", "v_row", "v_head",
     ]
 )  # fmt: skip
 def _attend_kernel(
-    q, k, v, lo, hi, sinks, parts,
-    batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows,
+    q, k, v, page_table, lo, hi, sinks, parts,
+    batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, table_stride,
     k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Compute the parts of one run for one tile of query rows of one key head. The grid is (Hkv, runs, tiles of rows).
@@ -177,13 +256,15 @@ def _attend_kernel(
     Args:
         q: (B, Nq, Hq, D), contiguous.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The arguments k_batch to v_head are the strides of their first three
-            dimensions in units of CONFIG.stride_unit. The stride of the last dimension is 1.
+            dimensions in units of CONFIG.stride_unit. The stride of the last dimension is 1. With a page table, the first
+            dimension counts the pages, and the second dimension counts the rows of a page.
+        page_table: int32 (B, table_stride), the page of each CONFIG.page_tiles tiles of an entry, or None.
         lo, hi: int32 (1 or B, Nq), the interval of each query. bound_stride is 0 or Nq.
         sinks: int32 (1 or B,), the number of keys at the start of the cache that all queries of an entry attend to, or None.
             sink_stride is 0 or 1.
-        num_keys: Nk. The intervals are limited to [0, Nk).
         parts: fp32, with room for num_part_rows rows: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a
             part, a key head and a query row, in this order. m is in log2 units.
+        num_keys: Nk, the number of rows per batch entry. The intervals are limited to [0, Nk).
         num_runs: the number of runs.
         scale: the factor by which the scores are multiplied.
     """
@@ -192,10 +273,8 @@ def _attend_kernel(
         # `_merge_kernel` may start now, which hides its launch. It waits for the end of this kernel before it reads the parts.
         gdc_launch_dependents()
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
-    TILE_ROWS: tl.constexpr = CONFIG.rows
-    PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
     head, run = tl.program_id(0), tl.program_id(1)
-    row = tl.program_id(2) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
     bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     begin = run * length
@@ -207,35 +286,15 @@ def _attend_kernel(
     last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
-        num_sinks, sink_tiles, first_tile, end_key, num_tiles = _load_ranges(bounds, entry, CONFIG)
+        ranges = _load_ranges(bounds, entry, CONFIG)
         tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
-
-        query_tile, row_lo, row_hi = _load_queries(q, bounds, entry, head, row, CONFIG)
-        # Compute the offsets of entries and heads in 64 bits, because a cache may have more than 2**31 elements.
-        batch_index = entry.to(tl.int64) * CONFIG.stride_unit
-        head_index = head.to(tl.int64) * CONFIG.stride_unit
-        entry_k = k + batch_index * k_batch + head_index * k_head
-        entry_v = v + batch_index * v_batch + head_index * v_head
-        m = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-        l = tl.zeros([TILE_ROWS], tl.float32)
-        o = tl.zeros([TILE_ROWS, PADDED], tl.float32)
-        for t in range(tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, num_tiles)):
-            tile, tile_lo, tile_hi = first_tile + t, row_lo, row_hi
-            if sinks is not None:
-                is_sink = t < sink_tiles
-                tile = tl.where(is_sink, t, tile - sink_tiles)
-                tile_lo = tl.where(is_sink, 0, row_lo)
-                tile_hi = tl.where(is_sink, tl.minimum(tl.minimum(row_lo, num_sinks), row_hi), row_hi)
-            # All tiles are masked, which costs no time, because the kernel waits for memory. The rows of k and v from
-            # `end_key` on are not read, so they may contain NaN.
-            operands = (
-                query_tile, entry_k, entry_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key,
-                tile_lo, tile_hi, head, scale * LOG2_E,
-            )  # fmt: skip
-            m, l, o = add_tile(operands, None, (m, l, o), tile * CONFIG.keys, 0, True, CONFIG)
-
+        m, l, o = _attend_to_tiles(
+            _load_queries(q, bounds, entry, head, row, CONFIG), (k, v, page_table, table_stride),
+            (k_batch, k_row, k_head, v_batch, v_row, v_head), ranges, entry, head,
+            tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, ranges[4]), scale, sinks is not None, CONFIG,
+        )  # fmt: skip
         part_row = ((run + entry) * CONFIG.key_heads + head) * ROWS + row
-        columns, inside = tl.arange(0, PADDED), row < ROWS
+        columns, inside = tl.arange(0, pad_dim(CONFIG.value_dim)), row < ROWS
         mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
         tl.store(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
         scalars = parts + num_part_rows * CONFIG.value_dim + part_row
@@ -327,13 +386,28 @@ def _plan(
     k_shape: torch.Size,
     value_dim: int,
     strides: tuple[int, ...],
+    pages: int,
     has_sinks: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
+    """Plan a call.
+
+    Args:
+        q_shape, k_shape: the shapes of q and k.
+        value_dim: Dv.
+        strides: the strides of the first three dimensions of k and of v.
+        pages: the number of pages per batch entry, or 0 if the cache has no pages.
+        has_sinks: whether the call has attention sinks.
+        dtype, device: of q, k and v.
+    """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
     group, padded_dim = num_heads // key_heads, pad_dim(value_dim)
     tile = choose_tile(dtype, max(pad_dim(dim), padded_dim))
+    page_tiles = 0
+    if pages:
+        tile = tile._replace(keys=math.gcd(tile.keys, num_keys))
+        page_tiles, num_keys = num_keys // tile.keys, pages * num_keys
     rows = num_queries * group
     tile_rows = min(max(triton.next_power_of_2(rows), 16), tile.rows)
     row_tiles = triton.cdiv(rows, tile_rows)
@@ -348,7 +422,7 @@ def _plan(
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
-        merged_columns, unit, pdl,
+        merged_columns, unit, page_tiles, pdl,
     )  # fmt: skip
     num_part_rows = (num_runs + batch - 1) * key_heads * rows
     dependent = {"launch_pdl": True} if pdl else {}
@@ -390,6 +464,7 @@ def decode(
     scale: float,
     final: bool = False,
     sinks: Tensor | None = None,
+    page_table: Tensor | None = None,
 ) -> State | Tensor:
     """Compute `ringattn.kernels.reference.decode` in two launches. The host does not wait for the GPU.
 
@@ -405,6 +480,9 @@ def decode(
         scale: multiplies the scores before the softmax, positive.
         final: whether to return the output instead of the state.
         sinks: int32 (1 or B,), contiguous, on q's device, or None.
+        page_table: int32 (B, pages), contiguous, on q's device, or None. With a page table, k and v are (pages, page size, Hkv,
+            D) and (pages, page size, Hkv, Dv). The page size must be a multiple of 16 keys. Tiles have at most 64 keys, or 128
+            for head dims of up to 64, and fill the memory system best if the page size is a multiple of this number.
 
     Returns:
         The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
@@ -420,11 +498,12 @@ def decode(
     if q.numel() == 0:
         return o if final else (m, l, o)
     strides = *k.stride()[:3], *v.stride()[:3]
-    plan = _plan(q.shape, k.shape, value_dim, strides, sinks is not None, q.dtype, q.device)
+    pages = 0 if page_table is None else page_table.shape[1]
+    plan = _plan(q.shape, k.shape, value_dim, strides, pages, sinks is not None, q.dtype, q.device)
     parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
     bound_stride, sink_stride = lo.shape[1] if lo.shape[0] > 1 else 0, int(sinks is not None and sinks.shape[0] > 1)
-    sizes = q.shape[0], bound_stride, sink_stride, k.shape[1], plan.num_runs, plan.num_part_rows
+    sizes = q.shape[0], bound_stride, sink_stride, k.shape[1] * max(pages, 1), plan.num_runs, plan.num_part_rows
     with torch.cuda.device_of(q):
-        plan.attend((q, k, v, lo, hi, sinks, parts), (*sizes, *plan.strides, float(scale)))
+        plan.attend((q, k, v, page_table, lo, hi, sinks, parts), (*sizes, pages, *plan.strides, float(scale)))
         (plan.finalize if final else plan.merge)((lo, hi, sinks, parts, m, l, o), sizes)
     return o if final else (m, l, o)

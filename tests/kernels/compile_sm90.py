@@ -92,18 +92,23 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     Args:
         name: "decode" or "merge".
         dtype, head_dim: as for `compile_kernel`.
-        options: any of "queries" for 16 queries instead of one and "sinks", joined by plus signs.
+        options: any of "queries" for 16 queries instead of one, "sinks" and "pages", joined by plus signs.
     """
     kernel = {"decode": triton_decode._attend_kernel, "merge": triton_decode._merge_kernel}[name]
     shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**17, 8, head_dim)
+    pages = 2**11 if "pages" in options else 0
+    if pages:
+        shapes = shapes[0], (pages, 2**17 // pages, 8, head_dim)
     strides = torch.empty(shapes[1], device="meta").stride()[:3]
     with mock.patch.object(triton_decode, "INTERPRETER_SMS", 132):
         plan = triton_decode._plan(
-            *map(torch.Size, shapes), head_dim, strides * 2, "sinks" in options, DTYPES[dtype], torch.device("cpu")
-        )
+            *map(torch.Size, shapes), head_dim, strides * 2, pages, "sinks" in options, DTYPES[dtype], torch.device("cpu"),
+        )  # fmt: skip
     constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
-    if "sinks" not in options:
-        constants |= dict(sinks=None)
+    for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
+        if option not in options:
+            constants[operand] = None
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     if name == "merge":
         constants |= dict(m=None, l=None)
     types = {
@@ -114,6 +119,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         "lo": "*i32",
         "hi": "*i32",
         "sinks": "*i32",
+        "page_table": "*i32",
         "parts": "*fp32",
     }
     signature = {

@@ -65,7 +65,7 @@ def test_each_triton_kernel_compiles_without_spills():
 
 @pytest.mark.slow
 def test_decoding_kernels_of_all_cases_compile_without_spills():
-    kernels, options = ("decode", "merge"), ("", "queries", "sinks")
+    kernels, options = ("decode", "merge"), ("", "queries", "sinks", "pages")
     check_resources([f"{kernel}:bf16:{dim}:{option}" for kernel in kernels for dim in (64, 128, 256) for option in options])
 
 

@@ -130,6 +130,25 @@ def dense_output(call: SimpleNamespace, sinks: int) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
+@pytest.mark.parametrize("page_size", (16, 48))
+@pytest.mark.parametrize("sinks", (None, 40))
+def test_pages(page_size, sinks, device):
+    """Pages in any order, with NaN in all pages and rows that no entry uses."""
+    lo, hi = causal_bounds((90, 0, 33, 96), 2, 20)
+    sinks = None if sinks is None else torch.tensor([sinks], dtype=torch.int32)
+    call = random_call((lo, hi), 96, (4, 2), device=device, sinks=sinks)
+    pages = 96 // page_size
+    page_table = (4 * pages - 1 - torch.arange(4 * pages)).view(4, pages).int()  # the last page comes first, as in the stack
+    pool = [torch.full((4 * pages + 1, page_size, *x.shape[2:]), float("nan"), device=device) for x in (call.k, call.v)]
+    for x, paged in zip((call.k, call.v), pool, strict=True):
+        paged[page_table.long().to(device)] = x.unflatten(1, (pages, page_size))
+    arguments = call.q, *pool, call.lo, call.hi, call.scale, True
+    expected = reference.finalize(call.state, torch.float64)[0]
+    for backend in ("triton", "reference"):
+        out = dispatch.decode(*arguments, backend, call.sinks, page_table.to(device))
+        assert_rows_close(backend, out.cpu(), expected, TOLERANCE[torch.float32])
+
+
 def test_every_entry_has_its_own_sinks(device):
     lo, hi = causal_bounds((50, 70), 1, 8)
     check(random_call((lo, hi), 80, device=device, sinks=torch.tensor([3, 40], dtype=torch.int32)), torch.float32)
