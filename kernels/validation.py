@@ -130,6 +130,25 @@ def check_inputs(
         _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
 
 
+def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:
+    """Check keys and values that a cache of earlier keys and values receives.
+
+    Args:
+        new: k (B, N, Hkv, D) and v (B, N, Hkv, Dv).
+        stored: the keys and values of the cache. Their first two dimensions are not compared.
+        batch: the number of batch entries that the cache expects.
+
+    Raises:
+        ValueError: the number of batch entries, the heads, a head dim or a dtype differs.
+    """
+    for x, y in zip(new, stored, strict=True):
+        if (x.shape[0], *x.shape[2:], x.dtype) != (batch, *y.shape[2:], y.dtype):
+            raise ValueError(
+                f"new keys or values have shape {tuple(x.shape)} and dtype {x.dtype}, but the cache has {batch} batch entries, "
+                f"heads {tuple(y.shape[2:])} and {y.dtype}: batch, heads, head dim and dtype must be the same"
+            )
+
+
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
 ) -> None:

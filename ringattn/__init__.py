@@ -24,6 +24,7 @@ from ringattn.kernels.blocks import BlockMask
 from ringattn.layout import Layout
 from ringattn.load_balance import balanced_layout
 from ringattn.mask import Mask
+from ringattn.paged_cache import PagedKVCache
 from ringattn.state import PartialState
 from ringattn.ulysses import ulysses_attention
 
@@ -34,6 +35,7 @@ __all__ = [
     "KVCache",
     "Layout",
     "Mask",
+    "PagedKVCache",
     "PartialState",
     "balanced_layout",
     "decode_attention",

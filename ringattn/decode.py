@@ -17,9 +17,10 @@ from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
-from ringattn.kernels.validation import check_cache, check_scale, check_tensors
+from ringattn.kernels.validation import check_cache, check_new_tokens, check_scale, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import check_window
+from ringattn.paged_cache import PagedKVCache
 from ringattn.spec import resolve_scale
 from ringattn.state import PartialState
 
@@ -170,7 +171,7 @@ class KVCache:
         """Store tokens at the given rows, see `append`."""
         if self.ranks > 1 or self._k is None:
             raise ValueError("rows requires a cache on one rank that holds tokens: call prefill or append without rows first")
-        self._check_like(k, v)
+        check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
         if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
             raise ValueError(
                 f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
@@ -219,6 +220,16 @@ class KVCache:
             raise ValueError("the cache is empty: call prefill or append first")
         return self._k, self._v, self._positions
 
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each batch entry, or one number if all batch entries have the same number of tokens."""
+        return [self.length]
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, None]:
+        """The keys and values of this rank, and None, because this cache has no page table."""
+        return *self.shard[:2], None
+
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
         """Check that new tokens suit the cache, and allocate its memory if necessary.
 
@@ -238,21 +249,12 @@ class KVCache:
                 if self.ranks > 1:
                     self._owners = torch.zeros(self.capacity, dtype=torch.int32, device="cpu")
             self._checked = ()
-        self._check_like(k, v)
-
-    def _check_like(self, k: Tensor, v: Tensor) -> None:
-        """Raise ValueError unless new keys and values have the shape and the dtype of the earlier ones."""
-        for new, stored in ((k, self._k), (v, self._v)):
-            if (new.shape[0], *new.shape[2:], new.dtype) != (stored.shape[0], *stored.shape[2:], stored.dtype):
-                raise ValueError(
-                    f"new keys or values have shape {tuple(new.shape)} and dtype {new.dtype}, but the cache has "
-                    f"{tuple(stored.shape)} and {stored.dtype}: batch, heads, head dim and dtype must be the same"
-                )
+        check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
 
 
 def decode_attention(
     q: Tensor,
-    cache: KVCache,
+    cache: KVCache | PagedKVCache,
     *,
     group: Group | None = None,
     window: int | None = None,
@@ -269,9 +271,10 @@ def decode_attention(
     ranks sample tokens, all ranks must use the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens of the cache. All ranks pass the same queries. Hkv must divide Hq.
-            The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache.
-        cache: this rank's shard of the cache.
+        q: (B, N, Hq, D), the queries of the last N tokens of each sequence. All ranks pass the same queries. Hkv must divide
+            Hq. The dtype is fp16, bf16, fp32 or fp64, and must be the dtype of the cache.
+        cache: this rank's shard of the cache. In a `PagedKVCache`, every sequence has its own length. The output of a sequence
+            without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
         window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys before
             this position; None for all keys.
@@ -301,15 +304,16 @@ def decode_attention(
         cache._decode = _check(q, cache, group, window, bounds, sinks, resolve_scale(q, scale), backend)
         if bounds is None:
             cache._checked = call
-    scale, num_sinks, (k, v, _) = resolve_scale(q, scale), sinks, cache.shard
+    scale, num_sinks, (k, v, page_table) = resolve_scale(q, scale), sinks, cache.operands
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
-        if not 1 <= q.shape[1] <= cache.length:
-            raise ValueError(f"q has {q.shape[1]} queries but the cache has {cache.length} tokens: append the new keys first")
+        shortest = min((length for length in cache.lengths if length), default=0)
+        if not 1 <= q.shape[1] <= shortest:
+            raise ValueError(f"q has {q.shape[1]} queries but the cache has {shortest} tokens: append the new keys first")
         *bounds, sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
     if cache.ranks == 1:
-        return cache._decode(q, k, v, *bounds, scale, True, sinks)
+        return cache._decode(q, k, v, *bounds, scale, True, sinks, page_table)
     describe = partial(_as_call, q, cache, window, num_sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, num_sinks, scale, cache.block
@@ -336,7 +340,7 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, s
 
 def _check(
     q: Tensor,
-    cache: KVCache,
+    cache: KVCache | PagedKVCache,
     group: Group | None,
     window: int | None,
     bounds: Bounds | None,
@@ -345,14 +349,17 @@ def _check(
     backend: str,
 ) -> Callable:
     """Check all arguments that are usually the same for every token, and return the function that computes the attention."""
-    k, v, _ = cache.shard
+    k, v, page_table = cache.operands
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
         raise ValueError(
             f"the cache was created for rank {cache.rank} of {cache.ranks} but this is rank {rank} of {size} in the group: the "
             "two must be equal"
         )
-    check_tensors(q, k, v)
+    if page_table is None:
+        check_tensors(q, k, v)
+    else:
+        check_tensors(q, *(x[:1].expand(len(page_table), *x.shape[1:]) for x in (k, v)))
     check_scale(scale)
     check_window(window)
     if bounds is not None:
@@ -360,42 +367,46 @@ def _check(
             raise ValueError(f"bounds with window={window} on {size} ranks: bounds replaces the window and requires one rank")
         if not isinstance(sinks, Tensor | None):
             raise ValueError(f"sinks={sinks} with bounds: it must be an int32 tensor on the device of the queries, or None")
-        check_cache(q, k, v, *bounds, sinks)
+        check_cache(q, k, v, *bounds, sinks, page_table)
     elif sinks is not None and (type(sinks) is not int or sinks < 0):
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
     return dispatch.choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)
 
 
 def _rows_of_window(
-    cache: KVCache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
+    cache: KVCache | PagedKVCache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of its sinks."""
+    """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of sinks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
-    length = cache.length
+    length = max(cache.lengths)
     # Without a window, all queries attend to the sinks anyway. A window and the sinks may exceed int64, so they are limited to
     # the length of the cache.
     sinks = 0 if window is None else min(sinks or 0, length)
     window = min(window or length, length)
     if cache.ranks == 1:  # The row of a token is its position.
-        ends = range(length - num_queries + 1, length + 1)
-        return _upload(tuple(max(end - window, 0) for end in ends), tuple(ends), sinks, device)
+        ends = [end for length in cache.lengths for end in range(length - num_queries + 1, length + 1)]
+        lo, hi = tuple(max(end - window, 0) for end in ends), tuple(max(end, 0) for end in ends)
+        return _upload(lo, hi, len(cache.lengths), sinks, device)
     at, positions = torch.arange(length - num_queries, length, device="cpu"), cache.shard[2]
     # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
     # whose positions lie in the window of each query.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
-    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), int(torch.searchsorted(positions, sinks)), device)
+    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), 1, int(torch.searchsorted(positions, sinks)), device)
 
 
 @lru_cache(maxsize=8)  # all layers of a model use the same bounds
-def _upload(lo: tuple[int, ...], hi: tuple[int, ...], sinks: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lo and hi as int32 (1, N), and sinks as int32 (1,), or None for no sinks. They are copied to `device` at once."""
+def _upload(
+    lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return lo and hi as int32 (batch, N), and sinks as int32 (1,), or None for no sinks, with one copy to `device`."""
     # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
-    bounds = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
-    bounds[:2, : len(lo)] = torch.tensor((lo, hi))
-    bounds[2] = sinks
-    bounds = bounds.to(device)
-    return bounds[:1, : len(lo)], bounds[1:2, : len(lo)], bounds[2, :1] if sinks else None
+    numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
+    numbers[:2, : len(lo)] = torch.tensor((lo, hi))
+    numbers[2] = sinks
+    numbers = numbers.to(device)
+    lo, hi = (row[: len(lo)].view(batch, -1) for row in numbers[:2])
+    return lo, hi, numbers[2, :1] if sinks else None
 
 
 def _merge_ranks(state: PartialState, group: Group | None, transport: Transport) -> PartialState:

@@ -16,7 +16,7 @@ LAYERS = (
     ("planning",),
     ("comm", "spec", "custom_op", "checkpointing"),
     ("ring",),
-    ("attention", "ulysses", "flash", "decode", "explain", "trace"),
+    ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
 )
 
 # Modules without a test file of their own: the test files that cover them instead.

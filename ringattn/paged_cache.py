@@ -1,0 +1,223 @@
+"""A cache of keys and values that is divided into pages, for several sequences of different lengths on one rank.
+
+A contiguous cache must reserve the largest length for every sequence. In a paged cache, all sequences take pages of equal size
+from one pool when they need them (Kwon et al. 2023, PagedAttention). Row i of a sequence is row i % page_size of a page. The
+page table contains the number of this page in column i // page_size:
+
+    page table                      pool of pages
+    sequence 0    7  2  -           page 2: rows 64 to 127 of sequence 0
+    sequence 1    0  -  -           page 7: rows 0 to 63 of sequence 0
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.validation import check_new_tokens, check_tensors
+
+PAGE_UNIT = 64  # page sizes are multiples of this number of tokens, so that a tile of keys of the kernels lies within one page
+
+
+class PagedKVCache:
+    """The keys and values of several growing sequences, in pages that the sequences share.
+
+    `decode_attention` accepts this cache in place of a `KVCache`. Every sequence is one batch entry. The cache allocates its
+    memory once, when it receives the first keys. Sequences take pages when they grow, and return pages in `truncate`.
+
+    The cache also accepts tokens for rows that are given on the GPU, as `KVCache` does. The pages of these rows must be
+    reserved before the replay of a graph. `reserve` changes the page table in place, so a graph that has been captured earlier
+    reads the new pages:
+
+        rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
+        with torch.cuda.graph(graph):
+            hi = (rows + 1).int()
+            cache.append(k, v, rows=rows)
+            out = decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi))
+            rows += 1
+        cache.reserve([length + 1 for length in cache.lengths])
+        graph.replay()
+
+    `lengths` does not count tokens that are stored in this way. A token whose page is not reserved is lost without an error,
+    because the host does not know its row.
+
+    Attributes:
+        lengths: the number of tokens of each sequence.
+        free_pages: the number of pages that no sequence uses.
+        page_table: int32 (batch, pages per sequence), on the device of the cache; None before the first `append`.
+    """
+
+    rank, ranks = 0, 1
+
+    def __init__(self, pages: int, batch: int, capacity: int, page_size: int = PAGE_UNIT) -> None:
+        """Create an empty cache.
+
+        Args:
+            pages: the number of pages of all sequences together.
+            batch: the number of sequences.
+            capacity: the maximum number of tokens of one sequence. It determines the number of columns of the page table.
+            page_size: the number of tokens per page, a multiple of 64.
+
+        Raises:
+            ValueError: a number is not an integer of at least 1, or the page size is not a multiple of 64.
+        """
+        if not all(isinstance(x, int) and x >= 1 for x in (pages, batch, capacity, page_size)) or page_size % PAGE_UNIT:
+            raise ValueError(
+                f"pages={pages}, batch={batch}, capacity={capacity}, page_size={page_size}: all must be integers of at least "
+                f"1, and the page size must be a multiple of {PAGE_UNIT}"
+            )
+        self.pages, self.capacity, self.page_size = pages, capacity, page_size
+        self.lengths = [0] * batch
+        self.page_table: Tensor | None = None
+        self.free_pages = pages
+        self._num_pages = [0] * batch  # the number of pages of each sequence
+        with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
+            self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
+            # The pool has one more page, which absorbs the tokens of rows without a page. Its number fills the unused cells.
+            self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
+        self._k = self._v = None
+        self._checked: tuple = ()  # as in `KVCache`
+        self._decode: Callable | None = None
+
+    def append(self, k: Tensor, v: Tensor, *, entry: int | None = None, rows: Tensor | None = None) -> None:
+        """Add the next tokens of all sequences, or of one sequence, for example a prompt. No gradients flow through the cache.
+
+        Args:
+            k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens of each sequence. With `entry`, B
+                is 1.
+            entry: the index of the only sequence that grows. None for all sequences.
+            rows: the rows of the sequences at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache. The
+                call then does not wait for the GPU and does not change `lengths`. Rows must be below the capacity.
+
+        Raises:
+            ValueError: too few pages are free, the tokens exceed the capacity, they have a different shape or dtype than the
+                earlier tokens, or attention does not support their shape or dtype.
+        """
+        check_tensors(k, k, v)
+        k, v, num_tokens = k.detach(), v.detach(), k.shape[1]
+        if rows is not None:
+            self._write(k, v, rows, entry)
+            return
+        self._check_batch(k, v, entry)
+        entries = range(len(self.lengths)) if entry is None else [self._index(entry)]
+        self._reserve({i: self.lengths[i] + num_tokens for i in entries})
+        self._allocate(k, v)
+        first = torch.tensor([self.lengths[i] for i in entries], device="cpu")
+        self._store(k, v, self._flat_rows(self._table[list(entries)], first[:, None] + torch.arange(num_tokens, device="cpu")))
+        for i in entries:
+            self.lengths[i] += num_tokens
+
+    def reserve(self, lengths: list[int]) -> None:
+        """Take as many pages as the sequences need for these numbers of tokens, so that replays of a graph can append tokens.
+
+        Raises:
+            ValueError: too few pages are free, in which case no sequence takes a page, or a length exceeds the capacity.
+        """
+        if len(lengths) != len(self.lengths):
+            raise ValueError(f"{len(lengths)} lengths for {len(self.lengths)} sequences: give one length per sequence")
+        self._reserve(dict(enumerate(lengths)))
+
+    def truncate(self, entry: int, length: int) -> None:
+        """Remove the newest tokens of a sequence, so that its first `length` tokens remain, and return the unused pages.
+
+        With length 0, the sequence is finished, and a new sequence may use the entry.
+
+        Raises:
+            ValueError: there is no such sequence, or the length is not an integer between 0 and the length of the sequence.
+        """
+        entry = self._index(entry)
+        if not isinstance(length, int) or not 0 <= length <= self.lengths[entry]:
+            raise ValueError(
+                f"length={length}: it must be an integer from 0 to {self.lengths[entry]}, the tokens of the sequence"
+            )
+        kept, before = -(-length // self.page_size), self._num_pages[entry]
+        self.lengths[entry] = length
+        removed = self._table[entry, kept:before]
+        self._free[self.free_pages : self.free_pages + len(removed)] = removed.flip(0)
+        self.free_pages += len(removed)
+        self._num_pages[entry] = kept
+        self._set_pages([(entry, column, self.pages) for column in range(kept, before)])
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The keys and values (pages + 1, page size, Hkv, D) and (pages + 1, page size, Hkv, Dv), and the page table.
+
+        Raises:
+            ValueError: the cache has never held a token.
+        """
+        if self._k is None:
+            raise ValueError("the cache is empty: call append first")
+        return self._k, self._v, self.page_table
+
+    def _index(self, entry: int) -> int:
+        if not isinstance(entry, int) or not 0 <= entry < len(self.lengths):
+            raise ValueError(f"entry={entry}: it must be an integer from 0 to {len(self.lengths) - 1}, the index of a sequence")
+        return entry
+
+    def _check_batch(self, k: Tensor, v: Tensor, entry: int | None) -> None:
+        """Raise ValueError unless new keys and values suit the cache."""
+        batch = len(self.lengths) if entry is None else 1
+        if k.shape[0] != batch:
+            raise ValueError(f"k has {k.shape[0]} batch entries: it must have {batch}, one for each sequence that grows")
+        if self._k is not None:
+            check_new_tokens((k, v), (self._k, self._v), batch)
+
+    def _reserve(self, lengths: dict[int, int]) -> None:
+        """Take the pages that sequences need to have the given lengths, by the index of the sequence."""
+        longest = max(lengths.values(), default=0)
+        if longest > self.capacity:
+            raise ValueError(f"{longest} tokens exceed the capacity {self.capacity} of a sequence: create a larger cache")
+        missing = [
+            (entry, column)
+            for entry, length in lengths.items()
+            for column in range(self._num_pages[entry], -(-length // self.page_size))
+        ]
+        if len(missing) > self.free_pages:
+            raise ValueError(
+                f"the sequences need {len(missing)} more pages, but only {self.free_pages} of {self.pages} pages are free: "
+                "truncate finished sequences, or create a cache with more pages"
+            )
+        if missing:
+            taken = self._free[self.free_pages - len(missing) : self.free_pages].flip(0).tolist()
+            self.free_pages -= len(missing)
+            for entry, _ in missing:
+                self._num_pages[entry] += 1
+            self._set_pages([(*cell, page) for cell, page in zip(missing, taken, strict=True)])
+
+    def _set_pages(self, cells: list[tuple[int, int, int]]) -> None:
+        """Write (entry, column, page) to both copies of the page table."""
+        if not cells:
+            return
+        entries, columns, pages = torch.tensor(cells, device="cpu").unbind(1)
+        self._table[entries, columns] = pages.int()
+        if self.page_table is not None:
+            update = torch.stack((entries * self._table.shape[1] + columns, pages)).to(self.page_table.device)
+            self.page_table.view(-1).index_copy_(0, update[0], update[1].int())
+
+    def _allocate(self, k: Tensor, v: Tensor) -> None:
+        """Allocate the memory of the cache for keys and values of these dtypes and heads, unless it is allocated."""
+        if self._k is None:
+            with torch.inference_mode(False):
+                self._k, self._v = (x.new_zeros(self.pages + 1, self.page_size, *x.shape[2:]) for x in (k, v))
+                self.page_table = self._table.to(k.device, copy=True)
+
+    def _write(self, k: Tensor, v: Tensor, rows: Tensor, entry: int | None) -> None:
+        """Store tokens at the given rows, see `append`."""
+        if self._k is None or entry is not None:
+            raise ValueError("rows requires entry=None and a cache that holds tokens: call append without rows first")
+        self._check_batch(k, v, None)
+        if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
+            raise ValueError(
+                f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
+            )
+        self._store(k, v, self._flat_rows(self.page_table, rows.expand(k.shape[:2])))
+
+    def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows of the pool for the given rows (B, N) of the sequences, (B * N,)."""
+        pages = table.gather(1, rows // self.page_size).long()
+        return (pages * self.page_size + rows % self.page_size).flatten()
+
+    def _store(self, k: Tensor, v: Tensor, rows: Tensor) -> None:
+        rows = rows.to(k.device)
+        for new, stored in ((k, self._k), (v, self._v)):
+            stored.flatten(0, 1).index_copy_(0, rows, new.flatten(0, 1))
