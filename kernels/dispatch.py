@@ -328,6 +328,15 @@ def merge_states(
     return reference.merge_states(base, parts, dtype)
 
 
+def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Merge the packed states of several ranks, as `ringattn.kernels.reference.merge_packed` specifies.
+
+    On a GPU, if the states are in fp32, one kernel merges them and divides by l.
+    """
+    on_gpu = states.is_cuda and states.dtype == torch.float32
+    return (_module("triton", "merge_states") if on_gpu else reference).merge_packed(states, shape, dtype)
+
+
 class IncrementalBackward:
     """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 

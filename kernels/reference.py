@@ -24,7 +24,7 @@ arguments.
 """
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import reduce, wraps
 
 import torch
 from torch import Tensor
@@ -102,6 +102,24 @@ def merge_states(
         for x, merged in zip(rows, merge(rows, part), strict=True):
             x.copy_(merged)
     return base if dtype is None else finalize(base, dtype)
+
+
+def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Merge the states of the same queries from several ranks, and return the output.
+
+    Args:
+        states: (ranks, numbers), in the dtype of states, contiguous. The numbers of a rank are the elements of o, m and l, in
+            this order.
+        shape: the shape (B, N, H, D) of o.
+        dtype: the dtype of the output.
+
+    Returns:
+        The output (B, N, H, D) in `dtype`. The ranks are merged in a fixed order, so equal inputs give the same bits.
+    """
+    rows = shape[:3].numel()
+    o, m, l = states.split([rows * shape[3], rows, rows], 1)
+    parts = [tuple(x[rank].view(size) for x, size in ((m, shape[:3]), (l, shape[:3]), (o, shape))) for rank in range(len(m))]
+    return finalize(reduce(merge, parts), dtype)[0]
 
 
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

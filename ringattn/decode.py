@@ -7,7 +7,7 @@ and values are never sent.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -17,12 +17,12 @@ from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
+from ringattn.kernels.reference import State
 from ringattn.kernels.validation import check_cache, check_new_tokens, check_scale, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import check_window
 from ringattn.paged_cache import PagedKVCache
 from ringattn.spec import resolve_scale
-from ringattn.state import PartialState
 
 Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N): each query attends to the rows [lo, hi) of the cache
 
@@ -283,7 +283,8 @@ def decode_attention(
             decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph, and
             every batch entry can have its own length, window or document: hi - 1 is the row of the query, and lo is the first
             row of its window or of its document, whichever is later. The values are not checked, because the host would wait
-            for the GPU. Rows outside the cache are ignored. The cache must be on one rank.
+            for the GPU. Rows outside the cache are ignored. If the cache is sharded, every rank passes the rows of its own
+            shard.
         sinks: the number of attention sinks: the first tokens of the sequence, which all later tokens attend to even if the
             window does not reach them (Xiao et al. 2023). With `bounds`, a tensor int32 (1 or B,), contiguous, on the device
             of the queries, which the GPU reads: query i attends to the rows [0, sinks) before hi[i], and to [lo[i], hi[i]).
@@ -321,8 +322,8 @@ def decode_attention(
     # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    state = PartialState(*cache._decode(q, k, v, *bounds, scale, False, sinks))
-    return _merge_ranks(state, group, transport).finalize(q.dtype)[0]
+    state = cache._decode(q, k, v, *bounds, scale, False, sinks)
+    return _merge_ranks(state, q.dtype, group, transport)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, scale: float) -> Call:
@@ -363,8 +364,8 @@ def _check(
     check_scale(scale)
     check_window(window)
     if bounds is not None:
-        if window is not None or size > 1:
-            raise ValueError(f"bounds with window={window} on {size} ranks: bounds replaces the window and requires one rank")
+        if window is not None:
+            raise ValueError(f"bounds with window={window}: bounds replaces the window, so pass window=None")
         if not isinstance(sinks, Tensor | None):
             raise ValueError(f"sinks={sinks} with bounds: it must be an int32 tensor on the device of the queries, or None")
         check_cache(q, k, v, *bounds, sinks, page_table)
@@ -409,20 +410,17 @@ def _upload(
     return lo, hi, numbers[2, :1] if sinks else None
 
 
-def _merge_ranks(state: PartialState, group: Group | None, transport: Transport) -> PartialState:
-    """Return the merged state of all ranks, on every rank.
+def _merge_ranks(state: State, dtype: torch.dtype, group: Group, transport: Transport) -> Tensor:
+    """Return the output (B, N, Hq, Dv) of the merged states of all ranks in `dtype`, on every rank.
 
-    Every rank sends its state to all other ranks in one exchange, which the watchdog of `transport` observes. All ranks then
+    One all-gather sends the state of every rank to all other ranks. The watchdog of `transport` observes it. All ranks then
     merge the states in the order of the ranks, so all ranks compute the same bits.
     """
-    rank, size = rank_and_size(group)
-    # m, l and o are packed into one tensor, so that each rank sends one message to each other rank. If there are few queries,
-    # the time of the exchange depends mainly on the number of messages.
-    own = torch.cat((state.o, state.m[..., None], state.l[..., None]), -1)
-    packed = [own if peer == rank else torch.empty_like(own) for peer in range(size)]
-    others = [peer for peer in range(size) if peer != rank]
-    sends, receives = [(own, peer) for peer in others], [(packed[peer], peer) for peer in others]
+    m, l, o = state
+    # If there are few queries, the time of the exchange depends mainly on the number of messages, so all three are one message.
+    own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
-    exchange = partial(connect.connect(group.group_name).exchange, sends, receives)
-    complete_hop(report_faults(exchange, transport, hop), transport, hop)
-    return reduce(PartialState.merge, (PartialState(x[..., -2], x[..., -1], x[..., :-2]) for x in packed))
+    gather = partial(connect.connect(group.group_name).all_gather, own)
+    gathered, wait = report_faults(gather, transport, hop)
+    complete_hop(wait, transport, hop)
+    return dispatch.merge_packed(gathered, o.shape, dtype)

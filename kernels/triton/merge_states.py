@@ -118,3 +118,38 @@ def merge_states(
                 HEADS=heads, DIM=dim, PADDED_DIM=padded_dim, ROWS=rows,
             )  # fmt: skip
     return results if dtype else base
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_packed_kernel(
+    states, out, num_rows, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
+):
+    """Merge the states of all ranks of one row, which is a token and a head. The grid is (num_rows,)."""
+    row, rank, columns = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_RANKS), tl.arange(0, PADDED_DIM)
+    used = rank < RANKS
+    o = states + rank.to(tl.int64) * num_rows * (DIM + 2)
+    m = o + num_rows.to(tl.int64) * DIM
+    part_m = tl.load(m + row, mask=used, other=float("-inf"))
+    part_l = tl.load(m + num_rows + row, mask=used, other=0.0)
+    inside = columns < DIM
+    part_o = tl.load(o[:, None] + row * DIM + columns[None, :], mask=used[:, None] & inside[None, :], other=0.0)
+    new_m = tl.max(part_m, 0)
+    # If no rank has a key of this row, new_m is -inf. Subtract 0 instead, because exp(-inf + inf) is NaN.
+    weight = tl.exp(part_m - tl.where(new_m == float("-inf"), 0.0, new_m))
+    new_l = tl.sum(part_l * weight, 0)
+    new_o = tl.sum(part_o * weight[:, None], 0) / tl.where(new_l == 0.0, 1.0, new_l)
+    tl.store(out + row * DIM + columns, new_o.to(out.dtype.element_ty), mask=inside)
+
+
+def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Merge the fp32 states of several ranks in one launch, as `ringattn.kernels.reference.merge_packed` specifies."""
+    out = states.new_empty(shape, dtype=dtype)
+    if out.numel() > 0:
+        num_rows, dim = shape[:3].numel(), shape[3]
+        with torch.cuda.device_of(states):
+            launch(
+                _merge_packed_kernel, num_rows, (states, out), (num_rows,),
+                RANKS=len(states), PADDED_RANKS=triton.next_power_of_2(len(states)),
+                DIM=dim, PADDED_DIM=triton.next_power_of_2(dim),
+            )  # fmt: skip
+    return out

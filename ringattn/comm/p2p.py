@@ -41,6 +41,18 @@ class P2PTransport(MessageTransport):
             return self._exchange_through_host(sends, receives)
         return self._exchange(sends, receives)
 
+    def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
+        """Start to gather a tensor from each rank with one collective call, see `MessageTransport.all_gather`."""
+        if self._gpus_use_gloo and own.is_cuda:
+            return super().all_gather(own)
+        gathered = own.new_empty(self.size, *own.shape)
+        work = dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group, async_op=True)
+
+        def wait(own: torch.Tensor = own) -> None:  # the default argument keeps the sent tensor alive
+            work.wait()
+
+        return gathered, wait
+
     def _exchange_through_host(self, sends: Addressed, receives: Addressed) -> Wait:
         """Exchange messages like `exchange`, with copies of the tensors in host memory, because gloo cannot read GPU memory.
 

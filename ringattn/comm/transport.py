@@ -106,6 +106,17 @@ class MessageTransport(Transport):
         """
         raise NotImplementedError
 
+    def all_gather(self, own: Tensor) -> tuple[Tensor, Wait]:
+        """Start to gather a contiguous tensor of equal shape from each rank.
+
+        Returns:
+            A tensor (ranks, *own.shape) with the tensors in the order of the ranks, and a function that waits for them.
+        """
+        gathered = own.new_empty(self.size, *own.shape)
+        gathered[self.rank] = own
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        return gathered, self.exchange([(own, peer) for peer in others], [(gathered[peer], peer) for peer in others])
+
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`, see `Transport.begin`."""
         return _MessagePass(self, schedule.by_rank[self.rank], templates)

@@ -141,6 +141,21 @@ def test_rows_and_bounds_on_the_device(backend: str, device: torch.device) -> No
     assert cache.length == 1
 
 
+def test_bounds_of_every_shard() -> None:
+    """Every rank passes the rows of its own shard, as a CUDA graph over several ranks requires."""
+    case, layout = Case.random(seq_len=40), Layout.striped(40, 3)
+
+    def last(rank: int, group: Group) -> torch.Tensor:
+        cache = KVCache(40, rank, 3)
+        cache.prefill(*(layout.shard(x, rank) for x in (case.k, case.v)), layout)
+        positions = layout.positions(rank)
+        lo, hi, sinks = (torch.searchsorted(positions, position).int() for position in (25, 40, 4))
+        return decode_attention(case.q[:, 39:], cache, group=group, bounds=(lo.view(1, 1), hi.view(1, 1)), sinks=sinks.view(1))
+
+    expected = on_ring(case, 36, 4, Layout.contiguous(36, 1), 15, sinks=4)[0][:, 3:]
+    assert_rows_close(simulate(3, last)[2], expected, TOLERANCE)
+
+
 def test_prefill_after_a_ring_pass_in_any_layout() -> None:
     """Generation computes the prompt on a ring, whose keys stay where they are."""
     case = Case.random(seq_len=30)

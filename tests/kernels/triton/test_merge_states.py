@@ -43,6 +43,24 @@ def test_merge_matches_the_reference(parts, batch, dim, dtype, device):
         torch.testing.assert_close(result.double().cpu(), exact, rtol=tolerance, atol=tolerance)
 
 
+@every_pair(ranks=(1, 2, 5, 8), batch=(1, 2), dim=(40, 128), dtype=(torch.float32, torch.float16))
+def test_packed_states_match_the_reference(ranks, batch, dim, dtype, device):
+    """The last rank has no keys, and some queries have no keys on any rank."""
+    states = [random_state(batch, 7, dim, i) for i in range(ranks - 1)]
+    m, l, o = random_state(batch, 7, dim, ranks)
+    states.append((m.fill_(float("-inf")), l.zero_(), o.zero_()))
+    merged = reference.empty_state(o.double(), dim)
+    for state in states:
+        merged = reference.merge(merged, to(state, torch.float64))
+    packed = torch.stack([torch.cat((o.flatten(), m.flatten(), l.flatten())) for m, l, o in states])
+    exact = reference.finalize(merged, torch.float64)[0]
+    for merge, given in ((kernel.merge_packed, packed.to(device)), (dispatch.merge_packed, packed)):
+        out = merge(given, o.shape, dtype)
+        tolerance = 1e-3 if dtype == torch.float16 else 2e-6
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double().cpu(), exact, rtol=tolerance, atol=tolerance)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", (64, 128))
 def test_many_merges_in_place_match_the_reference(dim, device):
