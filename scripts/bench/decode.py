@@ -2,6 +2,8 @@
 
     python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
     python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
+    python -m scripts.bench.decode --model 1.4b          # also generate tokens, next to Hugging Face transformers
+    python -m scripts.bench.decode --model 1.4b --only - # only generate tokens
 
 All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
 
@@ -10,10 +12,12 @@ key comes from the L2 cache. The graph time is the GPU time per call of such a r
 same calls from Python. All implementations of a case are timed one after the other in several rounds. Each figure is the median
 of the rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that
 it can sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of
-ringattn by those of the fastest other implementation.
+ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
+measures the time of the kernels, which is the time in which at least one kernel of a call runs.
 
 SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
-causal. The script writes rows.json and README.md to --output.
+causal. With --model, a model of configs/model with random weights generates tokens after --context tokens, see
+`scripts.bench.generation`. The script writes rows.json and README.md to --output.
 """
 
 import argparse
@@ -24,7 +28,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +42,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ringattn import KVCache, Layout, decode_attention
 from ringattn.kernels import reference
 from scripts import command
+from scripts.bench import generation
+from scripts.bench.stock_training import load_model_config
 from scripts.tables import markdown_table
 
 MAX_LAYERS = 32
@@ -87,7 +93,8 @@ class Case:
 
 
 CASES = [Case(batch, keys, 32, key_heads) for batch in (1, 8) for key_heads in (8, 32) for keys in LENGTHS]
-CASES += [Case(32, 8192), Case(64, 4096), Case(1, 32768, 8, 1), Case(1, 32768, head_dim=64), Case(1, 32768, head_dim=256)]
+CASES += [Case(batch, 8192) for batch in (12, 17, 32)] + [Case(64, 4096), Case(64, 4096, head_dim=64)]
+CASES += [Case(1, 32768, 8, 1), Case(1, 32768, head_dim=64), Case(1, 32768, head_dim=256)]
 CASES += [Case(1, 32768, queries=queries) for queries in (4, 16)]
 
 
@@ -178,6 +185,27 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
     return start.elapsed_time(stop) / (replays * layers) * 1e3
 
 
+def kernel_us(call: Implementation, layers: list[Layer]) -> float:
+    """Return the time per call in which at least one kernel runs, in microseconds."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
+        for layer in layers:
+            call.attend(layer)
+        torch.cuda.synchronize()
+    spans = [
+        (x.time_range.start, x.time_range.end) for x in profiler.events() if x.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    return covered(spans) / len(layers)
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return the total length of the union of some intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(stop - max(start, end), 0.0)
+        end = max(end, stop)
+    return total
+
+
 def eager_us(call: Implementation, layers: list[Layer], num_calls: int) -> float:
     """Return the wall time per call from Python, in microseconds."""
     with call.context():
@@ -218,6 +246,8 @@ def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> di
         for name, (graph_times, eager_times) in samples.items():
             graph_times.append(graph_us(graphs[name], len(layers), replays))
             eager_times.append(eager_us(calls[name], layers, eager_calls))
+    with suppress(Exception):  # the profiler may be unavailable
+        rows[OURS]["kernel_us"] = kernel_us(captured[OURS], layers)
     for name, times in samples.items():
         graph_time, eager_time = (statistics.median(x[1:]) for x in times)
         rows[name] |= {"graph_us": graph_time, "eager_us": eager_time, "gb_per_s": case.bytes / graph_time * 1e-3}
@@ -236,15 +266,29 @@ def cells(case: Case, rows: dict[str, dict]) -> list[str]:
         line.append(f"{ours['eager_us'] / min(row['eager_us'] for row in peers):.2f}")
     else:
         line += ["-", "-"]
+    line.append(f"{ours['graph_us'] / ours['kernel_us']:.2f}" if ours.get("kernel_us") and "graph_us" in ours else "-")
     return [*line, f"{ours['error']:.1e}" if "error" in ours else ours["failed"]]
 
 
-def report(header: dict, results: dict[Case, dict]) -> str:
-    """Return the report in Markdown."""
+def report(results: dict[Case, dict]) -> str:
+    """Return the report of all cases in Markdown."""
     names = " / ".join(next(iter(results.values())))
-    columns = f"case | graph, us: {names} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | error"
+    columns = f"case | graph, us: {names} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
+    columns += "graph / kernels of ringattn | error"
     lines = [cells(case, rows) for case, rows in results.items()]
-    return f"# Decoding, {header['date']}\n\n    {header['command']}\n\n{header['machine']}\n\n{markdown_table(columns, lines)}"
+    return markdown_table(columns, lines) + "\n"
+
+
+def report_generation(model: str, context: int, speeds: dict[str, generation.Speed | str]) -> str:
+    """Return the report of `generation.measure` in Markdown."""
+    lines = [
+        [name, speed, "-", "-"]
+        if isinstance(speed, str)
+        else [name, f"{speed.tokens_per_s:.1f}", f"{speed.ms_per_token:.2f}", f"{speed.gb_per_s:.0f}"]
+        for name, speed in speeds.items()
+    ]
+    table = markdown_table("implementation | tokens/s | ms per token | GB/s", lines)
+    return f"Generation with configs/model/{model}.yaml after {context:,} tokens:\n\n{table}\n"
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -253,6 +297,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", metavar="REGEX", default="", help="only cases with a matching name: 'B1 32/8 2k'")
     parser.add_argument("--gib", type=command.at_least(1), default=32, help="memory for keys and values; default: 32")
     parser.add_argument("--rounds", type=command.at_least(1), default=5, help="rounds of timing; default: 5")
+    parser.add_argument(
+        "--model", metavar="NAME", help="also generate tokens with this model of configs/model, for example 1.4b"
+    )
+    parser.add_argument("--context", type=command.at_least(2), default=131072, help="tokens before generation; default: 131072")
+    parser.add_argument("--tokens", type=command.at_least(1), default=64, help="generated tokens; default: 64")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("a CUDA device is required")
@@ -271,10 +320,18 @@ def main(argv: list[str]) -> int:
         print(" | ".join(cells(case, results[case])), flush=True)
         rows = [asdict(case) | {"implementations": found} for case, found in results.items()]
         (args.output / "rows.json").write_text(json.dumps({**header, "rows": rows}, indent=1) + "\n")
-    if not results:
+    if not results and not args.model:
         sys.exit(f"error: --only {args.only!r} matches no case that fits into {args.gib} GiB")
-    (args.output / "README.md").write_text(report(header, results))
-    return int(any(not rows[OURS].get("error", 1.0) <= TOLERANCE for rows in results.values()))
+    sections = [f"# Decoding, {header['date']}\n\n    {header['command']}\n\n{header['machine']}\n"]
+    if results:
+        sections.append(report(results))
+    if args.model:
+        speeds = generation.measure(load_model_config(args.model), args.context, args.tokens, DEVICE)
+        sections.append(report_generation(args.model, args.context, speeds))
+        print(sections[-1], flush=True)
+    (args.output / "README.md").write_text("\n".join(sections))
+    failed = args.model and isinstance(speeds[OURS], str)
+    return int(bool(failed) or any(not rows[OURS].get("error", 1.0) <= TOLERANCE for rows in results.values()))
 
 
 if __name__ == "__main__":

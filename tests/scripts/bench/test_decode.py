@@ -9,6 +9,7 @@ import torch
 
 from scripts.bench import decode as bench_decode
 from scripts.bench.decode import Case, Implementation, Layer
+from scripts.bench.generation import Speed
 
 CASES = [Case(1, 64, 4, 2, 16), Case(2, 96, 4, 4, 16, queries=3), Case(1, 2**20)]
 
@@ -33,6 +34,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_decode, "capture", capture)
     monkeypatch.setattr(bench_decode, "graph_us", graph_us)
     monkeypatch.setattr(bench_decode, "eager_us", lambda *_: 10.0)
+    monkeypatch.setattr(bench_decode, "kernel_us", lambda *_: 1.6)
     monkeypatch.setattr(bench_decode.command, "describe_run", lambda *_, **__: dict(date="today", machine="a CPU", command="c"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -48,7 +50,7 @@ def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
     assert status == 0 and [(row["batch"], row["keys"]) for row in rows] == [(1, 64), (2, 96)]
     ours = rows[1]["implementations"]["ringattn"]
     assert ours["error"] < 1e-2 and ours["gb_per_s"] == pytest.approx(CASES[1].bytes / 2e-6 * 1e-9)
-    assert "| B2 4/4 0k D16 Nq3 |" in report
+    assert "| B2 4/4 0k D16 Nq3 |" in report and "| graph / kernels of ringattn |" in report and "| 1.25 |" in report
 
 
 def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +63,21 @@ def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="B9"):
         run(tmp_path, "--only", "B9")
+
+
+def test_generation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a matching case, only tokens are generated. A failure of an implementation is reported."""
+    speeds = {"ringattn": Speed(10.0, 20_000_000_000), "transformers": "ImportError: no transformers"}
+    monkeypatch.setattr(bench_decode.generation, "measure", lambda *_: speeds)
+    assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 0
+    report = (tmp_path / "README.md").read_text()
+    assert (
+        "| ringattn | 100.0 | 10.00 | 2000 |" in report and "| transformers | ImportError: no transformers | - | - |" in report
+    )
+    speeds["ringattn"] = "RuntimeError: out of memory"
+    assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 1
+
+
+def test_kernels_that_overlap_are_counted_once() -> None:
+    """With programmatic dependent launch, the second kernel starts before the first one ends."""
+    assert bench_decode.covered([(5.0, 9.0), (0.0, 6.0), (7.0, 8.0), (10.0, 11.0)]) == 10.0
