@@ -309,9 +309,6 @@ def decode_attention(
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
-        shortest = min((length for length in cache.lengths if length), default=0)
-        if not 1 <= q.shape[1] <= shortest:
-            raise ValueError(f"q has {q.shape[1]} queries but the cache has {shortest} tokens: append the new keys first")
         *bounds, sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
     if cache.ranks == 1:
         return cache._decode(q, k, v, *bounds, scale, True, sinks, page_table)
@@ -380,16 +377,12 @@ def _rows_of_window(
     """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of sinks."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
-    length = max(cache.lengths)
-    # Without a window, all queries attend to the sinks anyway. A window and the sinks may exceed int64, so they are limited to
-    # the length of the cache.
-    sinks = 0 if window is None else min(sinks or 0, length)
-    window = min(window or length, length)
-    if cache.ranks == 1:  # The row of a token is its position.
-        ends = [end for length in cache.lengths for end in range(length - num_queries + 1, length + 1)]
-        lo, hi = tuple(max(end - window, 0) for end in ends), tuple(max(end, 0) for end in ends)
-        return _upload(lo, hi, len(cache.lengths), sinks, device)
-    at, positions = torch.arange(length - num_queries, length, device="cpu"), cache.shard[2]
+    if cache.ranks == 1:
+        return _rows_of_lengths(tuple(cache.lengths), num_queries, window, sinks, device)
+    length, positions = cache.length, cache.shard[2]
+    _check_num_queries(num_queries, length)
+    sinks, window = _limit(sinks, window, length)
+    at = torch.arange(length - num_queries, length, device="cpu")
     # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
     # whose positions lie in the window of each query.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
@@ -397,6 +390,29 @@ def _rows_of_window(
 
 
 @lru_cache(maxsize=8)  # all layers of a model use the same bounds
+def _rows_of_lengths(
+    lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the same as `_rows_of_window` for sequences of these lengths, in which the row of a token is its position."""
+    _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
+    sinks, window = _limit(sinks, window, max(lengths))
+    ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
+    lo, hi = tuple(max(end - window, 0) for end in ends), tuple(max(end, 0) for end in ends)
+    return _upload(lo, hi, len(lengths), sinks, device)
+
+
+def _check_num_queries(num_queries: int, num_tokens: int) -> None:
+    if not 1 <= num_queries <= num_tokens:
+        raise ValueError(f"q has {num_queries} queries but the cache has {num_tokens} tokens: append the new keys first")
+
+
+def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int, int]:
+    """Return the sinks and the window, limited to the length of the sequence, because both may exceed int64."""
+    # Without a window, all queries attend to the sinks anyway.
+    return 0 if window is None else min(sinks or 0, length), min(window or length, length)
+
+
+@lru_cache(maxsize=8)  # on several ranks, all layers of a model use the same bounds
 def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:

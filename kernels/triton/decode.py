@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ringattn.kernels.reference import State
-from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
+from ringattn.kernels.triton.common import LN_2, LOG2_E, MAX_ROW_STRIDE, as_addressable, pad_dim
 from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 
@@ -359,7 +359,8 @@ class _Plan:
     config: Config
     num_runs: int
     num_part_rows: int
-    strides: tuple[int, ...]  # of k and v, in units of config.stride_unit
+    addressable: bool  # whether the kernels can use the strides of k and v
+    strides: tuple[int, ...]  # of the first three dimensions of k and v, in units of config.stride_unit
     attend: PreparedLaunch
     merge: PreparedLaunch  # returns the state
     finalize: PreparedLaunch  # returns the output
@@ -385,7 +386,8 @@ def _plan(
     q_shape: torch.Size,
     k_shape: torch.Size,
     value_dim: int,
-    strides: tuple[int, ...],
+    k_strides: tuple[int, ...],
+    v_strides: tuple[int, ...],
     pages: int,
     has_sinks: bool,
     dtype: torch.dtype,
@@ -396,7 +398,7 @@ def _plan(
     Args:
         q_shape, k_shape: the shapes of q and k.
         value_dim: Dv.
-        strides: the strides of the first three dimensions of k and of v.
+        k_strides, v_strides: the strides of k and v.
         pages: the number of pages per batch entry, or 0 if the cache has no pages.
         has_sinks: whether the call has attention sinks.
         dtype, device: of q, k and v.
@@ -419,6 +421,7 @@ def _plan(
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
     pdl = supports_pdl(device)
+    strides = *k_strides[:3], *v_strides[:3]
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
@@ -435,6 +438,7 @@ def _plan(
         config,
         num_runs,
         num_part_rows,
+        all(x[3] == 1 and x[1] < MAX_ROW_STRIDE for x in (k_strides, v_strides)),
         tuple(stride // unit for stride in strides),
         attend=PreparedLaunch(_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, CONFIG=config),
         merge=merge,
@@ -487,23 +491,29 @@ def decode(
     Returns:
         The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
     """
-    q, k, v = q.contiguous(), as_addressable(k), as_addressable(v)
-    value_dim = v.shape[3]
+    # This function takes longer on the host than the kernels take for a short cache, so it avoids every unnecessary call.
+    if q.is_cuda and q.get_device() != torch.cuda.current_device():
+        with torch.cuda.device_of(q):
+            return decode(q, k, v, lo, hi, scale, final, sinks, page_table)
+    q, shape, value_dim = q.contiguous(), q.shape, v.shape[3]
     if final:
         m = l = None
-        o = torch.empty_like(q) if value_dim == q.shape[3] else q.new_empty(*q.shape[:3], value_dim)
+        o = torch.empty_like(q) if value_dim == shape[3] else q.new_empty(*shape[:3], value_dim)
     else:
-        m = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        l, o = torch.empty_like(m), m.new_empty(*q.shape[:3], value_dim)
+        m = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
+        l, o = torch.empty_like(m), m.new_empty(*shape[:3], value_dim)
     if q.numel() == 0:
         return o if final else (m, l, o)
-    strides = *k.stride()[:3], *v.stride()[:3]
     pages = 0 if page_table is None else page_table.shape[1]
-    plan = _plan(q.shape, k.shape, value_dim, strides, pages, sinks is not None, q.dtype, q.device)
+    options = pages, sinks is not None, q.dtype, q.device
+    plan = _plan(shape, k.shape, value_dim, k.stride(), v.stride(), *options)
+    if not plan.addressable:
+        k, v = as_addressable(k), as_addressable(v)
+        plan = _plan(shape, k.shape, value_dim, k.stride(), v.stride(), *options)
     parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
-    bound_stride, sink_stride = lo.shape[1] if lo.shape[0] > 1 else 0, int(sinks is not None and sinks.shape[0] > 1)
-    sizes = q.shape[0], bound_stride, sink_stride, k.shape[1] * max(pages, 1), plan.num_runs, plan.num_part_rows
-    with torch.cuda.device_of(q):
-        plan.attend((q, k, v, page_table, lo, hi, sinks, parts), (*sizes, pages, *plan.strides, float(scale)))
-        (plan.finalize if final else plan.merge)((lo, hi, sinks, parts, m, l, o), sizes)
+    bound_stride = shape[1] if lo.shape[0] > 1 else 0
+    sink_stride = 1 if sinks is not None and sinks.shape[0] > 1 else 0
+    sizes = shape[0], bound_stride, sink_stride, k.shape[1] * (pages or 1), plan.num_runs, plan.num_part_rows
+    plan.attend((q, k, v, page_table, lo, hi, sinks, parts), (*sizes, pages, *plan.strides, float(scale)))
+    (plan.finalize if final else plan.merge)((lo, hi, sinks, parts, m, l, o), sizes)
     return o if final else (m, l, o)

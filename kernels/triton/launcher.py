@@ -78,10 +78,9 @@ class PreparedLaunch:
             operands: tensors and None. In every call, the same operands are None, and the others have the same dtypes.
             numbers: as for `launch`.
         """
-        addresses, address_bits = [], 0
-        for x in operands:
-            address = None if x is None else x.data_ptr()
-            addresses.append(address)
+        addresses = [None if x is None else x.data_ptr() for x in operands]
+        address_bits = 0
+        for address in addresses:
             address_bits |= address or 0
         if self._compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *numbers, **self.constants, **self.options)

@@ -99,10 +99,10 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     pages = 2**11 if "pages" in options else 0
     if pages:
         shapes = shapes[0], (pages, 2**17 // pages, 8, head_dim)
-    strides = torch.empty(shapes[1], device="meta").stride()[:3]
+    strides = torch.empty(shapes[1], device="meta").stride()
     with mock.patch.object(triton_decode, "INTERPRETER_SMS", 132):
         plan = triton_decode._plan(
-            *map(torch.Size, shapes), head_dim, strides * 2, pages, "sinks" in options, DTYPES[dtype], torch.device("cpu"),
+            *map(torch.Size, shapes), head_dim, strides, strides, pages, "sinks" in options, DTYPES[dtype], torch.device("cpu"),
         )  # fmt: skip
     constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
     for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
