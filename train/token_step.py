@@ -1,8 +1,9 @@
 """Run single tokens through a model with KV caches. On a GPU, every token is one replay of the same CUDA graph.
 
-An eager step launches about twenty kernels per layer from Python. The GPU finishes these kernels faster than the host launches
-them. The replay of a graph takes almost no time on the host. A graph runs the same kernels on the same memory in every replay.
-Therefore the token and its position are tensors on the GPU, and the kernels read the length of the cache from GPU memory.
+An eager step launches more than thirty kernels per layer from Python. The GPU finishes these kernels faster than the host
+launches them. The replay of a graph takes almost no time on the host. A graph runs the same kernels on the same memory in every
+replay. Therefore the token and its position are tensors on the GPU, and the kernels read the length of the cache from GPU
+memory.
 """
 
 from collections.abc import Sequence
