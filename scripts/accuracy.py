@@ -41,20 +41,21 @@ def float64_results(
     The computation covers one key head and a limited number of queries at a time, so that the scores fit in memory.
 
     Args:
-        q, dout: (B, N, Hq, D), any floating-point dtype.
-        k, v: (B, Nk, Hkv, D); Hkv divides Hq.
+        q: (B, N, Hq, D), k: (B, Nk, Hkv, D), v: (B, Nk, Hkv, Dv), any floating-point dtype; Hkv divides Hq.
+        dout: (B, N, Hq, Dv).
         intervals: for each query the range of keys that it may attend to.
         blocks: which blocks of 128 x 128 scores are computed; None for all.
 
     Returns:
-        A dict with the tensors of NAMES in float64. out, dq, dk and dv have the shapes of the inputs, and lse is (B, N, Hq).
+        A dict with the tensors of NAMES in float64. dq, dk and dv have the shapes of q, k and v. out is (B, N, Hq, Dv),
+        and lse is (B, N, Hq).
     """
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     num_rows = max(1, MAX_SCORES // k.shape[1] // group // 128) * 128
     results = {
         name: torch.zeros(x.shape, dtype=torch.float64, device=q.device) for name, x in (("dq", q), ("dk", k), ("dv", v))
     }
-    results["out"] = torch.zeros_like(results["dq"])
+    results["out"] = torch.zeros(dout.shape, dtype=torch.float64, device=q.device)
     results["lse"] = torch.zeros_like(results["dq"][..., 0])
     keys = slice(0, k.shape[1])
     for head in range(k.shape[2]):

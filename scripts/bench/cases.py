@@ -16,9 +16,6 @@ from ringattn.kernels.interval_mask import Intervals
 from scripts.accuracy import float64_results, group_error
 
 BLOCK = 128  # the number of rows, and of columns, in a block of the block-sparse cases
-# The number of matrix products per (query, key) pair, relative to a forward pass. A forward pass has two matrix products, and a
-# backward pass has five.
-RELATIVE_FLOPS = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 
 
 @dataclass(frozen=True)
@@ -31,20 +28,33 @@ class Case:
     head_dim: int
     kept: float = 1.0  # the fraction of blocks, chosen at random, that are computed; only for the kind "blocks"
     key_heads: int | None = None  # None: the same number as query heads
+    value_dim: int | None = None  # the head dim of v; None: the same as that of q and k
+    window_size: int | None = None  # keys that a query attends to, for the kind "window"; None: a default, see `window`
 
     @property
     def num_key_heads(self) -> int:
         return self.key_heads or self.heads
 
     @property
+    def out_dim(self) -> int:
+        """The head dim of v and out."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def dims(self) -> str:
+        """The head dim, or the head dims of q and of v if they differ."""
+        return f"{self.head_dim}/{self.value_dim}" if self.value_dim else str(self.head_dim)
+
+    @property
     def label(self) -> str:
         label = f"{self.kind} {self.kept:.1%}" if self.kind == "blocks" else self.kind
+        label = f"window {self.window_size:,}" if self.window_size else label
         return f"{label}, {self.heads}/{self.key_heads} heads" if self.key_heads else label
 
     @property
     def window(self) -> int | None:
-        """The window of the mask: 4,096 keys, but at most a quarter of the sequence."""
-        return min(4096, self.length // 4) if self.kind == "window" else None
+        """The window of the mask. Without `window_size`, it has 4,096 keys, but at most a quarter of the sequence."""
+        return (self.window_size or min(4096, self.length // 4)) if self.kind == "window" else None
 
     @cached_property
     def documents(self) -> list[int] | None:
@@ -93,14 +103,18 @@ class Case:
     def flops(self, direction: str) -> float:
         """Return the FLOPs of a direction. The direction is "forward", "backward" or "both".
 
-        A forward pass has 4 FLOPs per head, per (query, key) pair and per element of a head.
+        A matrix product has 2 FLOPs per head, per (query, key) pair and per element of a head. In the forward pass, S needs the
+        elements of q and k, and out needs those of v. In the backward pass, S, dq and dk need the elements of q and k, and dP
+        and dv need those of v.
         """
-        return 4.0 * self.heads * self.pairs * self.head_dim * RELATIVE_FLOPS[direction]
+        forward, backward = self.head_dim + self.out_dim, 3 * self.head_dim + 2 * self.out_dim
+        elements = {"forward": forward, "backward": backward, "both": forward + backward}[direction]
+        return 2.0 * self.heads * self.pairs * elements
 
     def bytes(self, direction: str) -> int:
         """Return the bytes of q, k, v and out. For the direction "backward", add the bytes of dout, dq, dk and dv."""
-        heads = 2 * (self.heads + self.num_key_heads)
-        return 2 * self.length * heads * self.head_dim * (1 if direction == "forward" else 2)
+        elements = (self.heads + self.num_key_heads) * (self.head_dim + self.out_dim)
+        return 2 * self.length * elements * (1 if direction == "forward" else 2)
 
     @property
     def score_bytes(self) -> int:
@@ -108,7 +122,7 @@ class Case:
         return 2 * self.heads * self.length**2
 
     def inputs(self, device: torch.device) -> list[Tensor]:
-        """Return q, k, v and dout, which are standard normal bf16 tensors (1, length, heads, head_dim).
+        """Return q, k, v and dout, which are standard normal bf16 tensors (1, length, heads, head dim).
 
         All tensors except dout require gradients.
         """
@@ -120,7 +134,8 @@ def random_inputs(case: Case, rows: int, generator: torch.Generator) -> list[Ten
     """Draw q, k, v and dout of `rows` tokens on the device of the generator. All tensors except dout require gradients."""
     heads = case.heads, case.num_key_heads, case.num_key_heads, case.heads
     options = {"generator": generator, "device": generator.device, "dtype": torch.bfloat16}
-    q, k, v, dout = (torch.randn(1, rows, count, case.head_dim, **options) for count in heads)
+    dims = case.head_dim, case.head_dim, case.out_dim, case.out_dim
+    q, k, v, dout = (torch.randn(1, rows, count, dim, **options) for count, dim in zip(heads, dims, strict=True))
     return [*(x.requires_grad_() for x in (q, k, v)), dout]
 
 

@@ -3,6 +3,8 @@
     python -m scripts.bench.kernels                                     # all suites at S = 16,384
     python -m scripts.bench.kernels --suite speed --lengths 2048 4096 8192 16384 32768 65536 131072
     python -m scripts.bench.kernels --suite blocks memory --peers ringattn flex
+    python -m scripts.bench.kernels --suite head-dims windows --peers ringattn deterministic cudnn fa4
+    python -m scripts.bench.kernels --suite decode                      # runs scripts.bench.decode
 
 All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
 correct.
@@ -11,8 +13,15 @@ correct.
   D = 128 at all of these sequence lengths.
 - `masks` measures a window of 4,096 tokens, packed documents of 1 to S tokens, and packed documents of S / 256 to S / 2 tokens.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
+- `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
+- `windows` measures a causal mask, windows of 1,024 and 4,096 tokens, and packed documents, with D = 128.
 - `blocks` measures block-sparse masks that keep some of the blocks, chosen at random.
 - `memory` measures the extra memory of a call, and compares it with the size of the N x N scores.
+- `decode` runs `scripts.bench.decode`, which writes its own report to the folder decode in --output. This suite runs only if
+  --suite names it.
+
+The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`. It is measured only if --peers
+names it.
 
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
 covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
@@ -26,10 +35,10 @@ sustain. Every figure is the median over the rounds. The field `samples` in rows
 With --graph, calls are replayed from CUDA graphs, so the measured times do not include the time of the host. For short
 sequences, the host takes longer than the GPU.
 
-A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. To
-compute GB/s, the bytes of q, k, v and out are counted once and divided by the time. In the backward pass, the bytes of dout and
-of the gradients are also counted. The extra memory of a call is its peak memory without the tensors that are passed and
-returned.
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. If
+the head dims of keys and values differ, every matrix product is counted with its own head dim, see `Case.flops`. To compute
+GB/s, the bytes of q, k, v and out are counted once and divided by the time. In the backward pass, the bytes of dout and of the
+gradients are also counted. The extra memory of a call is its peak memory without the tensors that are passed and returned.
 """
 
 import argparse
@@ -47,7 +56,7 @@ from torch import Tensor
 
 from scripts import command
 from scripts.accuracy import GROUP_TOLERANCE
-from scripts.bench import kernels_report, peers
+from scripts.bench import decode, kernels_report, peers
 from scripts.bench.cases import BLOCK, Case, checked_error, expected_results
 from scripts.bench.kernels_report import DIRECTIONS
 
@@ -56,7 +65,12 @@ LENGTH, HEADS, HEAD_DIMS = 16384, 16, (64, 128)
 MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
-SUITES = ("speed", "masks", "heads", "blocks", "memory")
+WINDOWS = (1024, 4096)
+# The suite "head-dims": the head dim of q and k, the head dim of v, and the numbers of query heads and of key heads. None means
+# that the two numbers are the same.
+WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
+SUITES = ("speed", "masks", "heads", "head-dims", "windows", "blocks", "memory")
+DECODE = "decode"
 Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
 Key = tuple[str, str]  # the name of the implementation, and the direction
 
@@ -70,6 +84,15 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
         return [Case("full", LENGTH, HEADS, dim), *(Case("blocks", LENGTH, HEADS, dim, kept) for kept in FRACTIONS)]
     if suite == "heads":
         return [Case("causal", LENGTH, 2 * HEADS, dim, key_heads=key_heads) for key_heads in (2 * HEADS, HEADS // 2)]
+    if suite == "head-dims":
+        return [
+            Case(kind, LENGTH, heads, dim, key_heads=key_heads, value_dim=value_dim)
+            for dim, value_dim, heads, key_heads in WIDE_CASES
+            for kind in ("causal", "full")
+        ]
+    if suite == "windows":
+        windows = [Case("window", LENGTH, HEADS, dim, window_size=size) for size in WINDOWS]
+        return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim)]
     kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents", "short documents")}[suite]
     cases = [Case(kind, LENGTH, HEADS, dim) for dim in HEAD_DIMS for kind in kinds]
     return cases + [Case("causal", n, HEADS, dim) for n in lengths if suite == "speed"]
@@ -77,7 +100,7 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
 
 def case_name(case: Case) -> str:
     """Return the name of a case. The option --only chooses the cases whose names match its argument."""
-    return f"{case.label} D{case.head_dim} S{case.length}"
+    return f"{case.label} D{case.dims} S{case.length}"
 
 
 def warm_up(call: Call) -> None:
@@ -118,7 +141,7 @@ def check_call(call: Call, expected: dict[str, Tensor]) -> dict:
 
 
 def check(
-    case: Case, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
+    case: Case, name: str, prepare: peers.Prepare, tensors: list[Tensor], expected: dict[str, Tensor]
 ) -> tuple[dict[str, dict], dict[str, Call]]:
     """Check both directions of an implementation. An exception does not stop the benchmark.
 
@@ -128,13 +151,22 @@ def check(
     """
     *inputs, dout = tensors
     found, calls = {}, {}
+
+    def forward() -> tuple[Tensor, ...]:
+        with peers.context(name):
+            return (attend(*inputs),)
+
+    def backward() -> tuple[Tensor, ...]:
+        with peers.context(name):
+            return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
     try:
         attend = prepare(case, DEVICE)
-        calls["forward"] = lambda: (attend(*inputs),)
-        found["forward"] = check_call(calls["forward"], {"out": expected["out"]})
+        calls["forward"] = forward
+        found["forward"] = check_call(forward, {"out": expected["out"]})
         out = attend(*inputs)
-        calls["backward"] = lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
-        found["backward"] = check_call(calls["backward"], {name: expected[name] for name in ("dq", "dk", "dv")})
+        calls["backward"] = backward
+        found["backward"] = check_call(backward, {name: expected[name] for name in ("dq", "dk", "dv")})
     except peers.Unsupported:
         reason = {"status": "unsupported"}
     except Exception as error:  # The compilers and kernels of the peers raise exceptions of any kind.
@@ -196,7 +228,7 @@ def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: 
     for name, prepare in implementations.items():
         start = time.perf_counter()
         torch.cuda.empty_cache()
-        found, correct = check(case, prepare, tensors, expected)
+        found, correct = check(case, name, prepare, tensors, expected)
         calls |= {(name, direction): call for direction, call in correct.items()}
         rows[name] = {"implementation": name, "case": case, **found}
         seconds[name] = time.perf_counter() - start
@@ -216,10 +248,12 @@ def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--output", type=Path, default=command.RESULTS / "kernels", help="default: outputs/benchmarks/kernels")
-    parser.add_argument("--suite", nargs="+", choices=SUITES, default=SUITES, help="default: all")
+    parser.add_argument("--suite", nargs="+", choices=(*SUITES, DECODE), default=SUITES, help="default: all but decode")
     parser.add_argument("--only", metavar="REGEX", default="", help="only cases with a matching name: 'causal D128 S16384'")
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="lengths of the curve, multiples of 128")
-    parser.add_argument("--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that are installed")
+    parser.add_argument(
+        "--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that are installed, without deterministic"
+    )
     parser.add_argument("--rounds", type=command.at_least(1), default=3, help="rounds of timing; default: 3")
     parser.add_argument("--graph", action="store_true", help="replay the calls from CUDA graphs")
     args = parser.parse_args(argv)
@@ -237,7 +271,7 @@ def choose_cases(args: argparse.Namespace) -> dict[str, list[Case]]:
         SystemExit: no case matches --only.
     """
     chosen = {}
-    for suite in args.suite:
+    for suite in (suite for suite in args.suite if suite != DECODE):
         cases = dict.fromkeys(suite_cases(suite, args.lengths))
         if cases := [case for case in cases if re.search(args.only, case_name(case))]:
             chosen[suite] = cases
@@ -276,15 +310,20 @@ def run(args: argparse.Namespace, header: dict, implementations: dict[str, peers
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    implementations = peers.available()
-    if args.peers:
-        implementations = {name: x for name, x in implementations.items() if name in args.peers}
+    status = 0
+    if DECODE in args.suite:
+        only = ["--only", args.only] if args.only else []
+        status = decode.main(["--output", str(args.output / DECODE), "--rounds", str(args.rounds), *only])
+        if set(args.suite) == {DECODE}:
+            return status
+    names = args.peers or [name for name in peers.IMPLEMENTATIONS if name != peers.DETERMINISTIC]
+    implementations = {name: x for name, x in peers.available().items() if name in names}
     packages = ["flash-attn-4"] if "fa4" in implementations else []
     header = command.describe_run("scripts.bench.kernels", argv, gpus=1, packages=packages) | {"rounds": args.rounds}
     with stream_for(args.graph):
         ours = run(args, header, implementations)
     print((args.output / "README.md").read_text())
-    return int(any(row[direction]["status"] != "ok" for row in ours for direction in DIRECTIONS))
+    return max(status, int(any(row[direction]["status"] != "ok" for row in ours for direction in DIRECTIONS)))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Report:
         extra = extra or {}
         lines = []
         for case in cases:
-            cells = [case.head_dim, case.label, f"{case.length:,}", case.heads]
+            cells = [case.dims, case.label, f"{case.length:,}", case.heads]
             cells += [column(case) for column in extra.values()]
             cells += [cell(case, _find(self.rows, case, name)) for name in self.names]
             lines.append([*cells, self.header["date"]])
@@ -132,7 +132,14 @@ class Report:
         note = "TFLOP/s, forward / backward (in brackets: relative to as many key heads as query heads)"
         return f"## Grouped heads\n\n{note}\n\n{self.table(cases, cell)}"
 
-    def masks(self, cases: list[Case]) -> str:
+    def head_dims(self, cases: list[Case]) -> str:
+        note = "TFLOP/s, forward / backward. 192/128 means a head dim of 192 for queries and keys and of 128 for values."
+        return f"## Head dims\n\n{note}\n\n{self.figures(cases, 'tflops', '{:.0f}'.format)}"
+
+    def windows(self, cases: list[Case]) -> str:
+        return self.masks(cases, "Windows and packed documents")
+
+    def masks(self, cases: list[Case], title: str = "Masks") -> str:
         def cell(case: Case, row: dict) -> str:
             base = next((x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim), None)
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
@@ -142,7 +149,7 @@ class Report:
             "TFLOP/s of the (query, key) pairs that the mask allows, forward / backward\n"
             "(in brackets: relative to the causal rate of the same implementation)"
         )
-        return f"## Masks\n\n{note}\n\n{self.table(cases, cell, extra)}"
+        return f"## {title}\n\n{note}\n\n{self.table(cases, cell, extra)}"
 
     def blocks(self, cases: list[Case]) -> str:
         dense = next((case for case in cases if case.kind == "full"), None)
@@ -183,7 +190,7 @@ def write(output: Path, header: dict, suites: dict[str, list[Case]], rows: Rows)
     setting = f"{header['machine']}; bf16, B = 1. Times and rates are medians of all rounds ({header['rounds']})."
     sections = [f"# Attention kernels, {header['date']}\n\n    {header['command']}\n\n{setting}\n"]
     for suite, cases in suites.items():
-        sections.append(getattr(report, suite)(cases))
+        sections.append(getattr(report, suite.replace("-", "_"))(cases))
         if suite in plots and (figure := plots[suite](cases, rows)):
             save_plot(figure, output / f"{suite}.png")
             sections.append(f"![{suite}]({suite}.png)\n")

@@ -6,7 +6,8 @@ mask of the case.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prepare = Callable[[Case, torch.device], Attend]
 OURS = "ringattn"
 PORTABLE = "portable"
+DETERMINISTIC = "deterministic"
 
 
 class Unsupported(Exception):
@@ -34,6 +36,24 @@ def ringattn(backend: str) -> Prepare:
         return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend)
 
     return prepare
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Enable deterministic algorithms, without filling the memory of new tensors, which would take time."""
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+def context(name: str) -> AbstractContextManager[None]:
+    """Return the context manager in which the forward and backward passes of an implementation run."""
+    return _deterministic() if name == DETERMINISTIC else nullcontext()
 
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
@@ -118,6 +138,7 @@ def _first(result: Tensor | tuple) -> Tensor:
 
 IMPLEMENTATIONS: dict[str, Prepare] = {
     OURS: ringattn("auto"),
+    DETERMINISTIC: ringattn("auto"),
     PORTABLE: ringattn("triton"),
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": sdpa(SDPBackend.FLASH_ATTENTION),

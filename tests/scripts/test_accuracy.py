@@ -10,16 +10,16 @@ from scripts import accuracy
 from scripts.accuracy import NAMES, float64_results, group_error, row_error, row_errors, row_limits
 
 
-def random_inputs(length: int, heads: int, key_heads: int, dim: int) -> list[torch.Tensor]:
+def random_inputs(length: int, heads: int, key_heads: int, dim: int, value_dim: int | None = None) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    counts = heads, key_heads, key_heads, heads
-    return [torch.randn(1, length, count, dim, generator=generator, dtype=torch.float64) for count in counts]
+    shapes = (heads, dim), (key_heads, dim), (key_heads, value_dim or dim), (heads, value_dim or dim)
+    return [torch.randn(1, length, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def test_results_in_parts_equal_the_reference_as_a_whole(monkeypatch):
-    """Grouped heads, and queries that are processed in groups of 128."""
+    """Grouped heads, another value dim, and queries that are processed in groups of 128."""
     monkeypatch.setattr(accuracy, "MAX_SCORES", 1)
-    q, k, v, dout = random_inputs(300, heads=4, key_heads=2, dim=8)
+    q, k, v, dout = random_inputs(300, heads=4, key_heads=2, dim=8, value_dim=5)
     intervals = Intervals.of(*Mask.causal(window=90).intervals(300), 300)
     out, lse = reference.forward(q, k, v, intervals, 8**-0.5, final=True)
     grads = reference.backward(q, k, v, dout, lse, reference.row_delta(out, dout), intervals, 8**-0.5)

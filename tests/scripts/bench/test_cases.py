@@ -17,6 +17,20 @@ def test_flops_count_the_pairs_of_the_mask():
     assert case.flops("backward") == 2.5 * case.flops("forward") and case.flops("both") == 3.5 * case.flops("forward")
 
 
+def test_each_matrix_product_counts_its_own_head_dim():
+    """S, dq and dk have the head dim of the keys. out, dP and dv have the head dim of the values."""
+    case = Case("full", 256, heads=2, head_dim=24, value_dim=16)
+    assert case.flops("forward") == 2 * 2 * 256**2 * (24 + 16)
+    assert case.flops("backward") == 2 * 2 * 256**2 * (3 * 24 + 2 * 16)
+    assert case.bytes("forward") == 2 * 256 * 2 * 2 * (24 + 16) and case.dims == "24/16"
+    assert [x.shape[-1] for x in case.inputs(CPU)] == [24, 24, 16, 16]
+
+
+def test_a_window_has_the_given_size():
+    case = Case("window", 512, 2, 16, window_size=100)
+    assert case.window == case.mask.window == 100 and case.label == "window 100"
+
+
 def test_window_of_a_short_sequence_is_a_quarter_of_it():
     assert Case("window", 256, 2, 16).window == 64 and Case("window", 2**15, 2, 16).window == 4096
 

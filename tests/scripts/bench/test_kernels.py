@@ -71,6 +71,7 @@ def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
 def test_all_suites_are_reported(tmp_path):
     status, rows, report = run(tmp_path, "--lengths", "128", "384")
     assert status == 0
+    assert all(f"| {dims} | full | 256 | 16 |" in report for dims in ("192/128", "96")) and "| window 1,024 |" in report
     for name in ("speed", "blocks", "memory"):
         assert (tmp_path / f"{name}.png").stat().st_size > 5_000
         assert f"({name}.png)" in report
@@ -78,6 +79,46 @@ def test_all_suites_are_reported(tmp_path):
     assert kinds == {"full", "causal", "window", "documents", "short documents", "blocks"}
     assert all(row[direction]["ms"] > 0 for row in rows for direction in DIRECTIONS)
     assert "wrong" not in report.split("## Errors")[0]
+
+
+@pytest.mark.parametrize("suite, names", {
+    "head-dims": [
+        "causal D256 8", "full D256 8", "causal D192/128 16", "full D192/128 16", "causal, 32/8 heads D192/128 32",
+        "full, 32/8 heads D192/128 32", "causal D96 16", "full D96 16", "causal, 32/8 heads D96 32", "full, 32/8 heads D96 32",
+    ],
+    "windows": ["causal D16 4", "window 1,024 D16 4", "window 4,096 D16 4", "documents D16 4"],
+}.items())  # fmt: skip
+def test_cases_of_a_suite(suite, names):
+    cases = bench_kernels.suite_cases(suite, [])
+    assert [bench_kernels.case_name(case).replace("S256", str(case.heads)) for case in cases] == names
+
+
+def test_decoding_is_measured_by_its_own_script(tmp_path, monkeypatch):
+    """The suite runs only on request. Its exit status counts, also if other suites run."""
+    calls = []
+    monkeypatch.setattr(bench_kernels.decode, "main", lambda argv: calls.append(argv) or 1)
+    arguments = ["--output", str(tmp_path), "--rounds", "2", "--only", "causal D16"]
+    assert bench_kernels.main([*arguments, "--suite", "decode"]) == 1
+    assert calls == [["--output", str(tmp_path / "decode"), "--rounds", "2", "--only", "causal D16"]]
+    assert not (tmp_path / "README.md").exists()
+    assert bench_kernels.main([*arguments, "--suite", "decode", "speed"]) == 1
+    assert (tmp_path / "README.md").exists()
+
+
+def test_the_deterministic_implementation_runs_on_request(tmp_path, monkeypatch):
+    """Both passes run under torch's setting, and the setting is restored."""
+    used = []
+
+    def recording(case, device):
+        attend = peers.ringattn("auto")(case, device)
+        return lambda q, k, v: used.append(torch.are_deterministic_algorithms_enabled()) or attend(q, k, v)
+
+    monkeypatch.setitem(peers.IMPLEMENTATIONS, peers.DETERMINISTIC, recording)
+    _, rows, _ = run(tmp_path, "--suite", "heads")
+    assert {row["implementation"] for row in rows} == {peers.OURS} and not used
+    _, rows, _ = run(tmp_path, "--suite", "heads", "--peers", peers.DETERMINISTIC)
+    assert {row["implementation"] for row in rows} == {peers.DETERMINISTIC}
+    assert used.count(True) > 1 and not torch.are_deterministic_algorithms_enabled()
 
 
 def test_case_without_the_one_it_is_compared_with_has_no_ratio(tmp_path):
