@@ -1,4 +1,4 @@
-"""Time the decoding of one or a few tokens per sequence with a long KV cache, next to PyTorch's SDPA and flash-attn.
+"""Time the decoding of one or a few tokens per sequence with a long KV cache, next to PyTorch's SDPA and other libraries.
 
     python -m scripts.bench.decode                       # all cases that fit into --gib of keys and values
     python -m scripts.bench.decode --only 'B1 32/8'      # only cases with a matching name
@@ -14,6 +14,9 @@ of the rounds after the first. Every measurement follows the previous one withou
 it can sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of
 ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
 measures the time of the kernels, which is the time in which at least one kernel of a call runs.
+
+`flash` and `cudnn` are backends of SDPA. `fa3` is flash-attn's kernel for KV caches, `fa4` is flash-attn-4, and `flashinfer` is
+FlashInfer's kernel for one sequence. A library that is not installed has the entry "-".
 
 SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
 causal. With --model, a model of configs/model with random weights generates tokens after --context tokens, see
@@ -49,6 +52,7 @@ from scripts.tables import markdown_table
 MAX_LAYERS = 32
 TOLERANCE = 1e-2  # the largest error of a row relative to its norm
 OURS = "ringattn"
+NAMES = (OURS, "flash", "cudnn", "fa3", "fa4", "flashinfer")  # all implementations, in the order of the report
 DEVICE = torch.device("cuda")
 LENGTHS = (2048, 8192, 32768, 131072, 524288, 1048576)
 
@@ -110,6 +114,13 @@ def make_layers(case: Case, num_layers: int, device: torch.device) -> list[Layer
     return layers
 
 
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that should contain the module is missing
+        return False
+
+
 def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     """Return the implementations that are installed, by name."""
     queries = q.transpose(1, 2)
@@ -120,14 +131,25 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     found = {OURS: Implementation(lambda layer: decode_attention(q, layer.cache))}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         found[name] = Implementation(sdpa, partial(sdpa_kernel, backend), heads_first=True, is_causal=case.queries == 1)
-    if importlib.util.find_spec("flash_attn_interface"):  # FlashAttention 3
+    if _is_installed("flash_attn_interface"):  # FlashAttention 3
         from flash_attn_interface import flash_attn_with_kvcache
 
         lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=q.device)
         found["fa3"] = Implementation(
             lambda layer: flash_attn_with_kvcache(q, *layer.cache.shard[:2], cache_seqlens=lengths, causal=True)
         )
-    if importlib.util.find_spec("flashinfer") and case.batch == 1 and case.queries == 1:
+    if _is_installed("flash_attn.cute"):
+        from flash_attn.cute import flash_attn_func
+
+        # The library cannot split the keys on sm_90. On other GPUs, 0 lets it choose the number of splits.
+        num_splits = 1 if torch.cuda.get_device_capability(q.device)[0] == 9 else 0
+
+        def flash_attn_4(layer: Layer) -> Tensor:
+            result = flash_attn_func(q, *layer.cache.shard[:2], causal=True, num_splits=num_splits)
+            return result[0] if isinstance(result, tuple) else result
+
+        found["fa4"] = Implementation(flash_attn_4)
+    if _is_installed("flashinfer") and case.batch == 1 and case.queries == 1:
         from flashinfer import single_decode_with_kv_cache
 
         found["flashinfer"] = Implementation(
@@ -258,7 +280,8 @@ def cells(case: Case, rows: dict[str, dict]) -> list[str]:
     """Return the line of the table for a case."""
     line = [case.name]
     for key, digits in (("graph_us", 1), ("gb_per_s", 0), ("eager_us", 1)):
-        line.append(" / ".join(f"{row[key]:.{digits}f}" if key in row else "-" for row in rows.values()))
+        figures = [rows.get(name, {}).get(key) for name in NAMES]
+        line.append(" / ".join("-" if x is None else f"{x:.{digits}f}" for x in figures))
     peers = [row for name, row in rows.items() if name != OURS and "graph_us" in row]
     ours = rows[OURS]
     if "graph_us" in ours and peers:
@@ -272,8 +295,9 @@ def cells(case: Case, rows: dict[str, dict]) -> list[str]:
 
 def report(results: dict[Case, dict]) -> str:
     """Return the report of all cases in Markdown."""
-    names = " / ".join(next(iter(results.values())))
-    columns = f"case | graph, us: {names} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
+    columns = (
+        f"case | graph, us: {' / '.join(NAMES)} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
+    )
     columns += "graph / kernels of ringattn | error"
     lines = [cells(case, rows) for case, rows in results.items()]
     return markdown_table(columns, lines) + "\n"

@@ -51,6 +51,22 @@ def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
     ours = rows[1]["implementations"]["ringattn"]
     assert ours["error"] < 1e-2 and ours["gb_per_s"] == pytest.approx(CASES[1].bytes / 2e-6 * 1e-9)
     assert "| B2 4/4 0k D16 Nq3 |" in report and "| graph / kernels of ringattn |" in report and "| 1.25 |" in report
+    names = report.split("graph, us: ")[1].split(" |")[0]
+    assert names == "ringattn / flash / cudnn / fa3 / fa4 / flashinfer"
+
+
+def test_a_library_that_is_not_installed_has_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every figure keeps its place in the cell."""
+    implementations = bench_decode.implementations
+
+    def two(case: Case, q: torch.Tensor) -> dict[str, Implementation]:
+        ours = implementations(case, q)[bench_decode.OURS]
+        return {bench_decode.OURS: ours, "fa4": ours}
+
+    monkeypatch.setattr(bench_decode, "implementations", two)
+    _, _, report = run(tmp_path, "--only", "B1")
+    assert "| 2.0 / - / - / - / 2.0 / - |" in report and "| 10.0 / - / - / - / 10.0 / - |" in report
+    assert not bench_decode._is_installed("no_such_package.module") and bench_decode._is_installed("torch.nn")
 
 
 def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
