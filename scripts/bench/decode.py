@@ -248,7 +248,8 @@ def check(call: Implementation, layer: Layer, case: Case, q: Tensor) -> float:
 
 def measure(case: Case, max_bytes: int, rounds: int, device: torch.device) -> dict[str, dict]:
     """Check and time all implementations of a case. Return the figures of each implementation by its name."""
-    layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes)), device)
+    # The tensors from which the caches are filled take as much memory as one layer.
+    layers = make_layers(case, max(1, min(MAX_LAYERS, max_bytes // case.bytes - 1)), device)
     q = torch.randn(case.batch, case.queries, case.heads, case.head_dim, dtype=torch.bfloat16, device=device)
     calls, captured, graphs, rows = {}, {}, {}, {}
     for name, call in implementations(case, q).items():
