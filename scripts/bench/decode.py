@@ -294,25 +294,25 @@ def cells(case: Case, rows: dict[str, dict]) -> list[str]:
     return [*line, f"{ours['error']:.1e}" if "error" in ours else ours["failed"]]
 
 
-def report(results: dict[Case, dict]) -> str:
+def report(results: dict[Case, dict], date: str) -> str:
     """Return the report of all cases in Markdown."""
     columns = (
         f"case | graph, us: {' / '.join(NAMES)} | GB/s | eager, us | GB/s of ringattn / best | eager of ringattn / best | "
     )
-    columns += "graph / kernels of ringattn | error"
-    lines = [cells(case, rows) for case, rows in results.items()]
+    columns += "graph / kernels of ringattn | error | date"
+    lines = [[*cells(case, rows), date] for case, rows in results.items()]
     return markdown_table(columns, lines) + "\n"
 
 
-def report_generation(model: str, context: int, speeds: dict[str, generation.Speed | str]) -> str:
+def report_generation(model: str, context: int, speeds: dict[str, generation.Speed | str], date: str) -> str:
     """Return the report of `generation.measure` in Markdown."""
     lines = [
-        [name, speed, "-", "-"]
+        [name, speed, "-", "-", date]
         if isinstance(speed, str)
-        else [name, f"{speed.tokens_per_s:.1f}", f"{speed.ms_per_token:.2f}", f"{speed.gb_per_s:.0f}"]
+        else [name, f"{speed.tokens_per_s:.1f}", f"{speed.ms_per_token:.2f}", f"{speed.gb_per_s:.0f}", date]
         for name, speed in speeds.items()
     ]
-    table = markdown_table("implementation | tokens/s | ms per token | GB/s", lines)
+    table = markdown_table("implementation | tokens/s | ms per token | GB/s | date", lines)
     return f"Generation with configs/model/{model}.yaml after {context:,} tokens:\n\n{table}\n"
 
 
@@ -349,10 +349,10 @@ def main(argv: list[str]) -> int:
         sys.exit(f"error: --only {args.only!r} matches no case that fits into {args.gib} GiB")
     sections = [f"# Decoding, {header['date']}\n\n    {header['command']}\n\n{header['machine']}\n"]
     if results:
-        sections.append(report(results))
+        sections.append(report(results, header["date"]))
     if args.model:
         speeds = generation.measure(load_model_config(args.model), args.context, args.tokens, DEVICE)
-        sections.append(report_generation(args.model, args.context, speeds))
+        sections.append(report_generation(args.model, args.context, speeds, header["date"]))
         print(sections[-1], flush=True)
     (args.output / "README.md").write_text("\n".join(sections))
     failed = args.model and isinstance(speeds[OURS], str)

@@ -88,7 +88,8 @@ def test_generation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 0
     report = (tmp_path / "README.md").read_text()
     assert (
-        "| ringattn | 100.0 | 10.00 | 2000 |" in report and "| transformers | ImportError: no transformers | - | - |" in report
+        "| ringattn | 100.0 | 10.00 | 2000 | today |" in report
+        and "| transformers | ImportError: no transformers | - | - | today |" in report
     )
     speeds["ringattn"] = "RuntimeError: out of memory"
     assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 1
