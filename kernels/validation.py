@@ -4,7 +4,8 @@ its error message.
 Before any work starts, the public calls in `ringattn` check a user's arguments with `check_tensors`, `check_scale`,
 `check_dropout` and `check_precision`. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
 `check_cache`, `check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the
-kernels. The kernel modules themselves check nothing.
+kernels. The kernel modules themselves check nothing. `decode_attention` prepares its calls once per cache, and checks only the
+bounds of the queries in every call, with `check_bounds`.
 
 Every function returns None or raises a ValueError. The message states the given value, the requirement and what to do.
 """
@@ -176,17 +177,30 @@ def check_cache(
                 f"page size, Hkv, Dv), with a page size that is a multiple of {MIN_PAGE_SIZE}"
             )
         check_shapes(q, *(x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k, v)))
-    bounds = (1 if lo.shape[:1] == (1,) else q.shape[0]), q.shape[1]
-    expected = [("lo", lo, bounds), ("hi", hi, bounds)]
-    if sinks is not None:
-        expected.append(("sinks", sinks, (1 if sinks.shape == (1,) else q.shape[0],)))
+    check_bounds(q, lo, hi, sinks)
     if page_table is not None:
-        expected.append(("page_table", page_table, (q.shape[0], page_table.shape[-1] if page_table.dim() else 0)))
-    for name, x, shape in expected:
-        if x.shape != shape or x.dtype != torch.int32 or x.device != q.device or not x.is_contiguous():
-            raise ValueError(
-                f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: it must be contiguous, int32 {shape} and on {q.device}"
-            )
+        _check_int32("page_table", page_table, (q.shape[0], page_table.shape[-1] if page_table.dim() else 0), q.device)
+
+
+def check_bounds(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> None:
+    """Check the arguments of a decoding call that usually change with every token. They are as for `check_cache`.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    batch, num_queries, *_ = q.shape
+    shape = (1 if lo.shape[:1] == (1,) else batch), num_queries
+    _check_int32("lo", lo, shape, q.device)
+    _check_int32("hi", hi, shape, q.device)
+    if sinks is not None:
+        _check_int32("sinks", sinks, (1 if sinks.shape == (1,) else batch,), q.device)
+
+
+def _check_int32(name: str, x: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    if x.shape != shape or x.dtype != torch.int32 or x.device != device or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {x.dtype} {tuple(x.shape)} on {x.device}: it must be contiguous, int32 {shape} and on {device}"
+        )
 
 
 def check_state(state: State, q: Tensor, v: Tensor) -> None:

@@ -18,7 +18,7 @@ from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
 from ringattn.kernels.reference import State
-from ringattn.kernels.validation import check_cache, check_new_tokens, check_scale, check_tensors
+from ringattn.kernels.validation import check_bounds, check_new_tokens, check_scale, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import check_window
 from ringattn.paged_cache import PagedKVCache
@@ -75,9 +75,13 @@ class KVCache:
         self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
         self._k = self._v = self._positions = None
         # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. Most calls
-        # have the same arguments as the previous call, so they are not checked again.
+        # have the same arguments as the previous call, so they are neither checked nor prepared again.
         self._checked: tuple = ()
         self._decode: Callable | None = None
+
+    def __getstate__(self) -> dict:
+        """Return the attributes of a copy. The copy has its own memory, so it must not call the prepared function."""
+        return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
         """Store this rank's keys and values of a whole sequence as the first tokens of this cache.
@@ -248,7 +252,7 @@ class KVCache:
                 self._positions = torch.full((rows,), UNUSED, device="cpu")
                 if self.ranks > 1:
                     self._owners = torch.zeros(self.capacity, dtype=torch.int32, device="cpu")
-            self._checked = ()
+            self._checked, self._decode = (), None  # the prepared function refers to the earlier memory
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
 
 
@@ -299,28 +303,38 @@ def decode_attention(
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
             invalid, or the settings of the first call differ between the ranks.
     """
-    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend, sinks
-    if bounds is not None or isinstance(sinks, Tensor) or call != cache._checked:
-        cache._checked = ()
-        cache._decode = _check(q, cache, group, window, bounds, sinks, resolve_scale(q, scale), backend)
-        if bounds is None:
-            cache._checked = call
-    scale, num_sinks, (k, v, page_table) = resolve_scale(q, scale), sinks, cache.operands
+    if isinstance(sinks, Tensor) and bounds is None:
+        raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
+    if scale is not None:
+        scale = resolve_scale(q, scale)
+    call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
+    call += (sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
+    is_new = call != cache._checked
+    if is_new:
+        _check(q, cache, group, window, bounds, sinks, resolve_scale(q, scale))
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
-        *bounds, sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
+        lo, hi, row_sinks = _rows_of_window(cache, q.shape[1], window, sinks, q.device)
+    else:
+        (lo, hi), row_sinks = bounds, sinks
+        check_bounds(q, lo, hi, sinks)
+    if is_new:
+        k, v, page_table = cache.operands
+        options = resolve_scale(q, scale), cache.ranks == 1, backend, row_sinks, page_table
+        cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, *options), call
     if cache.ranks == 1:
-        return cache._decode(q, k, v, *bounds, scale, True, sinks, page_table)
-    describe = partial(_as_call, q, cache, window, num_sinks, scale)
+        return cache._decode(q, lo, hi, row_sinks)
+    k, v, _ = cache.operands
+    scale = resolve_scale(q, scale)
+    describe = partial(_as_call, q, cache, window, sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
-    key = q.shape, k.shape[2:], v.shape, q.dtype, window, num_sinks, scale, cache.block
+    key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block
     transport.watchdog.record_call(key, describe, cached=cache.length)
     # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
         return q.new_zeros(*q.shape[:3], v.shape[3])
-    state = cache._decode(q, k, v, *bounds, scale, False, sinks)
-    return _merge_ranks(state, q.dtype, group, transport)
+    return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, group, transport)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, scale: float) -> Call:
@@ -344,9 +358,8 @@ def _check(
     bounds: Bounds | None,
     sinks: int | Tensor | None,
     scale: float,
-    backend: str,
-) -> Callable:
-    """Check all arguments that are usually the same for every token, and return the function that computes the attention."""
+) -> None:
+    """Check all arguments that are usually the same for every token."""
     k, v, page_table = cache.operands
     rank, size = rank_and_size(group)
     if (rank, size) != (cache.rank, cache.ranks):
@@ -365,10 +378,8 @@ def _check(
             raise ValueError(f"bounds with window={window}: bounds replaces the window, so pass window=None")
         if not isinstance(sinks, Tensor | None):
             raise ValueError(f"sinks={sinks} with bounds: it must be an int32 tensor on the device of the queries, or None")
-        check_cache(q, k, v, *bounds, sinks, page_table)
     elif sinks is not None and (type(sinks) is not int or sinks < 0):
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
-    return dispatch.choose_decode(q.device, q.dtype, (q.shape[3], v.shape[3]), backend)
 
 
 def _rows_of_window(
@@ -386,7 +397,9 @@ def _rows_of_window(
     # Positions are sorted, and unused rows have the largest possible position. Two binary searches therefore find the rows
     # whose positions lie in the window of each query.
     lo, hi = torch.searchsorted(positions, at - window + 1), torch.searchsorted(positions, at, right=True)
-    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), 1, int(torch.searchsorted(positions, sinks)), device)
+    if sinks is not None:
+        sinks = int(torch.searchsorted(positions, sinks))
+    return _upload(tuple(lo.tolist()), tuple(hi.tolist()), 1, sinks, device)
 
 
 @lru_cache(maxsize=8)  # all layers of a model use the same bounds
@@ -406,24 +419,24 @@ def _check_num_queries(num_queries: int, num_tokens: int) -> None:
         raise ValueError(f"q has {num_queries} queries but the cache has {num_tokens} tokens: append the new keys first")
 
 
-def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int, int]:
+def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | None, int]:
     """Return the sinks and the window, limited to the length of the sequence, because both may exceed int64."""
     # Without a window, all queries attend to the sinks anyway.
-    return 0 if window is None else min(sinks or 0, length), min(window or length, length)
+    return min(sinks, length) if sinks and window else None, min(window or length, length)
 
 
 @lru_cache(maxsize=8)  # on several ranks, all layers of a model use the same bounds
 def _upload(
-    lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int, device: torch.device
+    lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lo and hi as int32 (batch, N), and sinks as int32 (1,), or None for no sinks, with one copy to `device`."""
+    """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
     # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi))
-    numbers[2] = sinks
+    numbers[2] = sinks or 0
     numbers = numbers.to(device)
     lo, hi = (row[: len(lo)].view(batch, -1) for row in numbers[:2])
-    return lo, hi, numbers[2, :1] if sinks else None
+    return lo, hi, None if sinks is None else numbers[2, :1]
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, group: Group, transport: Transport) -> Tensor:

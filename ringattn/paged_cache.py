@@ -79,6 +79,10 @@ class PagedKVCache:
         self._checked: tuple = ()  # as in `KVCache`
         self._decode: Callable | None = None
 
+    def __getstate__(self) -> dict:
+        """As in `KVCache`."""
+        return self.__dict__ | {"_checked": (), "_decode": None}
+
     def append(self, k: Tensor, v: Tensor, *, entry: int | None = None, rows: Tensor | None = None) -> None:
         """Add the next tokens of all sequences, or of one sequence, for example a prompt. No gradients flow through the cache.
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ringattn.kernels.reference import State
-from ringattn.kernels.triton.common import LN_2, LOG2_E, MAX_ROW_STRIDE, as_addressable, pad_dim
+from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
 from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 
@@ -354,16 +354,11 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The part of the launches that depends only on the shapes, the strides and the device of a call."""
+    """The launches of all calls with the same shapes, strides and scale on the same device."""
 
     config: Config
-    num_runs: int
-    num_part_rows: int
-    addressable: bool  # whether the kernels can use the strides of k and v
-    strides: tuple[int, ...]  # of the first three dimensions of k and v, in units of config.stride_unit
     attend: PreparedLaunch
-    merge: PreparedLaunch  # returns the state
-    finalize: PreparedLaunch  # returns the output
+    merge: dict[str, PreparedLaunch]  # by what it computes: "state" or "out"
     scratch: Tensor  # a tensor with the shape of `parts`; `empty_like` is faster than `empty`
 
 
@@ -389,7 +384,9 @@ def _plan(
     k_strides: tuple[int, ...],
     v_strides: tuple[int, ...],
     pages: int,
-    has_sinks: bool,
+    bounds: int,
+    sinks: int,
+    scale: float,
     dtype: torch.dtype,
     device: torch.device,
 ) -> _Plan:
@@ -400,7 +397,8 @@ def _plan(
         value_dim: Dv.
         k_strides, v_strides: the strides of k and v.
         pages: the number of pages per batch entry, or 0 if the cache has no pages.
-        has_sinks: whether the call has attention sinks.
+        bounds, sinks: the numbers of rows of `lo` and `hi`, and of `sinks`, which are 1 or B; 0 if there are no sinks.
+        scale: multiplies the scores.
         dtype, device: of q, k and v.
     """
     (batch, num_queries, num_heads, dim), (_, num_keys, key_heads, _) = q_shape, k_shape
@@ -415,7 +413,7 @@ def _plan(
     row_tiles = triton.cdiv(rows, tile_rows)
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
     # The largest number of runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
-    runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + has_sinks, min_tiles)
+    runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
     num_runs = min(choose_num_runs(_num_sms(device), key_heads * row_tiles), max(batch * runs_per_entry, 1))
     # The keys of an entry may start and end inside a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
@@ -428,21 +426,20 @@ def _plan(
         merged_columns, unit, page_tiles, pdl,
     )  # fmt: skip
     num_part_rows = (num_runs + batch - 1) * key_heads * rows
+    sizes = batch, num_queries * (bounds > 1), int(sinks > 1), num_keys, num_runs, num_part_rows
+    numbers = *sizes, pages, *(stride // unit for stride in strides), float(scale)
     dependent = {"launch_pdl": True} if pdl else {}
     attend_options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dependent}
     merge_grid = rows * padded_dim // merged_columns, key_heads, batch
-    merge, finalize = (
-        PreparedLaunch(_merge_kernel, merge_grid, {"num_warps": 2, **dependent}, CONFIG=config) for _ in range(2)
-    )
+    merge_options = {"num_warps": 2, **dependent}
     return _Plan(
         config,
-        num_runs,
-        num_part_rows,
-        all(x[3] == 1 and x[1] < MAX_ROW_STRIDE for x in (k_strides, v_strides)),
-        tuple(stride // unit for stride in strides),
-        attend=PreparedLaunch(_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, CONFIG=config),
-        merge=merge,
-        finalize=finalize,
+        attend=PreparedLaunch(_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, numbers, CONFIG=config),
+        # Each launch compiles the kernel for the operands that are None.
+        merge={
+            results: PreparedLaunch(_merge_kernel, merge_grid, merge_options, sizes, CONFIG=config)
+            for results in ("state", "out")
+        },
         scratch=torch.empty(1, dtype=torch.float32, device=device).expand(num_part_rows * (value_dim + 2)),
     )
 
@@ -457,6 +454,55 @@ def supports_pdl(device: torch.device) -> bool:
 
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETER_SMS
+
+
+class Decoder:
+    """Decoding calls with one cache, one shape of the queries and one scale.
+
+    For a short cache, a call takes longer on the host than on the GPU. Everything that does not depend on the queries and their
+    bounds is therefore computed once.
+
+    Args:
+        q, k, v, lo, scale, final, sinks, page_table: as for `decode`. Of q, lo and sinks, only the shape, the dtype
+            and the device are used, and whether sinks is None. The last dimension of k and v must be contiguous.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lo: Tensor,
+        scale: float,
+        final: bool = False,
+        sinks: Tensor | None = None,
+        page_table: Tensor | None = None,
+    ) -> None:
+        self.cache = k, v, page_table
+        self.out_shape = *q.shape[:3], v.shape[3]
+        self.results = "out" if final else "state"
+        self.plan = None
+        if q.numel():
+            pages = 0 if page_table is None else page_table.shape[1]
+            rows = len(lo), 0 if sinks is None else len(sinks)
+            self.plan = _plan(q.shape, k.shape, v.shape[3], k.stride(), v.stride(), pages, *rows, scale, q.dtype, q.device)
+
+    def __call__(self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None) -> State | Tensor:
+        """Compute `decode` for these queries and bounds."""
+        if q.is_cuda and q.get_device() != torch.cuda.current_device():
+            with torch.cuda.device_of(q):
+                return self(q, lo, hi, sinks)
+        q, plan, m, l = q.contiguous(), self.plan, None, None
+        if self.results == "state":
+            m, l = (q.new_empty(self.out_shape[:3], dtype=torch.float32) for _ in range(2))
+            o = m.new_empty(self.out_shape)
+        else:
+            o = torch.empty_like(q) if q.shape == self.out_shape else q.new_empty(self.out_shape)
+        if plan is not None:
+            parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
+            plan.attend(q, *self.cache, lo, hi, sinks, parts)
+            plan.merge[self.results](lo, hi, sinks, parts, m, l, o)
+        return (m, l, o) if self.results == "state" else o
 
 
 def decode(
@@ -491,29 +537,5 @@ def decode(
     Returns:
         The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
     """
-    # This function takes longer on the host than the kernels take for a short cache, so it avoids every unnecessary call.
-    if q.is_cuda and q.get_device() != torch.cuda.current_device():
-        with torch.cuda.device_of(q):
-            return decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    q, shape, value_dim = q.contiguous(), q.shape, v.shape[3]
-    if final:
-        m = l = None
-        o = torch.empty_like(q) if value_dim == shape[3] else q.new_empty(*shape[:3], value_dim)
-    else:
-        m = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
-        l, o = torch.empty_like(m), m.new_empty(*shape[:3], value_dim)
-    if q.numel() == 0:
-        return o if final else (m, l, o)
-    pages = 0 if page_table is None else page_table.shape[1]
-    options = pages, sinks is not None, q.dtype, q.device
-    plan = _plan(shape, k.shape, value_dim, k.stride(), v.stride(), *options)
-    if not plan.addressable:
-        k, v = as_addressable(k), as_addressable(v)
-        plan = _plan(shape, k.shape, value_dim, k.stride(), v.stride(), *options)
-    parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
-    bound_stride = shape[1] if lo.shape[0] > 1 else 0
-    sink_stride = 1 if sinks is not None and sinks.shape[0] > 1 else 0
-    sizes = shape[0], bound_stride, sink_stride, k.shape[1] * (pages or 1), plan.num_runs, plan.num_part_rows
-    plan.attend((q, k, v, page_table, lo, hi, sinks, parts), (*sizes, pages, *plan.strides, float(scale)))
-    (plan.finalize if final else plan.merge)((lo, hi, sinks, parts, m, l, o), sizes)
-    return o if final else (m, l, o)
+    k, v = as_addressable(k), as_addressable(v)
+    return Decoder(q, k, v, lo, scale, final, sinks, page_table)(q, lo, hi, sinks)

@@ -56,7 +56,7 @@ def launch(
 
 
 class PreparedLaunch:
-    """Launches of one kernel with the same grid, constants, options and dtypes, with even less work on the host than `launch`.
+    """Launches of one kernel with the same grid, numbers, constants, options and dtypes, with even less work on the host.
 
     Use this class for kernels that run for only a few microseconds. Each object must be used on one device only.
 
@@ -64,29 +64,40 @@ class PreparedLaunch:
         kernel: the kernel. Its parameters are the operands, followed by the numbers and the constants.
         grid: the three dimensions of the grid.
         options: Triton's launch options, such as num_warps.
+        numbers: as for `launch`.
         constants: the constexpr arguments, in the kernel's order.
     """
 
-    def __init__(self, kernel: JITFunction, grid: tuple[int, int, int], options: dict[str, int], **constants: Any) -> None:
-        self.kernel, self.grid, self.options, self.constants = kernel, grid, options, constants
+    def __init__(
+        self,
+        kernel: JITFunction,
+        grid: tuple[int, int, int],
+        options: dict[str, int],
+        numbers: Sequence[int | float],
+        **constants: Any,
+    ) -> None:
+        self.kernel, self.grid, self.options = kernel, grid, options
+        self.fixed = *numbers, *constants.values()
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
-    def __call__(self, operands: Sequence[Tensor | None], numbers: Sequence[int | float]) -> None:
+    def __call__(self, *operands: Tensor | None) -> None:
         """Launch the kernel on the current device.
 
         Args:
-            operands: tensors and None. In every call, the same operands are None, and the others have the same dtypes.
-            numbers: as for `launch`.
+            operands: tensors and None, of which the first is a tensor. In every call, the same operands are None, and the
+                others have the same dtypes.
         """
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
         for address in addresses:
             address_bits |= address or 0
-        if self._compiled is None or address_bits % 16:
-            compiled = self.kernel[self.grid](*operands, *numbers, **self.constants, **self.options)
+        compiled = self._compiled
+        if compiled is None or address_bits % 16:
+            compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
             # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
-        compiled = self._compiled
-        handles = driver.active.get_current_stream(operands[0].get_device()), compiled.function, compiled.packed_metadata
-        compiled.run(*self.grid, *handles, None, None, None, *addresses, *numbers, *self.constants.values())
+        stream = driver.active.get_current_stream(operands[0].get_device())
+        compiled.run(
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.fixed
+        )  # fmt: skip

@@ -102,7 +102,8 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     strides = torch.empty(shapes[1], device="meta").stride()
     with mock.patch.object(triton_decode, "INTERPRETER_SMS", 132):
         plan = triton_decode._plan(
-            *map(torch.Size, shapes), head_dim, strides, strides, pages, "sinks" in options, DTYPES[dtype], torch.device("cpu"),
+            *map(torch.Size, shapes), head_dim, strides, strides, pages, 1, int("sinks" in options), 1.0, DTYPES[dtype],
+            torch.device("cpu"),
         )  # fmt: skip
     constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
     for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
@@ -126,7 +127,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         x: "constexpr" if x in constants else types.get(x, "fp32" if x == "scale" else "i32") for x in kernel.arg_names
     }
     source = ASTSource(kernel, signature, constants, aligned(signature))
-    options = (plan.attend if name == "decode" else plan.finalize).options
+    options = (plan.attend if name == "decode" else plan.merge["out"]).options
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
 
 

@@ -1,5 +1,6 @@
 """Tests of decoding with a cache that is sharded over ranks: the results equal attention over the whole sequence."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -282,6 +283,16 @@ def test_the_widest_window_equals_no_window() -> None:
     cache.append(*torch.randn(2, 1, 5, 2, 8))
     q = torch.randn(1, 2, 2, 8)
     assert torch.equal(decode_attention(q, cache, window=2**64 - 1), decode_attention(q, cache))
+
+
+def test_a_copied_cache_has_its_own_memory() -> None:
+    cache = filled_cache()
+    before = decode_attention(X, cache)
+    copied = copy.deepcopy(cache)
+    copied.truncate(3)
+    copied.append(X[:, :1], X[:, :1] + 1.0)
+    assert torch.equal(decode_attention(X, cache), before)
+    assert not torch.equal(decode_attention(X, copied), before)
 
 
 def test_an_empty_batch() -> None:

@@ -19,19 +19,19 @@ def _add_kernel(x, y, out, n, value, BLOCK: tl.constexpr):
 
 @pytest.mark.parametrize("offset", (0, 1))
 def test_repeated_launches(offset, device):
-    """The first launch compiles. Later launches have other numbers, and addresses that are or are not multiples of 16."""
-    launch = PreparedLaunch(_add_kernel, (2, 3, 1), {"num_warps": 2}, BLOCK=16)
-    x, y = torch.randn(2, 101, device=device)
-    for begin, n, value in ((0, 90, 1.0), (offset, 77, 2.5), (0, 3, -1.0)):
+    """The first launch compiles. Later launches have addresses that are or are not multiples of 16."""
+    launch = PreparedLaunch(_add_kernel, (2, 3, 1), {"num_warps": 2}, (77, 2.5), BLOCK=16)
+    for begin in (0, offset, 0):
+        x, y = torch.randn(2, 101, device=device)
         out = torch.zeros(96, device=device)
-        launch((x[begin:], y[begin:], out), (n, value))
-        torch.testing.assert_close(out[:n], (x + y + value)[begin : begin + n])
-        assert not out[n:].any()
+        launch(x[begin:], y[begin:], out)
+        torch.testing.assert_close(out[:77], (x + y + 2.5)[begin : begin + 77])
+        assert not out[77:].any()
 
 
 def test_operands_that_are_none(device):
-    launch = PreparedLaunch(_add_kernel, (1, 1, 1), {}, BLOCK=16)
-    x, out = torch.randn(16, device=device), torch.empty(16, device=device)
-    for value in (1.0, 2.0):
-        launch((x, None, out), (16, value))
-        torch.testing.assert_close(out, x + value)
+    launch = PreparedLaunch(_add_kernel, (1, 1, 1), {}, (16, 2.0), BLOCK=16)
+    for x in torch.randn(2, 16, device=device):
+        out = torch.empty(16, device=device)
+        launch(x, None, out)
+        torch.testing.assert_close(out, x + 2.0)
