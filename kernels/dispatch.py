@@ -6,7 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-The backend "auto" stands for the first backend of this table that can run the call, but never for the reference.
+The backend "auto" stands for the first backend of this table that can run the call, but never for the reference. If a call on a
+GPU has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
 `ringattn.kernels.reference` specifies what all backends compute.
 """
 
@@ -33,6 +34,7 @@ DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
 # The largest head dim of `ringattn.kernels.hopper.backward`. `ringattn.kernels.hopper.backward_wide` supports larger head dims.
 HOPPER_NARROW_DIM = 128
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def forward(
             (B, Nq, Hq), o (B, Nq, Hq, Dv). The call may overwrite these tensors with the result. With None, there are no
             earlier keys.
         final: whether these are the last keys, so that (out, lse) is returned instead of the state.
-        backend: one of BACKENDS.
+        backend: one of BACKENDS. If there are only a few queries, "auto" selects the split-KV kernel of `decode`.
         dropout: which softmax probabilities to drop. With None, nothing is dropped.
         blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
             block mask.
@@ -185,10 +187,21 @@ def forward(
     if state is not None:
         validation.check_state(state, q, v)
     chosen = _choose_forward(q, v, backend, dropout, blocks)
+    if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
+        return _module("triton", "decode").decode(q, k, v, intervals.lo, intervals.hi, scale, final=True, return_lse=True)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
     return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
+
+
+def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout | None, blocks: BlockMask | None) -> bool:
+    """Return whether a forward call on the backend `chosen` should split the keys, because it has few queries and many keys."""
+    if chosen not in ("hopper", "triton") or q.dtype == torch.float32 or dropout is not None or blocks is not None:
+        return False
+    # All queries of a key head must fit into one tile of `kernels/triton/decode.py`, so that every key is read only once.
+    rows = q.shape[1] * (q.shape[2] // k.shape[2])
+    return k.shape[1] >= MIN_SPLIT_KEYS and rows <= (64 if max(q.shape[3], v.shape[3]) <= 128 else 32)
 
 
 def decode(

@@ -304,7 +304,8 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=["batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows"])
 def _merge_kernel(
-    lo, hi, sinks, parts, m, l, o, batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, CONFIG: tl.constexpr,
+    lo, hi, sinks, parts, m, l, o, lse,
+    batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B).
 
@@ -312,6 +313,7 @@ def _merge_kernel(
         lo, hi, sinks, parts, batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows: as for `_attend_kernel`.
         m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
         o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
+        lse: fp32 (B, Nq, Hq) for the log-sum-exp of the scores, or None. If m is not None, it must be None.
     """
     ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     SLICES: tl.constexpr = pad_dim(CONFIG.value_dim) // CONFIG.merged_columns
@@ -343,9 +345,12 @@ def _merge_kernel(
 
     query_index = _query_index(entry, head, row, CONFIG)
     if m is None:
-        new_o /= tl.where(new_l == 0.0, 1.0, new_l)
+        divisor = tl.where(new_l == 0.0, 1.0, new_l)
+        new_o /= divisor
+        if lse is not None:
+            # All slices of columns write the same lse, or the same m and l.
+            tl.store(lse + query_index, (new_m + tl.log2(divisor)) * LN_2)
     else:
-        # All slices of columns write the same m and l.
         tl.store(m + query_index, new_m * LN_2)
         tl.store(l + query_index, new_l)
     pointers = o + query_index * CONFIG.value_dim + columns
@@ -358,7 +363,7 @@ class _Plan:
 
     config: Config
     attend: PreparedLaunch
-    merge: dict[str, PreparedLaunch]  # by what it computes: "state" or "out"
+    merge: dict[str, PreparedLaunch]  # by what it computes: "state", "out" or "out and lse"
     scratch: Tensor  # a tensor with the shape of `parts`; `empty_like` is faster than `empty`
 
 
@@ -438,7 +443,7 @@ def _plan(
         # Each launch compiles the kernel for the operands that are None.
         merge={
             results: PreparedLaunch(_merge_kernel, merge_grid, merge_options, sizes, CONFIG=config)
-            for results in ("state", "out")
+            for results in ("state", "out", "out and lse")
         },
         scratch=torch.empty(1, dtype=torch.float32, device=device).expand(num_part_rows * (value_dim + 2)),
     )
@@ -463,7 +468,7 @@ class Decoder:
     bounds is therefore computed once.
 
     Args:
-        q, k, v, lo, scale, final, sinks, page_table: as for `decode`. Of q, lo and sinks, only the shape, the dtype
+        q, k, v, lo, scale, final, sinks, page_table, return_lse: as for `decode`. Of q, lo and sinks, only the shape, the dtype
             and the device are used, and whether sinks is None. The last dimension of k and v must be contiguous.
     """
 
@@ -477,32 +482,39 @@ class Decoder:
         final: bool = False,
         sinks: Tensor | None = None,
         page_table: Tensor | None = None,
+        return_lse: bool = False,
     ) -> None:
         self.cache = k, v, page_table
         self.out_shape = *q.shape[:3], v.shape[3]
-        self.results = "out" if final else "state"
+        self.results = ("out and lse" if return_lse else "out") if final else "state"
         self.plan = None
         if q.numel():
             pages = 0 if page_table is None else page_table.shape[1]
             rows = len(lo), 0 if sinks is None else len(sinks)
             self.plan = _plan(q.shape, k.shape, v.shape[3], k.stride(), v.stride(), pages, *rows, scale, q.dtype, q.device)
 
-    def __call__(self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None) -> State | Tensor:
+    def __call__(
+        self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None
+    ) -> State | tuple[Tensor, Tensor] | Tensor:
         """Compute `decode` for these queries and bounds."""
         if q.is_cuda and q.get_device() != torch.cuda.current_device():
             with torch.cuda.device_of(q):
                 return self(q, lo, hi, sinks)
-        q, plan, m, l = q.contiguous(), self.plan, None, None
+        q, plan, m, l, lse = q.contiguous(), self.plan, None, None, None
         if self.results == "state":
             m, l = (q.new_empty(self.out_shape[:3], dtype=torch.float32) for _ in range(2))
             o = m.new_empty(self.out_shape)
         else:
             o = torch.empty_like(q) if q.shape == self.out_shape else q.new_empty(self.out_shape)
+            if self.results == "out and lse":
+                lse = q.new_empty(self.out_shape[:3], dtype=torch.float32)
         if plan is not None:
             parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
             plan.attend(q, *self.cache, lo, hi, sinks, parts)
-            plan.merge[self.results](lo, hi, sinks, parts, m, l, o)
-        return (m, l, o) if self.results == "state" else o
+            plan.merge[self.results](lo, hi, sinks, parts, m, l, o, lse)
+        if self.results == "state":
+            return m, l, o
+        return o if lse is None else (o, lse)
 
 
 def decode(
@@ -515,7 +527,8 @@ def decode(
     final: bool = False,
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
-) -> State | Tensor:
+    return_lse: bool = False,
+) -> State | tuple[Tensor, Tensor] | Tensor:
     """Compute `ringattn.kernels.reference.decode` in two launches. The host does not wait for the GPU.
 
     After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
@@ -533,9 +546,11 @@ def decode(
         page_table: int32 (B, pages), contiguous, on q's device, or None. With a page table, k and v are (pages, page size, Hkv,
             D) and (pages, page size, Hkv, Dv). The page size must be a multiple of 16 keys. Tiles have at most 64 keys, or 128
             for head dims of up to 64, and fill the memory system best if the page size is a multiple of this number.
+        return_lse: with `final`, also return the log-sum-exp of the scores.
 
     Returns:
-        The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead.
+        The state (m, l, o) in fp32. With `final`, out (B, Nq, Hq, Dv) in q's dtype instead. With `final` and `return_lse`, the
+        pair of out and lse (B, Nq, Hq), which is fp32. If a query attends to no key, its lse is -inf.
     """
     k, v = as_addressable(k), as_addressable(v)
-    return Decoder(q, k, v, lo, scale, final, sinks, page_table)(q, lo, hi, sinks)
+    return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

@@ -111,7 +111,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
             constants[operand] = None
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     if name == "merge":
-        constants |= dict(m=None, l=None)
+        constants |= dict(m=None, l=None, lse=None)
     types = {
         "q": f"*{dtype}",
         "k": f"*{dtype}",

@@ -9,7 +9,7 @@ import torch
 
 from ringattn.kernels import dispatch, validation
 from tests.covering import every_pair
-from tests.kernels.contract import check_incremental
+from tests.kernels.contract import check_forward, check_incremental
 from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import make_blocks, make_dropout, make_problem
 
@@ -70,6 +70,40 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
     v = SimpleNamespace(shape=(1, keys, 2, value_dim))
     assert dispatch._choose_forward(q, v, "auto", dropout, None) == backend
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "splits"),
+    [
+        (((1, 1, 32, 128), (1, 4096, 8, 128)), {}, True),
+        (((2, 16, 32, 128), (2, 4096, 8, 128)), {}, True),
+        (((1, 17, 32, 128), (1, 4096, 8, 128)), {}, False),
+        (((1, 16, 8, 256), (1, 4096, 2, 256)), {}, False),
+        (((1, 1, 32, 128), (1, 1000, 8, 128)), {}, False),
+        (((1, 1, 32, 128), (1, 4096, 8, 128)), {"backend": "hopper"}, False),
+        (((1, 1, 32, 128), (1, 4096, 8, 128)), {"final": False}, False),
+        (((1, 1, 32, 128), (1, 4096, 8, 128)), {"dropout": "dropout"}, False),
+        (((1, 1, 32, 128), (1, 4096, 8, 128)), {"dtype": torch.float32}, False),
+    ],
+    ids=["one", "several", "many", "large-head-dim", "few-keys", "requested-backend", "state", "dropout", "fp32"],
+)
+def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits, monkeypatch):
+    calls = []
+    kernels = SimpleNamespace(decode=lambda *_, **__: calls.append(True), forward=lambda *_, **__: calls.append(False))
+    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_module", lambda backend, name: kernels)
+    monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
+    q, k = (torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta") for shape in shapes)
+    dispatch.forward(q, k, k, full(q.shape[1], k.shape[1]), 1.0, **{"final": True, **options})
+    assert calls == [splits]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries, heads, dims", ((1, (32, 8), (128, 128)), (5, (8, 1), (64, 96)), (2, (4, 4), (192, 128))))
+def test_few_queries_on_a_gpu(queries, heads, dims):
+    """The third of the queries attends to no key."""
+    lo, hi = (torch.tensor([x[:queries]]) for x in ([0, 3000, 4000, 4000, 4000], [4000, 4000, 4000, 4010, 4097]))
+    check_forward(make_problem(lo, hi, 4097, torch.bfloat16, 2, heads, dims, "cuda"), dispatch)
 
 
 def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):

@@ -63,9 +63,13 @@ def check(call: SimpleNamespace, dtype: torch.dtype) -> None:
     state = tuple(x.cpu() for x in kernel.decode(*arguments, sinks=call.sinks))
     assert all(x.dtype == torch.float32 and x.is_contiguous() for x in state)
     assert_states_close(state, call.state, TOLERANCE[dtype])
-    out = kernel.decode(*arguments, final=True, sinks=call.sinks)
-    assert out.dtype == dtype
-    assert_rows_close("out", out.cpu(), reference.finalize(call.state, torch.float64)[0], TOLERANCE[dtype])
+    out, lse = kernel.decode(*arguments, final=True, sinks=call.sinks, return_lse=True)
+    expected, expected_lse = reference.finalize(call.state, torch.float64)
+    # The kernel is compiled separately for calls that return no lse.
+    for x in (out, kernel.decode(*arguments, final=True, sinks=call.sinks)):
+        assert x.dtype == dtype
+        assert_rows_close("out", x.cpu(), expected, TOLERANCE[dtype])
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, atol=TOLERANCE[dtype], rtol=0.0)
 
 
 CASES = pairs(
