@@ -52,8 +52,8 @@ class Config:
     """The constants that the kernels of the forward and of the backward have in common.
 
     Args:
-        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number. The kernels for larger
-            head dims document their own padding.
+        dim: head dim of the tiles, 64 or 128. The head dims D and Dv are both padded to this number. The products may use fewer
+            columns, see `ringattn.kernels.hopper.column_parts`. The kernels for larger head dims document their own padding.
         value_dim: Dv, the head dim of v.
         num_heads: Hq, the number of query heads.
         group: number of query heads per key head.

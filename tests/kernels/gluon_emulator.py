@@ -95,11 +95,18 @@ class Shared:
     def __init__(self, data: Tensor | list[Barrier]) -> None:
         self.data = data
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.data.shape
+
     def index(self, i: Any) -> "Shared | Barrier":
         return self.data[int(i)] if isinstance(self.data, list) else Shared(self.data[int(i)])
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         return Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
+        return Shared(self.data.narrow(dim, start, length))
 
     def load(self, _layout: Any) -> Tensor:
         _pause()
@@ -250,6 +257,7 @@ LANGUAGE = SimpleNamespace(
     minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
     maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
     zeros=lambda shape, _dtype, _layout: torch.zeros(shape, dtype=FLOAT),
+    zeros_like=torch.zeros_like, join=lambda x, y: torch.stack((x, y), -1),
     full=lambda shape, value, _dtype, _layout: torch.full(shape, value, dtype=FLOAT),
     arange=lambda start, end, layout=None: torch.arange(start, end),
     convert_layout=lambda x, _layout: x, SliceLayout=_nothing, DotOperandLayout=_nothing,

@@ -1,0 +1,125 @@
+"""Products of the Hopper kernels for head dims up to 128, with 64, 96 or 128 columns of a tile.
+
+The sides of a tensor in Gluon must be powers of two. A tile in shared memory for a head dim of 96 therefore has 128 columns,
+and TMA fills the last 32 columns with zeros. To multiply only the first 96 columns, the functions of this module issue one
+product with 64 columns and one product with 32 columns. A result with 96 columns consists of two parts in the same way. With 64
+or 128 columns, there is one product and one part.
+
+In all functions, COLUMNS is the number of columns that are used, and a result is a tuple of its parts.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from ringattn.kernels.hopper.common import ROWS, accumulator_layout, padded_dim
+
+
+def used_columns(head_dim: int, value_dim: int) -> int:
+    """Return the number of columns that the products use for head dims (D, Dv) up to 128. Other columns of a tile are zeros."""
+    return 96 if 64 < max(head_dim, value_dim) <= 96 else padded_dim(head_dim, value_dim)
+
+
+@gluon.constexpr_function
+def num_parts(columns: int) -> int:
+    """Return the number of parts. It is also the number of wgmma groups of a product, which `warpgroup_mma_wait` counts."""
+    return 2 if columns == 96 else 1
+
+
+@gluon.jit
+def split_tile(tile, COLUMNS: gl.constexpr):
+    """Return the parts of a tile (rows, columns) in shared memory, without copying them."""
+    if num_parts(COLUMNS) == 1:
+        return (tile,)
+    else:
+        return tile.slice(0, 64, dim=1), tile.slice(64, 32, dim=1)
+
+
+@gluon.jit
+def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
+    """Load the parts of a tile (64, columns) into registers, as left operands of a product (64, N).
+
+    A product with these operands reads only its right operand from shared memory.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
+    PARTS: gl.constexpr = num_parts(COLUMNS)
+    tiles = split_tile(tile, COLUMNS)
+    parts = ()
+    for part in gl.static_range(PARTS):
+        parts = parts + (tiles[part].load(LEFT),)
+    return parts
+
+
+@gluon.jit
+def multiply_rows(left, right, COLUMNS: gl.constexpr):
+    """Issue the product of `left` (64, columns) and the transposed `right` (n, columns), and return the result (64, n).
+
+    `left` consists of parts, in shared memory or in registers. `right` is a tile in shared memory.
+    """
+    N: gl.constexpr = right.shape[0]
+    PARTS: gl.constexpr = num_parts(COLUMNS)
+    product = gl.full([ROWS, N], 0.0, gl.float32, accumulator_layout(N))
+    tiles = split_tile(right, COLUMNS)
+    for part in gl.static_range(PARTS):
+        product = warpgroup_mma(left[part], tiles[part].permute((1, 0)), product, use_acc=part > 0, is_async=True)
+    return product
+
+
+@gluon.jit
+def add_product(left, right, sums, COLUMNS: gl.constexpr):
+    """Issue sums += left * right, and return the new sums (64, COLUMNS).
+
+    `left` (64, n) is in registers, and `right` (n, columns) is a tile in shared memory.
+    """
+    PARTS: gl.constexpr = num_parts(COLUMNS)
+    tiles = split_tile(right, COLUMNS)
+    pending = ()
+    for part in gl.static_range(PARTS):
+        pending = pending + (_add_part(left, tiles[part], sums[part]),)
+    return pending
+
+
+@gluon.jit
+def _add_part(left, tile, part):
+    """Issue part += left * tile."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(tile.shape[1]), k_width=2)
+    return warpgroup_mma(gl.convert_layout(left, LEFT), tile, part, is_async=True)
+
+
+@gluon.jit
+def zero_parts(COLUMNS: gl.constexpr):
+    """Return a result (64, COLUMNS) of zeros."""
+    if num_parts(COLUMNS) == 1:
+        return (gl.full([ROWS, COLUMNS], 0.0, gl.float32, accumulator_layout(COLUMNS)),)
+    else:
+        return (
+            gl.full([ROWS, 64], 0.0, gl.float32, accumulator_layout(64)),
+            gl.full([ROWS, 32], 0.0, gl.float32, accumulator_layout(32)),
+        )
+
+
+@gluon.jit
+def wait_for_parts(parts, COLUMNS: gl.constexpr):
+    """Wait until no product is in flight, and return the complete `parts`."""
+    if num_parts(COLUMNS) == 1:
+        return (warpgroup_mma_wait(0, deps=parts),)
+    else:
+        return warpgroup_mma_wait(0, deps=parts)
+
+
+@gluon.jit
+def join_parts(parts, COLUMNS: gl.constexpr):
+    """Return a result as one tensor, (64, 64) or (64, 128). With 96 columns, the last 32 columns of the tensor are zeros."""
+    if num_parts(COLUMNS) == 1:
+        return parts[0]
+    else:
+        first, rest = parts
+        return _join_columns(first, _join_columns(rest, gl.zeros_like(rest)))
+
+
+@gluon.jit
+def _join_columns(left, right):
+    """Return a tile that consists of the columns of `left` and of `right`, without moving numbers between threads."""
+    COLUMNS: gl.constexpr = 2 * left.shape[1]
+    tile = gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(tile, accumulator_layout(COLUMNS))
