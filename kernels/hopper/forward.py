@@ -67,10 +67,21 @@ from functools import lru_cache
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward_wide, softmax
+from ringattn.kernels.hopper.column_parts import (
+    add_product,
+    join_parts,
+    load_left,
+    multiply_rows,
+    num_parts,
+    split_tile,
+    used_columns,
+    wait_for_parts,
+    zero_parts,
+)
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
 from ringattn.kernels.hopper.forward_common import (
@@ -94,12 +105,23 @@ class Config(ForwardConfig):
     """The constants for which a kernel is compiled.
 
     Args:
+        columns: the number of columns of a tile that the products use, see `ringattn.kernels.hopper.column_parts`.
         joint_release: whether consumers release K and V of a stage with one arrival, after P V.
 
     `ForwardConfig` explains the other arguments.
     """
 
+    columns: int
     joint_release: bool
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether a consumer loads its Q into registers before the first step of a work tile.
+
+        S = Q K^T then reads only K from shared memory, whose bandwidth limits this product with 64 keys per step. With 128
+        columns, the registers do not suffice.
+        """
+        return self.columns == 96
 
     @property
     def q_slots(self) -> int:
@@ -129,9 +151,10 @@ class Config(ForwardConfig):
 # The largest head dim that this kernel computes.
 MAX_DIM = 128
 
-# These settings were the fastest on an H200. The key of each entry is the padded head dim.
+# These settings were the fastest on an H200, or on an H100 with 96 columns. The key of each entry is `Config.columns`.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
+    96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
 }
 
@@ -140,6 +163,7 @@ TILES = {
 # At head dim 64, both tables have the same settings.
 FEW_ROWS = 2**16
 TILES_FEW_ROWS = TILES | {
+    96: dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
     128: dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=FENCE_SOFTMAX),
 }
 
@@ -215,12 +239,12 @@ def _step(
     """Compute the probabilities of this step while the tensor cores compute P V of the previous step.
 
     Args:
-        query: the consumer's Q (64, dim) in shared memory.
+        query: the parts of the consumer's Q (64, dim), in shared memory or in registers.
         buffers: (queries, keys, values).
         barriers: (q_full, q_empty, k_full, k_empty, v_full, v_empty).
         carry: (p, ref_max, l, o, stage, phase, previous stage, previous phase). p holds the probabilities of the previous step.
-            The sum l already contains p, but o does not contain P V of the previous step yet. `stage` and `phase` are those of
-            this step.
+            The sum l already contains p, but o does not contain P V of the previous step yet. o is a tuple of its parts.
+            `stage` and `phase` are those of this step.
         row_bounds: (lo, hi, all_initialised, ref_max) from `load_consumer_tile`.
         loop: from `ringattn.kernels.hopper.common.load_work_tile`.
         step: the number of this step, which is at least 1.
@@ -234,14 +258,13 @@ def _step(
     lo, hi, all_initialised, _ = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
     # Issue S before P V. The products finish in the order in which they are issued, and the softmax only needs S.
-    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
-    pending_o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
+    pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
-    # Wait until only one product, P V, may still be in flight. S is complete after this wait.
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    # Wait until only P V may still be in flight. S is complete after this wait.
+    scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     _release_keys(k_empty, stage, CONFIG)
     _, _, _, num_masked = loop
     if step < num_masked:
@@ -255,17 +278,27 @@ def _step(
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, l, log2_scale, CONFIG)
     l = softmax.fence_softmax(l, CONFIG)
-    o = warpgroup_mma_wait(0, deps=(pending_o,))
+    o = wait_for_parts(pending_o, CONFIG.columns)
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
         # P V of the previous step is relative to the previous reference max. Therefore o is rescaled only after this product
         # has been added.
-        o = softmax.rescale(o, alpha, CONFIG)
+        o = _rescale_parts(o, alpha, CONFIG)
     # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
     # p, and the conversion overwrites these registers.
-    p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
+    p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
+
+
+@gluon.jit
+def _rescale_parts(o, alpha, CONFIG: gl.constexpr):
+    """Multiply each row of o, a tuple of parts, by its factor in alpha (64, 4)."""
+    PARTS: gl.constexpr = num_parts(CONFIG.columns)
+    rescaled = ()
+    for part in gl.static_range(PARTS):
+        rescaled = rescaled + (softmax.rescale(o[part], alpha),)
+    return rescaled
 
 
 @gluon.jit
@@ -285,8 +318,7 @@ def _first_step(
     lo, hi, _, ref_max = row_bounds
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    zeros = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
-    scores = warpgroup_mma(query, keys.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     # The shared memory that holds the result of the previous work tile is released only now. TMA has had the time of one
@@ -299,7 +331,7 @@ def _first_step(
     _, _, num_unmasked, num_masked = loop
     if (num_masked > 0) | (num_unmasked == 0):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, 0, CONFIG.keys), CONFIG)
-    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(zeros, CONFIG.keys).type.layout))
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(scores, CONFIG.keys).type.layout))
     zero_sum = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     ref_max = gl.convert_layout(ref_max, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zero_sum
     if UPDATE_REF_MAX:
@@ -307,8 +339,8 @@ def _first_step(
     else:
         ref_max = softmax.initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     weights, l = softmax.exp_scores(scores, ref_max, zero_sum, log2_scale, CONFIG)
-    p = gl.convert_layout(weights.to(query.dtype), CONFIG.p_layout)
-    o = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
+    p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
+    o = zero_parts(CONFIG.columns)
     next_stage, next_phase = advance_stage(stage, phase, CONFIG)
     return p, ref_max, l, o, next_stage, next_phase, stage, phase
 
@@ -410,7 +442,11 @@ def _compute_work_tiles(
         mbarrier.wait(q_full, slot)
         if first_row < end:
             row_range = batch, head, first_row, end
-            query = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
+            query_tile = queries.index(slot % CONFIG.q_slots * CONFIG.consumers + CONSUMER)
+            if CONFIG.q_in_registers:
+                query = load_left(query_tile, CONFIG.keys, CONFIG.columns)
+            else:
+                query = split_tile(query_tile, CONFIG.columns)
             carry = _first_step(
                 query, buffers, barriers, row_bounds, loop, state_stage, stage, phase, log2_scale,
                 CONSUMER, UPDATE_REF_MAX, CONFIG,
@@ -424,12 +460,12 @@ def _compute_work_tiles(
                 mbarrier.arrive(q_empty, count=1)
             # Issue P V of the last step.
             mbarrier.wait(v_full.index(previous_stage), previous_phase)
-            o = warpgroup_mma(p, values.index(previous_stage), o, is_async=True)
+            o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
             # While this product runs, load the scalars of the incoming state and the next work tile.
             incoming = load_state_scalars(results, row_range, CONFIG)
             index += gl.num_programs(0)
             batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
-            o = warpgroup_mma_wait(0, deps=(o,))
+            o = join_parts(wait_for_parts(o, CONFIG.columns), CONFIG.columns)
             mbarrier.arrive(v_empty.index(previous_stage), count=1)
             # Four threads share a row. Their sums and their maxima are combined only here, once per work tile.
             l = gl.convert_layout(gl.sum(l, axis=1), BY_ROW)
@@ -437,7 +473,7 @@ def _compute_work_tiles(
             state_stage, stage, phase = _wait_for_state_stages(barriers, stage, phase, CONSUMER, CONFIG)
             state_buffers = keys.index(state_stage), values.index(state_stage)
             overflowed |= finish_work_tile(
-                ref_max, l, o, query, state_buffers, incoming, results, row_range, CONSUMER, UPDATE_REF_MAX, CONFIG
+                ref_max, l, o, query_tile, state_buffers, incoming, results, row_range, CONSUMER, UPDATE_REF_MAX, CONFIG
             )
         else:
             stage, phase = _skip_tile(barriers, num_masked + num_unmasked, state_stage, stage, phase, CONSUMER, CONFIG)
@@ -533,11 +569,14 @@ def configure(
         few_rows: whether to use TILES_FEW_ROWS.
     """
     dim, (num_heads, num_key_heads) = hopper_common.padded_dim(*dims), heads
-    tiles = (TILES_FEW_ROWS if few_rows else TILES)[dim]
+    columns = used_columns(*dims)
+    tiles = (TILES_FEW_ROWS if few_rows else TILES)[columns]
     # fp16 cannot represent probabilities up to OVERFLOW_LIMIT. In fp16, the first pass must therefore update the reference max
     # in every step.
     update = dtype != torch.bfloat16
-    config = Config(dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, **tiles, update_ref_max=update)
+    config = Config(
+        dim, dims[1], num_heads, num_heads // num_key_heads, has_state, final, columns=columns, update_ref_max=update, **tiles
+    )
     # While the consumers use the state stages, the producer already loads the first keys of the next work tile into other
     # stages. If Q has two slots, there is at least one stage besides the state stages. If Q has one slot, shared memory has
     # room for one more stage, so there are at least two.

@@ -313,7 +313,7 @@ def _step(
     if UPDATE_REF_MAX:
         # P V of the previous step is relative to the previous reference max. Therefore o is rescaled only after this product
         # has been added.
-        o = softmax.rescale(o, alpha, CONFIG)
+        o = softmax.rescale(o, alpha)
     # Convert the probabilities only after the wait. Until then, P V reads its left operand from the registers of the previous
     # p, and the conversion overwrites these registers.
     p = gl.convert_layout(weights.to(p.dtype), CONFIG.p_layout)

@@ -126,20 +126,20 @@ def _rescale_constraints(count):
 
 
 @gluon.jit
-def rescale(o, alpha, CONFIG: gl.constexpr):
-    """Multiply each row of o (64, dim) by its factor in alpha (64, 4).
+def rescale(o, alpha):
+    """Multiply each row of o (64, columns) by its factor in alpha (64, 4).
 
     If all alphas of a warp are 1, the warp skips the products. In most steps, all alphas are 1.
     """
     # COUNT is the number of registers that o occupies in each thread. The 64 rows are spread over the 128 threads of a
     # warpgroup.
-    COUNT: gl.constexpr = CONFIG.dim // 2
+    COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
     CONSTRAINTS: gl.constexpr = _rescale_constraints(COUNT)
-    tile = by_thread(o, CONFIG.dim)
+    tile = by_thread(o, o.shape[1])
     factors = _along_row(alpha, tile) + gl.zeros_like(tile)
     tile = gl.inline_asm_elementwise(ASSEMBLY, CONSTRAINTS, [tile, factors], dtype=gl.float32, is_pure=True, pack=COUNT)
-    return gl.convert_layout(tile.reshape([ROWS, CONFIG.dim]), CONFIG.output_layout)
+    return gl.convert_layout(tile.reshape(o.shape), o.type.layout)
 
 
 @gluon.constexpr_function

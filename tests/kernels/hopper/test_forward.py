@@ -27,8 +27,9 @@ def configure(dims=(128, 128), dtype=torch.bfloat16, has_state=False, final=True
 
 def test_the_constants_follow_from_the_call():
     config = configure((96, 40))
-    assert (config.dim, config.value_dim, config.num_heads, config.group) == (128, 40, 8, 4)
-    assert configure((64, 40)).dim == 64
+    assert (config.dim, config.columns, config.value_dim, config.num_heads, config.group) == (128, 96, 40, 8, 4)
+    assert (configure((64, 40)).dim, configure((64, 40)).columns) == (64, 64)
+    assert [configure((dim, dim)).columns for dim in (72, 80, 96, 104, 128)] == [96, 96, 96, 128, 128]
     # Two slots of Q let an output leave through one of them while the next Q arrives.
     assert configure(final=True).q_slots == 2 and configure(final=False).q_slots == 1
     assert configure(has_state=True, final=False).updates_state and not configure(has_state=True, final=True).updates_state
