@@ -34,7 +34,7 @@ One step of a consumer. The rows of all products except dQ are the consumer's ow
       dS = P (dP - delta)                 in registers
       dV += P dO                          issue; the left operand P comes from registers
       store dS in shared memory           once the other consumer has finished the previous step
-      dQ = dS^T K of the previous step    issue; each consumer computes half of the columns (D = 128) or rows (D = 64)
+      dQ = dS^T K of the previous step    issue; each consumer computes half of the columns (D > 64) or rows (D <= 64)
       dK += dS Q                          issue; the left operand dS comes from registers
       send dQ                             while dK runs
       release the stage
@@ -73,6 +73,17 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper.column_parts import (
+    add_product,
+    join_parts,
+    load_left,
+    multiply_rows,
+    num_parts,
+    split_tile,
+    used_columns,
+    wait_for_parts,
+    zero_parts,
+)
 from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, tile_view, tma_load, tma_reduce_add
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
@@ -122,6 +133,21 @@ class Config(hopper_common.Config):
     add_dv: bool
 
     @property
+    def columns(self) -> int:
+        """The number of columns of a tile that the products use, see `ringattn.kernels.hopper.column_parts`."""
+        return used_columns(self.head_dim, self.value_dim)
+
+    @property
+    def holds_operands(self) -> bool:
+        """Whether a consumer holds K and the first part of V of a work tile in registers.
+
+        S = K Q^T then reads only Q from shared memory, and dP = V dO^T reads mainly dO. The bandwidth of shared memory limits
+        this kernel. With 64 or 128 columns, the registers do not suffice, because there are more queries per step or larger
+        gradients.
+        """
+        return self.columns == 96
+
+    @property
     def queries(self) -> int:
         """The number of queries per step."""
         return 64 if self.dim == 128 else 128
@@ -141,18 +167,33 @@ class Config(hopper_common.Config):
         return ROWS.value * self.chunk_columns
 
     @property
-    def staging_layout(self) -> gl.SharedLinearLayout:
-        """The layout of a chunk of dQ in shared memory, which is the order of its elements in the registers of a warpgroup.
+    def used_size(self) -> int:
+        """The number of elements of the two chunks of a query tile, without the columns of the second that are zeros."""
+        return self.queries * self.columns
 
-        In every 8 columns, a thread has four numbers, which are 16 contiguous bytes. The numbers of the next thread follow
-        directly. Therefore the stores have no bank conflicts. Each basis vector of the layout is the (row, column) that one bit
-        of the offset stands for. TMA's 128-byte swizzle combines some bits of the thread's number by exclusive or. This layout
-        combines the same bits, so that TMA restores the order on the way to global memory.
-        """
-        order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
-        order += [[0, 8 << i] for i in range((self.chunk_columns // 8).bit_length() - 1)]
-        swizzled = [[a ^ b for a, b in zip(order[5 + i], order[2 + i], strict=True)] for i in range(3)]
-        return gl.SharedLinearLayout(order[:5] + swizzled + order[8:], [], 1024)
+
+@gluon.constexpr_function
+def dq_columns(config: Config, consumer: int) -> int:
+    """Return the number of columns of a chunk of dQ that a consumer computes.
+
+    With 96 columns, the last 32 columns of the second consumer's chunk are zeros. This consumer neither computes nor adds them.
+    """
+    return 32 if (config.columns, consumer) == (96, 1) else config.chunk_columns
+
+
+@gluon.constexpr_function
+def staging_layout(columns: int) -> gl.SharedLinearLayout:
+    """Return the layout of dQ (64, columns) in shared memory, which is the order of its elements in a warpgroup's registers.
+
+    In every 8 columns, a thread has four numbers, which are 16 contiguous bytes. The numbers of the next thread follow
+    directly. Therefore the stores have no bank conflicts. Each basis vector of the layout is the (row, column) that one bit
+    of the offset stands for. TMA's 128-byte swizzle combines some bits of the thread's number by exclusive or. This layout
+    combines the same bits, so that TMA restores the order on the way to global memory.
+    """
+    order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
+    swizzled = [[a ^ b for a, b in zip(order[5 + i], order[2 + i], strict=True)] for i in range(3)]
+    return gl.SharedLinearLayout(order[:5] + swizzled + order[8:], [], 1024)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
@@ -168,8 +209,8 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
         out, dout: (B, Nq, Hq, Dv), or None.
         dlse: (B, Nq, Hq), or None.
         scalars: (B * Hq * num_tiles, 2, queries), written.
-        dq_sums: the spare chunk, followed by the sums (B * Hq * num_tiles, queries * dim). The sums are set to zero, and the
-            spare chunk is not written.
+        dq_sums: the spare chunk, followed by the sums (B * Hq * num_tiles, queries * dim). The first `CONFIG.used_size` sums of
+            each query tile are set to zero. The spare chunk is not written.
         num_tiles: number of query tiles of a head.
         num_queries: Nq.
     """
@@ -186,7 +227,9 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
     if delta is None:
         outputs = triton_common.load_outputs(out, dout, index, inside, CONFIG.value_dim, CONFIG.dim)
     # Store the zeros while the loads are in flight.
-    tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + tl.arange(0, SIZE), tl.zeros([SIZE], tl.float32))
+    element = tl.arange(0, SIZE)
+    zeros = tl.zeros([SIZE], tl.float32)
+    tl.store(dq_sums + CONFIG.chunk_size + offset * SIZE + element, zeros, mask=element < CONFIG.used_size)
     if delta is None:
         row_delta = triton_common.row_delta(outputs, dlse, index, inside)
     else:
@@ -348,12 +391,12 @@ def _issue_dq_half(ds_tiles, keys, stage, slot, half, grad_q, ADD: gl.constexpr,
 
     grad_q is the chunk of dQ that consumer CONSUMER computes.
     """
-    COLUMNS: gl.constexpr = CONFIG.chunk_columns
+    COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     ds, key = ds_tiles.index(2 * stage + half), keys.index(slot + half)
     if CONFIG.queries == KEYS:
         ds = ds.slice(CONSUMER * ROWS, ROWS, dim=1)
     else:
-        key = key.slice(CONSUMER * COLUMNS, COLUMNS, dim=1)
+        key = key.slice(CONSUMER * CONFIG.chunk_columns, COLUMNS, dim=1)
     return warpgroup_mma(ds.permute((1, 0)), key, grad_q, use_acc=ADD, is_async=True)
 
 
@@ -363,7 +406,7 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
     `stage` is the stage of the step that wrote dS, and `slot` is the slot of that step's keys.
     """
-    COLUMNS: gl.constexpr = CONFIG.chunk_columns
+    COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
     own = CONSUMER + _opaque_zero()
     grad_q = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator_layout(COLUMNS))
     grad_q = _issue_dq_half(ds_tiles, keys, stage, slot, own, grad_q, False, CONSUMER, CONFIG)
@@ -371,24 +414,26 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 
 @gluon.jit
-def _send_dq(grad_q, staging, dq_sums, chunk, CONFIG: gl.constexpr):
+def _send_dq(grad_q, staging, dq_sums, chunk, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Start to add a chunk of dQ to the sums of dq. TMA must have read the previous content of `staging` before this call."""
-    staging.store(grad_q)
+    own_staging = staging[CONSUMER].index(0)
+    own_staging.store(grad_q)
     # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     fence_async_shared()
-    tma_reduce_add(dq_sums, [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(staging, dq_sums))
+    tma_reduce_add(dq_sums[CONSUMER], [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, dq_sums[CONSUMER]))
 
 
 @gluon.jit
 def _step(
-    grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
+    held, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute one step: add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step.
 
     Args:
-        grad_k, grad_v: (64, dim), the sums of dk / scale and of dv for this consumer's keys, in registers.
-        dq_sums: TMA descriptor of the sums of dq.
+        held: from `_load_operands`.
+        grad_k, grad_v: (64, columns), the parts of the sums of dk / scale and of dv for this consumer's keys, in registers.
+        dq_sums: TMA descriptors of the sums of dq, one per consumer.
         key_bounds: from `_key_bounds`.
         start: the first query of the step.
         slot: the slot of the keys of this work tile.
@@ -405,22 +450,26 @@ def _step(
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
-    zeros = gl.zeros([ROWS, QUERIES], gl.float32, SCORES)
     mbarrier.wait(q_full.index(stage), phase)
-    scores = warpgroup_mma(
-        keys.index(slot + CONSUMER + _opaque_zero()), query.permute((1, 0)), zeros, use_acc=False, is_async=True
-    )
+    if CONFIG.holds_operands:
+        key, first_value = held
+    else:
+        key = split_tile(keys.index(slot + CONSUMER + _opaque_zero()), CONFIG.columns)
+    scores = multiply_rows(key, query, CONFIG.columns)
     mbarrier.wait(dout_full.index(stage), phase)
-    dp = warpgroup_mma(values.index(CONSUMER + _opaque_zero()), dout.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    value = split_tile(values.index(CONSUMER + _opaque_zero()), CONFIG.columns)
+    if CONFIG.holds_operands:
+        value = first_value, value[1]
+    dp = multiply_rows(value, dout, CONFIG.columns)
     # Wait only until S is complete. The tensor cores compute dP during the exponentials.
-    scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=(scores,))
     lse = row_scalars.index(stage).slice(0, QUERIES).load(BY_QUERY)
     p = _probabilities(scores, lse, key_bounds, start, log2_scale, CONFIG)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     # Load delta only after the wait. If delta were loaded earlier, the kernel for D = 64 would not have enough registers.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
-    grad_v = warpgroup_mma(gl.convert_layout(p.to(query.dtype), CONFIG.p_layout), dout, grad_v, is_async=True)
+    grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
     # After this wait, the other consumer has written its dS of the previous step. The other consumer also no longer reads the
     # memory that this step's dS overwrites.
     _wait_for_previous_step(empty, stage, phase)
@@ -431,13 +480,32 @@ def _step(
     # this wait. At this place, the same barrier also serves for the stores of dS.
     hopper_common.tma_store_wait(0)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
-    grad_k = warpgroup_mma(gl.convert_layout(ds, CONFIG.p_layout), query, grad_k, is_async=True)
+    grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     # Wait until only the product for dK is in flight. Send dQ while the tensor cores compute this product.
-    grad_v, grad_q = warpgroup_mma_wait(1, deps=(grad_v, grad_q))
-    _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
-    grad_k = warpgroup_mma_wait(0, deps=(grad_k,))
+    pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
+    grad_v, grad_q = pending[:-1], pending[-1]
+    _send_dq(grad_q, staging, dq_sums, previous_chunk, CONSUMER, CONFIG)
+    grad_k = wait_for_parts(grad_k, CONFIG.columns)
     mbarrier.arrive(empty.index(stage), count=1)
     return grad_k, grad_v
+
+
+@gluon.jit
+def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Load K and the first part of V of this consumer into registers, if it holds them there.
+
+    The arguments are those of `_step` for the first step of a work tile. Return (parts of K, first part of V), or ().
+    """
+    if CONFIG.holds_operands:
+        queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
+        q_full, dout_full, empty = barriers
+        mbarrier.wait(q_full.index(stage), phase)
+        key = load_left(keys.index(slot + CONSUMER), CONFIG.queries, CONFIG.columns)
+        mbarrier.wait(dout_full.index(stage), phase)
+        value = split_tile(values.index(CONSUMER), CONFIG.columns)
+        return key, load_left(value[0], CONFIG.queries, value[0].shape[1])[0]
+    else:
+        return ()
 
 
 @gluon.jit
@@ -454,8 +522,9 @@ def _compute_work_tile(
         those of the last step, whose dQ has not been computed yet.
     """
     batch, key_head, first, end, begin, num_steps = work_tile
-    grad_k = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
-    grad_v = gl.full([ROWS, CONFIG.dim], 0.0, gl.float32, CONFIG.output_layout)
+    grad_k = zero_parts(CONFIG.columns)
+    grad_v = zero_parts(CONFIG.columns)
+    held = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
     # The opaque zero hides the number of iterations from the compiler. If the compiler knew this number, every step would take
     # a few more instructions.
@@ -466,7 +535,7 @@ def _compute_work_tile(
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
-                grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage,
+                held, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage,
                 phase, log2_scale, CONSUMER, CONFIG,
             )  # fmt: skip
             previous_chunk = chunk + 0
@@ -508,15 +577,16 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
         hopper_common.tma_store_wait(0)
-        own_staging = staging.index(CONSUMER)
+        own_staging = staging[CONSUMER]
+        grad_v, grad_k = join_parts(grad_v, CONFIG.columns), join_parts(grad_k, CONFIG.columns) * scale
         _write_gradient(dv, grad_v, own_staging, row_range, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
-        _write_gradient(dk, grad_k * scale, own_staging, row_range, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
+        _write_gradient(dk, grad_k, own_staging, row_range, num_keys, CONFIG.head_dim, CONFIG.add_dk, CONFIG)
     # Compute and send the dQ of the last step.
     _wait_for_previous_step(empty, stage, phase)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
     hopper_common.tma_store_wait(0)
-    _send_dq(grad_q, staging.index(CONSUMER), dq_sums, previous_chunk, CONFIG)
+    _send_dq(grad_q, staging, dq_sums, previous_chunk, CONSUMER, CONFIG)
     # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
     # memory.
     hopper_common.tma_store_wait(0)
@@ -529,7 +599,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     Args:
         grads: contiguous (B, num_keys, Hkv, COLUMNS).
         tile: (64, dim), in registers.
-        staging: unused shared memory. A gradient in 16 bits is rearranged in this memory.
+        staging: unused shared memory of the size of a chunk. A gradient in 16 bits is rearranged in this memory.
         row_range: (batch entry, key head, first key of the consumer, end of the work tile's keys).
     """
     batch, key_head, own, end = row_range
@@ -559,16 +629,26 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     gl.store(pointers, tile, mask=mask)
 
 
+@gluon.jit
+def _allocate_staging(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Allocate the staging buffer of a consumer, of the size of a chunk. Its first entry (64, n) holds the consumer's dQ."""
+    COLUMNS: gl.constexpr = dq_columns(CONFIG, CONSUMER)
+    return gl.allocate_shared_memory(
+        gl.float32, [CONFIG.chunk_columns // COLUMNS, ROWS, COLUMNS], staging_layout(COLUMNS)
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_keys"])
 def _main_kernel(
-    q, k, v, dout, scalars, dq_sums, dk, dv, query_lo, query_hi, work_tiles,
+    q, k, v, dout, scalars, first_dq_sums, second_dq_sums, dk, dv, query_lo, query_hi, work_tiles,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of all work tiles, and sum dq. `IncrementalBackward.add` launches this kernel.
 
     Args:
         q, k, v, dout: TMA descriptors of (B, Nq, Hq, D), (B, Nk, Hkv, D), (B, Nk, Hkv, Dv) and (B, Nq, Hq, Dv).
-        scalars, dq_sums: TMA descriptors of the tensors that `_prepare_kernel` writes.
+        scalars: TMA descriptor of the scalars that `_prepare_kernel` writes.
+        first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each of the two consumers.
         dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The kernel writes the gradients to these tensors, or adds them.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
         work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
@@ -588,7 +668,7 @@ def _main_kernel(
     keys = gl.allocate_shared_memory(q.dtype, [2 * KEY_SLOTS, ROWS, DIM], MATRIX)
     values = gl.allocate_shared_memory(q.dtype, [2, ROWS, DIM], MATRIX)
     ds_tiles = gl.allocate_shared_memory(q.dtype, [2 * STAGES, ROWS, QUERIES], DS)
-    staging = gl.allocate_shared_memory(gl.float32, [2, ROWS, CONFIG.chunk_columns], CONFIG.staging_layout)
+    staging = _allocate_staging(0, CONFIG), _allocate_staging(1, CONFIG)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -604,6 +684,7 @@ def _main_kernel(
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty
     loading = q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers
+    dq_sums = first_dq_sums, second_dq_sums
     computing = (query_lo, query_hi), work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers
     gl.warp_specialize(
         [(_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG))],
@@ -627,8 +708,10 @@ def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.conste
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads
     chunk = tl.program_id(0).to(tl.int64)
-    flat = tl.load(dq_sums + (SPARE_CHUNK + 1 + chunk) * (ROWS * COLUMNS) + tl.arange(0, ROWS * COLUMNS))
     half, tile, pair = chunk % 2, chunk // 2 % num_tiles, chunk // 2 // num_tiles
+    element = tl.arange(0, ROWS * COLUMNS)
+    used = half * (ROWS * COLUMNS) + element < CONFIG.used_size
+    flat = tl.load(dq_sums + (SPARE_CHUNK + 1 + chunk) * (ROWS * COLUMNS) + element, mask=used, other=0.0)
     rows = tile * QUERIES + tl.arange(0, ROWS)
     columns = tl.arange(0, COLUMNS)
     if QUERIES == KEYS:
@@ -746,7 +829,7 @@ class IncrementalBackward:
             scratch = _scratch_descriptors(batch * num_heads * num_tiles, config)
             descriptors = (
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
-                *map(hopper_common.with_base, scratch, self._sums),
+                *map(hopper_common.with_base, scratch, (*self._sums, self._sums[1])),
             )
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles),
@@ -776,17 +859,18 @@ class IncrementalBackward:
 
 
 @lru_cache(maxsize=256)
-def _scratch_descriptors(num_head_tiles: int, config: Config) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Return the TMA descriptors for loading the scalars of a query tile and for adding a chunk of dq.
+def _scratch_descriptors(num_head_tiles: int, config: Config) -> list[TensorDescriptor]:
+    """Return the TMA descriptors for loading the scalars of a query tile and for adding the dQ of each of the two consumers.
 
     These descriptors do not refer to a tensor yet. `ringattn.kernels.hopper.common.with_base` adds the tensor.
     """
-    no_tensor, block = torch.empty(1, device="cpu"), (2 * config.chunk_columns, 32)
+    no_tensor = torch.empty(1, device="cpu")
     num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
-    return (
-        TensorDescriptor(no_tensor, [num_head_tiles * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT),
-        TensorDescriptor(no_tensor, [num_rows, 32], [32, 1], list(block), hopper_common.shared_layout(block, torch.float32)),
-    )
+    scalars = TensorDescriptor(no_tensor, [num_head_tiles * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT)
+    blocks = [(2 * dq_columns(config, consumer), 32) for consumer in range(2)]
+    layouts = [hopper_common.shared_layout(block, torch.float32) for block in blocks]
+    sums = [TensorDescriptor(no_tensor, [num_rows, 32], [32, 1], list(x), y) for x, y in zip(blocks, layouts, strict=True)]
+    return [scalars, *sums]
 
 
 @lru_cache(maxsize=256)

@@ -52,9 +52,9 @@ def forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
     config = hopper_forward.configure((dim, dim), (HEADS, HEADS // group), TYPES[dtype], has_state, final, kind == "few")
     block = {"q": ROWS, "out_tiles": ROWS, "k": config.keys, "v": config.keys}
-    types = {name: descriptor(dtype, (1, rows, 1, dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
+    types = {name: descriptor(dtype, (1, rows, 1, config.dim)) for name, rows in block.items()} | {"out": f"*{dtype}"}
     if config.state_stages:
-        types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, dim // config.o_parts))
+        types["state_tiles"] = descriptor("fp32", (1, ROWS, 1, config.dim // config.o_parts))
     absent = [] if config.state_stages else ["state_m", "state_l", "state_o", "state_tiles"]
     absent += [] if final else ["out_tiles", "out", "lse"]
     return hopper_forward._forward_kernel, config, types, absent
@@ -80,10 +80,11 @@ def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     """Return the same for the main kernel of the backward; kind: fresh (new gradients) or add (accumulators)."""
     add = kind == "add"
-    config = hopper_backward.Config(dim, dim, HEADS, group, dim, add, add, add)
+    config = hopper_backward._configure(dim, dim, HEADS, HEADS // group, (add, add, add))
     rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
-    types = {name: descriptor(dtype, (1, n, 1, dim)) for name, n in rows.items()}
-    types["dq_sums"] = descriptor("fp32", (2 * config.chunk_columns, 32))
+    types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in rows.items()}
+    for consumer, name in enumerate(("first_dq_sums", "second_dq_sums")):
+        types[name] = descriptor("fp32", (2 * hopper_backward.dq_columns(config, consumer), 32))
     types["scalars"] = descriptor("fp32", (2 * config.queries,), hopper_backward.SCALARS_LAYOUT)
     types |= dict.fromkeys(("dk", "dv"), "*fp32" if add else f"*{dtype}")
     return hopper_backward._main_kernel, config, types, []

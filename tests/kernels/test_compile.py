@@ -78,9 +78,9 @@ def test_triton_kernels_with_any_options_compile_without_spills(options):
 
 # Bytes per thread that a Hopper kernel may keep on the stack between work tiles, by direction and head dim; 0 if not listed.
 HOPPER_STACK = {
-    "forward": {64: 64, 128: 64},
+    "forward": {64: 64, 96: 64, 128: 64},
     "wide-forward": {256: 16},
-    "backward": {128: 8},
+    "backward": {96: 8, 128: 8},
     "wide-backward": {256: 24},
 }
 # How often an innermost loop of a Hopper kernel may load from or store to the stack. At head dim 256, the kernel for dq reloads
@@ -101,9 +101,11 @@ def check_pipeline(results: list[dict]) -> None:
 def test_hopper_kernels_overlap_products_with_softmax():
     cases = [
         "forward:bf16:128:1:final",
+        "forward:bf16:96:1:final",
         "forward:fp16:64:4:state",
         "wide-forward:bf16:256:4:merge",
         "backward:bf16:128:1:fresh",
+        "backward:bf16:96:1:fresh",
     ]
     check_pipeline(run("compile_hopper", cases))
 
@@ -117,8 +119,8 @@ def test_wide_backward_kernels_overlap_products_with_softmax():
 def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
     kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
     # At head dim 64, calls with few rows use the same tiles as calls with many.
-    cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 128) for kind in kinds if (dim, kind) != (64, "few")]
-    cases += [f"{direction}:fp16:128:4:{kinds[0]}"]
+    cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 96, 128) for kind in kinds if (dim, kind) != (64, "few")]
+    cases += [f"{direction}:fp16:{dim}:4:{kinds[0]}" for dim in (96, 128)]
     check_pipeline(compile_cases("compile_hopper", cases))
 
 

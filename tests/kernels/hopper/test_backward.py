@@ -47,7 +47,7 @@ def prepare(config: hopper_backward.Config, lse: Tensor, *rows: Tensor | None) -
 
 
 @pytest.mark.parametrize("given", ("delta", "out", "out and dlse"))
-@pytest.mark.parametrize("dims", ((128, 120), (64, 64)), ids=str)
+@pytest.mark.parametrize("dims", ((128, 120), (80, 96), (64, 64)), ids=str)
 def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
     num_queries = 150
     config = configure(dims)
@@ -66,37 +66,48 @@ def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
     torch.testing.assert_close(by_row[1], delta, rtol=1e-4, atol=1e-4)
     # Queries that do not exist get lse = inf, so that their probabilities are 0.
     assert (scalars[:, :, -1, 0, num_queries % config.queries :] == float("inf")).all()
-    assert dq_sums[: config.chunk_size].isnan().all() and (dq_sums[config.chunk_size :] == 0).all()
+    sums = dq_sums[config.chunk_size :].view(-1, 2 * config.chunk_size)
+    assert dq_sums[: config.chunk_size].isnan().all() and (sums[:, : config.used_size] == 0).all()
+    # The last columns of a tile whose head dim is at most 96 are not used.
+    assert sums[:, config.used_size :].isnan().all()
 
 
-def register_order(config: hopper_backward.Config) -> Tensor:
-    """Return (row, column) of each element of a chunk of dQ, (chunk_size, 2), in the order in which the registers hold them.
+def register_order(columns: int) -> Tensor:
+    """Return (row, column) of each element of a dQ (64, columns), as (size, 2), in the order in which the registers hold them.
 
     The order is that of a wgmma accumulator: a lane has two neighbouring columns of two rows at a distance of 8.
     """
-    sizes = (config.chunk_columns // 8, 4, 8, 4, 2, 2)
+    sizes = (columns // 8, 4, 8, 4, 2, 2)
     group, warp, row, lane, row_half, column = torch.meshgrid(*map(torch.arange, sizes), indexing="ij")
     return torch.stack((16 * warp + 8 * row_half + row, 8 * group + 2 * lane + column), -1).view(-1, 2)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-def test_tma_restores_the_order_of_registers(dim):
+@pytest.mark.parametrize("columns", [32, 64])
+def test_tma_restores_the_order_of_registers(columns):
     """The staging layout contains the swizzle that TMA removes on the way to global memory.
 
     TMA's 128-byte swizzle stores element i of a tile in fp32 at i ^ ((i >> 5 & 7) << 2), counted in elements.
     """
-    config = configure((dim, dim))
-    bases = torch.tensor(config.staging_layout.offset_bases)
-    elements = torch.arange(config.chunk_size)
+    bases = torch.tensor(hopper_backward.staging_layout(columns).offset_bases)
+    elements = torch.arange(64 * columns)
     offsets = elements ^ ((elements >> 5 & 7) << 2)
-    positions = torch.zeros(config.chunk_size, 2, dtype=torch.int64)
+    positions = torch.zeros(64 * columns, 2, dtype=torch.int64)
     for bit, basis in enumerate(bases):
         positions ^= (offsets >> bit & 1)[:, None] * basis
-    assert torch.equal(positions, register_order(config))
+    assert torch.equal(positions, register_order(columns))
+
+
+@pytest.mark.parametrize("dims, columns", [((96, 80), (64, 32)), ((104, 96), (64, 64)), ((64, 64), (64, 64))], ids=str)
+def test_only_the_chunk_with_unused_columns_is_narrower(dims, columns):
+    """The narrow chunk is the first half of a whole chunk, so that `_finish_kernel` reads both in the same way."""
+    config = configure(dims)
+    assert tuple(hopper_backward.dq_columns(config, consumer) for consumer in (0, 1)) == columns
+    narrow = register_order(32)
+    assert torch.equal(register_order(64)[: len(narrow)], narrow)
 
 
 @pytest.mark.parametrize("add", [False, True], ids=["write", "add"])
-@pytest.mark.parametrize("dims", ((128, 128), (120, 64), (64, 64)), ids=str)
+@pytest.mark.parametrize("dims", ((128, 128), (120, 64), (96, 96), (64, 64)), ids=str)
 def test_finish_restores_the_order_of_rows(dims, add, device):
     num_queries, scale = 150, 0.125
     config = configure(dims, add)
@@ -105,8 +116,9 @@ def test_finish_restores_the_order_of_rows(dims, add, device):
     # The two chunks of a query tile are its halves: by columns if it has 64 rows, by rows if it has 128.
     tiles = expected.unflatten(2, (num_tiles, config.queries))
     halves = tiles.split(config.chunk_columns, -1) if config.queries == 64 else tiles.split(64, -2)
-    rows, columns = register_order(config).to(device).unbind(-1)
-    chunks = torch.stack(halves, 3)[..., rows, columns]
+    rows, columns = register_order(config.chunk_columns).to(device).unbind(-1)
+    chunks = torch.stack(halves, 3)[..., rows, columns].flatten(3)
+    chunks[..., config.used_size :] = float("nan")
     dq_sums = torch.cat((torch.full((config.chunk_size,), float("nan"), device=device), chunks.flatten()))
     start = torch.randn(BATCH, num_queries, HEADS, dims[0], device=device)
     dq = start.clone()
@@ -123,7 +135,7 @@ def test_short_sequences_have_many_heads_per_group():
     assert [hopper_backward._heads_per_group(n) for n in (1024, 8192, 16384)] == [32, 4, 1]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(mask, dtype, dim, hopper):
@@ -138,7 +150,7 @@ def test_shapes(shape, dtype, hopper):
     check_backward(problem, hopper_backward, floor=1.0 if sizes[1] == 1 else 1e-30)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("length", [1000, 1536, 4097])
 def test_lengths(length, dim, hopper):
     mask = intervals_of("causal", length, length)
@@ -152,7 +164,7 @@ def test_each_batch_entry_has_its_own_intervals(batch, hopper):
     check_backward(problem, hopper_backward, floor=1.0)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tiles_end_at_document_boundaries(dtype, dim, hopper):
     """The three batch entries have different numbers of tiles. Some tiles end within the first keys of a consumer."""
@@ -163,7 +175,7 @@ def test_tiles_end_at_document_boundaries(dtype, dim, hopper):
 
 
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 def test_many_work_tiles_per_program(dim, group, hopper, num_sms):
     """Programs have more than three work tiles each, of all lengths. One work tile per program gives the same result."""
     documents = [[700, 2, 130, 65, 1800, 31], [2728], [1, 1, 1000, 900, 826]]
@@ -177,7 +189,7 @@ def test_many_work_tiles_per_program(dim, group, hopper, num_sms):
             assert_rows_close(name, x, y, TOLERANCE[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 def test_many_work_tiles_of_one_step(dim, hopper, num_sms):
     """The keys of a work tile are read until the next work tile has finished its only step, so their slot must wait for it."""
     num_keys = num_sms * KEYS + 40
@@ -211,7 +223,7 @@ def test_new_gradients_have_the_requested_dtype(hopper):
     check_fresh_gradients(problem, hopper_backward)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("mask", MASKS)
 def test_incremental_backward_over_blocks_of_keys(mask, dim, hopper):
     problem = make_problem(*intervals_of(mask, 410, 410), 410, torch.bfloat16, 2, (4, 2), (dim, dim), hopper)
