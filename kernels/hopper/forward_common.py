@@ -34,9 +34,9 @@ FENCE_SOFTMAX = hopper_common.TRITON_VERSION < (3, 8)
 # Head groups are sets of heads whose work tiles are processed one group after another. This number is the maximal total size of
 # K and V of all heads in a head group, in bytes. K and V of a head group should stay in the L2 cache. The output passes through
 # this cache, too. If a state comes in, its o passes through the cache as well. This o is in fp32, and an update in place both
-# reads and writes it. K and V then get only half of this size.
+# reads and writes it. K and V then get only half of this size. The same size was faster for head dims above 128 on an H100.
 L2_BYTES = 32 * 2**20
-L2_BYTES_WITH_STATE = 16 * 2**20
+SMALL_L2_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
 def assign_work_tiles(config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool) -> Tensor:
     """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8). The arguments are those of `forward`."""
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
-    l2_bytes = L2_BYTES_WITH_STATE if config.has_state else L2_BYTES
+    l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > 128 else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)
