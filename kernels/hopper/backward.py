@@ -138,8 +138,8 @@ class Config(hopper_common.Config):
         return used_columns(self.head_dim, self.value_dim)
 
     @property
-    def holds_operands(self) -> bool:
-        """Whether a consumer holds K and the first part of V of a work tile in registers.
+    def keeps_operands(self) -> bool:
+        """Whether a consumer keeps K and the first part of V of a work tile in registers.
 
         S = K Q^T then reads only Q from shared memory, and dP = V dO^T reads mainly dO. The bandwidth of shared memory limits
         this kernel. With 64 or 128 columns, the registers do not suffice, because there are more queries per step or larger
@@ -425,13 +425,13 @@ def _send_dq(grad_q, staging, dq_sums, chunk, CONSUMER: gl.constexpr, CONFIG: gl
 
 @gluon.jit
 def _step(
-    held, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
+    operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute one step: add the contributions of one query tile to grad_k and grad_v, and send the dQ of the previous step.
 
     Args:
-        held: from `_load_operands`.
+        operands: from `_load_operands`.
         grad_k, grad_v: (64, columns), the parts of the sums of dk / scale and of dv for this consumer's keys, in registers.
         dq_sums: TMA descriptors of the sums of dq, one per consumer.
         key_bounds: from `_key_bounds`.
@@ -451,14 +451,14 @@ def _step(
     q_full, dout_full, empty = barriers
     query, dout = queries.index(stage), douts.index(stage)
     mbarrier.wait(q_full.index(stage), phase)
-    if CONFIG.holds_operands:
-        key, first_value = held
+    if CONFIG.keeps_operands:
+        key, first_value = operands
     else:
         key = split_tile(keys.index(slot + CONSUMER + _opaque_zero()), CONFIG.columns)
     scores = multiply_rows(key, query, CONFIG.columns)
     mbarrier.wait(dout_full.index(stage), phase)
     value = split_tile(values.index(CONSUMER + _opaque_zero()), CONFIG.columns)
-    if CONFIG.holds_operands:
+    if CONFIG.keeps_operands:
         value = first_value, value[1]
     dp = multiply_rows(value, dout, CONFIG.columns)
     # Wait only until S is complete. The tensor cores compute dP during the exponentials.
@@ -496,7 +496,7 @@ def _load_operands(slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr
 
     The arguments are those of `_step` for the first step of a work tile. Return (parts of K, first part of V), or ().
     """
-    if CONFIG.holds_operands:
+    if CONFIG.keeps_operands:
         queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
         q_full, dout_full, empty = barriers
         mbarrier.wait(q_full.index(stage), phase)
@@ -524,7 +524,7 @@ def _compute_work_tile(
     batch, key_head, first, end, begin, num_steps = work_tile
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
-    held = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
+    operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
     # The opaque zero hides the number of iterations from the compiler. If the compiler knew this number, every step would take
     # a few more instructions.
@@ -535,8 +535,8 @@ def _compute_work_tile(
         chunk = first_chunk + 0
         for _step_index in range(num_steps):
             grad_k, grad_v = _step(
-                held, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage,
-                phase, log2_scale, CONSUMER, CONFIG,
+                operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
+                stage, phase, log2_scale, CONSUMER, CONFIG,
             )  # fmt: skip
             previous_chunk = chunk + 0
             previous_slot = slot + 0
