@@ -26,13 +26,12 @@ from ringattn.kernels import reference, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.caching import cached
 from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
 DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
-# The largest head dim of `ringattn.kernels.hopper.backward`. `ringattn.kernels.hopper.backward_wide` supports larger head dims.
-HOPPER_NARROW_DIM = 128
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
@@ -123,7 +122,7 @@ def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None
 
 def _hopper_backward_obstacle(dims: tuple[int, int]) -> str | None:
     """Return the reason why the Hopper backward cannot run although the Hopper forward can, or None if it can run."""
-    if torch.are_deterministic_algorithms_enabled() and max(dims) <= HOPPER_NARROW_DIM:
+    if torch.are_deterministic_algorithms_enabled() and max(dims) <= NARROW_DIM:
         return "the Hopper backward sums dq in no fixed order, and deterministic algorithms are required"
     return None
 
@@ -137,7 +136,7 @@ def _module(backend: str, name: str) -> ModuleType:
 
 def _backward_module(backend: str, q: Tensor, v: Tensor) -> ModuleType:
     """Return the module with the backward of a backend. The Hopper backward for large head dims has a module of its own."""
-    wide = backend == "hopper" and max(q.shape[-1], v.shape[-1]) > HOPPER_NARROW_DIM
+    wide = backend == "hopper" and max(q.shape[-1], v.shape[-1]) > NARROW_DIM
     return _module(backend, "backward_wide" if wide else "backward")
 
 

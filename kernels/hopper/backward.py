@@ -897,7 +897,6 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
     num_head_tiles = batch * num_heads * num_tiles
     scalars = lse.new_empty(num_head_tiles * 2 * config.queries)
     dq_sums = lse.new_empty(config.chunk_size + num_head_tiles * config.queries * config.dim)
-    rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
-    rows = [x if x is None else x.contiguous() for x in rows]
+    rows = lse.contiguous(), *hopper_common.delta_operands(delta, dout)
     launch(_prepare_kernel, num_head_tiles, (*rows, scalars, dq_sums), (num_tiles, num_queries), CONFIG=config)
     return scalars, dq_sums

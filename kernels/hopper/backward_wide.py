@@ -1065,7 +1065,7 @@ def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
 @lru_cache(maxsize=256)
 def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
     """Return the constants of the kernels for D, Dv, Hq and Hkv. `add` tells which of dq, dk and dv are accumulators."""
-    dims = (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
+    dims = hopper_common.padded_wide_dims(head_dim, value_dim)
     return Config(head_dim, value_dim, num_heads, num_heads // num_key_heads, *add, *dims, **TILES[dims])
 
 
@@ -1096,8 +1096,7 @@ def _prepare(q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, config: Config)
     batch, num_queries, num_heads, _ = q.shape
     padded_queries = _num_query_tiles(num_queries, config) * config.queries
     log2_lse, row_delta = (lse.new_empty(batch * num_heads, padded_queries) for _ in range(2))
-    rows = (lse, None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (lse, delta, None, None, None)
-    rows = [x if x is None else x.contiguous() for x in rows]
+    rows = lse.contiguous(), *hopper_common.delta_operands(delta, dout)
     num_blocks = padded_queries // PREPARED_ROWS.value
     launch(
         _prepare_kernel, batch * num_heads * num_blocks, (*rows, log2_lse, row_delta), (num_blocks, num_queries), CONFIG=config

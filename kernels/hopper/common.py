@@ -22,6 +22,8 @@ from triton.experimental.gluon.language import _core
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ringattn.kernels.hopper import NARROW_DIM
+from ringattn.kernels.reference import Delta
 from ringattn.kernels.tile_scheduler import CONSUMER_ROWS
 from ringattn.kernels.triton.common import load_tile
 
@@ -90,7 +92,25 @@ def padded_dim(head_dim: int, value_dim: int) -> int:
     A tile may have more columns than the tensor. TMA fills these columns with zeros when it loads a tile, and it does not write
     them when it stores a tile.
     """
-    return 64 if max(head_dim, value_dim) <= 64 else 128
+    return 64 if max(head_dim, value_dim) <= 64 else NARROW_DIM
+
+
+def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Return the padded D and Dv of the kernels for head dims above NARROW_DIM, (192, 128) or (256, 256)."""
+    return (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
+
+
+def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return (delta, out, dout, dlse) for a kernel that either reads delta or computes it from the other tensors.
+
+    Tensors that the kernel does not read are None. All others are contiguous.
+
+    Args:
+        delta: (B, N, Hq), or the tuple (out, dlse). dlse may be None.
+        dout: (B, N, Hq, Dv).
+    """
+    operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
+    return tuple(x if x is None else x.contiguous() for x in operands)
 
 
 @lru_cache(maxsize=256)

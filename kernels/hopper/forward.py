@@ -69,8 +69,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
+from ringattn.kernels.hopper import NARROW_DIM, forward_wide, softmax
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper import forward_wide, softmax
 from ringattn.kernels.hopper.column_parts import (
     add_product,
     join_parts,
@@ -147,9 +147,6 @@ class Config(ForwardConfig):
         """
         return -(-self.consumers * self.o_parts // 2) if self.has_state or not self.final else 0
 
-
-# The largest head dim that this kernel computes.
-MAX_DIM = 128
 
 # These settings were the fastest on an H200, or on an H100 with 96 columns. The key of each entry is `Config.columns`.
 TILES = {
@@ -617,7 +614,7 @@ def forward(
         the scores. l and o are relative to this reference max. A query that has not seen a key has the state (-inf, 0, 0), the
         output 0 and the lse -inf.
     """
-    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
+    if max(q.shape[-1], v.shape[-1]) > NARROW_DIM:
         return forward_wide.forward(q, k, v, intervals, scale, state, final, shares_sms)
     m, l, o, out, lse = triton_common.allocate_results(q, v, state, final)
     if q.numel() == 0:

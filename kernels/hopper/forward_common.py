@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, step_start
 from ringattn.kernels.hopper.epilogue import load_ref_max
@@ -169,7 +170,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
 def assign_work_tiles(config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool) -> Tensor:
     """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8). The arguments are those of `forward`."""
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
-    l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > 128 else L2_BYTES
+    l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms)

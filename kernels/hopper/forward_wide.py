@@ -515,9 +515,9 @@ def _forward_kernel(
 @lru_cache(maxsize=256)
 def configure(dims: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, has_state: bool, final: bool) -> Config:
     """Return the constants of the kernel for a call. The arguments are those of `ringattn.kernels.hopper.forward.configure`."""
-    (head_dim, value_dim), (num_heads, num_key_heads) = dims, heads
-    key_dim, dim = (192, 128) if head_dim <= 192 and value_dim <= 128 else (256, 256)
-    call = dict(dim=dim, value_dim=value_dim, num_heads=num_heads, group=num_heads // num_key_heads, has_state=has_state)
+    num_heads, num_key_heads = heads
+    key_dim, dim = hopper_common.padded_wide_dims(*dims)
+    call = dict(dim=dim, value_dim=dims[1], num_heads=num_heads, group=num_heads // num_key_heads, has_state=has_state)
     # fp16 cannot represent probabilities up to OVERFLOW_LIMIT. In fp16, the first pass must therefore update the reference max
     # in every step.
     update = dtype != torch.bfloat16

@@ -22,6 +22,7 @@ import torch
 
 from ringattn import Mask
 from ringattn.kernels import dispatch
+from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import row_delta
 from ringattn.kernels.triton import common as triton_common
@@ -191,7 +192,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not (args.predict or torch.cuda.is_available()):
         parser.error("a CUDA device is required; --predict works without one")
-    if args.backend == "hopper" and args.head_dim > 128:
+    if args.backend == "hopper" and args.head_dim > NARROW_DIM:
         parser.error(f"--head-dim {args.head_dim}: the Hopper kernels support 64 and 128, use --backend triton")
     case = args.length, args.heads, args.head_dim, MASKS[args.mask]
     if not args.predict:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ringattn.kernels.hopper import NARROW_DIM, forward_wide
 from ringattn.kernels.hopper import forward as hopper_forward
-from ringattn.kernels.hopper import forward_wide
 
 DTYPES = [torch.float16, torch.bfloat16]
 
@@ -61,7 +61,7 @@ def dims(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
 
 def work_tile_rows(dims: tuple[int, int]) -> int:
     """Return the number of rows of a work tile of the forward, for head dims of DIMS and many rows."""
-    if max(dims) > hopper_forward.MAX_DIM:
+    if max(dims) > NARROW_DIM:
         return forward_wide.configure(dims, (1, 1), torch.bfloat16, False, True).queries
     return hopper_forward.configure(dims, (1, 1), torch.bfloat16, False, True, few_rows=False).queries
 

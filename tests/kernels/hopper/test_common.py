@@ -23,6 +23,22 @@ def test_head_dims_are_padded_to_64_or_128(dims, padded):
     assert hopper_common.padded_dim(*dims) == padded
 
 
+@pytest.mark.parametrize(
+    ("dims", "padded"), [((136, 8), (192, 128)), ((192, 128), (192, 128)), ((192, 136), (256, 256)), ((200, 8), (256, 256))]
+)
+def test_head_dims_above_128_are_padded_to_192_and_128_or_to_256(dims, padded):
+    assert hopper_common.padded_wide_dims(*dims) == padded
+
+
+def test_kernels_get_delta_or_the_tensors_from_which_they_compute_it():
+    out, dout, dlse = torch.zeros(1, 2, 3, 4), torch.ones(1, 3, 2, 4).transpose(1, 2), torch.zeros(1, 2, 3)
+    assert hopper_common.delta_operands(dlse, dout) == (dlse, None, None, None)
+    delta, *tensors = hopper_common.delta_operands((out, dlse), dout)
+    assert delta is None and tensors[0] is out and tensors[2] is dlse
+    assert tensors[1].is_contiguous() and tensors[1].equal(dout)
+    assert hopper_common.delta_operands((out, None), dout)[3] is None
+
+
 @pytest.mark.parametrize("dtype", hopper_common.DTYPES, ids=str)
 @pytest.mark.parametrize("dims", [(8, 8), (64, 128), (128, 128), (120, 72), (192, 128), (256, 256)], ids=str)
 def test_16_bit_dtypes_and_multiples_of_8_are_supported_on_sm_90(dims, dtype, capability):
