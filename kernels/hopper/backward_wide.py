@@ -904,31 +904,8 @@ def backward(
 ):  # fmt: skip
     """Compute the gradients of one block of queries and one block of keys on one sm_90 GPU, for head dims up to 256.
 
-    All gradients are bitwise identical in every run.
-
-    This function does not check its arguments. Call `ringattn.kernels.dispatch.backward`, which checks them.
-
-    Args:
-        q: (B, Nq, Hq, D), fp16 or bf16; D is a multiple of 8 up to 256. TMA requires that the last dimension is contiguous and
-            that the other strides are multiples of 8 elements. If q, k, v or dout has other strides, it is copied.
-        k: (B, Nk, Hkv, D) in q's dtype; Hkv divides Hq, and Nk is at least 1.
-        v: (B, Nk, Hkv, Dv) in q's dtype; Dv is a multiple of 8 up to 256.
-        dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
-        lse: (B, Nq, Hq), fp32, over all keys of every query, including the keys of other blocks.
-        delta: (B, Nq, Hq), fp32, from `row_delta`. The tuple (out, dlse) is also accepted. In that case the backward computes
-            delta itself, which saves a launch.
-        intervals: for every query, the range [lo, hi) of keys that it may attend to, for 1 or B batch entries, on q's device.
-        scale: multiplies the scores before the softmax, usually D ** -0.5. It must be positive.
-        dq, dk, dv: accumulators with the shapes of q, k and v, fp32 and contiguous, to which the gradients are added. For None,
-            a new tensor is returned.
-        grad_dtype: the dtype of new gradients: q's dtype (None) or fp32.
-        dropout, blocks: must be None.
-        precision: ignored, because it applies to fp32 inputs only.
-        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time.
-            `ringattn.kernels.hopper.forward.forward` explains this argument.
-
-    Returns:
-        (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
+    All gradients are bitwise identical in every run. The arguments and the results are those of
+    `ringattn.kernels.hopper.backward.backward`, except that D and Dv are multiples of 8 up to 256.
     """
     if q.numel() == 0 or k.numel() == 0:
         return triton_common.allocate_gradients(q, k, v, (dq, dk, dv), grad_dtype)
