@@ -305,13 +305,12 @@ def decode_attention(
     """
     if isinstance(sinks, Tensor) and bounds is None:
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
-    if scale is not None:
-        scale = resolve_scale(q, scale)
+    scale = resolve_scale(q, scale)
     call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
     call += (sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new:
-        _check(q, cache, group, window, bounds, sinks, resolve_scale(q, scale))
+        _check(q, cache, group, window, bounds, sinks, scale)
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
@@ -321,12 +320,11 @@ def decode_attention(
         check_bounds(q, lo, hi, sinks)
     if is_new:
         k, v, page_table = cache.operands
-        options = resolve_scale(q, scale), cache.ranks == 1, backend, row_sinks, page_table
-        cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, *options), call
+        options = cache.ranks == 1, backend, row_sinks, page_table
+        cache._decode, cache._checked = dispatch.prepare_decode(q, k, v, lo, scale, *options), call
     if cache.ranks == 1:
         return cache._decode(q, lo, hi, row_sinks)
     k, v, _ = cache.operands
-    scale = resolve_scale(q, scale)
     describe = partial(_as_call, q, cache, window, sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block
