@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-The backend "auto" stands for the first backend of this table that can run the call, but never for the reference. If a call on a
-GPU has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
+The backend "auto" selects the first backend of this table that can run the call, but never the reference. If a call on a GPU
+has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
 `ringattn.kernels.reference` specifies what all backends compute.
 """
 

@@ -203,8 +203,8 @@ def decode(q, k, v, lo, hi, scale, final=False, sinks=None, page_table=None, for
             decrease from one query to the next. The intervals are limited to the rows of the cache, [0, Nk).
         scale: multiplies the scores before the softmax, usually D ** -0.5.
         final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,), on q's device, or None. Query i also attends to the keys [0, sinks) before hi[i]. These keys are
-            attention sinks (Xiao et al. 2023), which models with a sliding window need in long texts.
+        sinks: int32 (1 or B,), on q's device, or None. Query i also attends to those of the first `sinks` keys that come before
+            hi[i]. These keys are attention sinks (Xiao et al. 2023), which models with a sliding window need in long texts.
         page_table: int32 (B, pages), on q's device, or None. With a page table, k and v have the shapes (pages, page size, Hkv,
             D) and (pages, page size, Hkv, Dv). Row i of batch entry b is row i % page_size of page page_table[b, i //
             page_size], so Nk is the number of pages of an entry times the page size.

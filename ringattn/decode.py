@@ -291,8 +291,8 @@ def decode_attention(
             shard.
         sinks: the number of attention sinks: the first tokens of the sequence, which all later tokens attend to even if the
             window does not reach them (Xiao et al. 2023). With `bounds`, a tensor int32 (1 or B,), contiguous, on the device
-            of the queries, which the GPU reads: query i attends to the rows [0, sinks) before hi[i], and to [lo[i], hi[i]).
-            None for no sinks.
+            of the queries, which the GPU reads: query i attends to the rows [lo[i], hi[i]), and to those of the first `sinks`
+            rows that come before hi[i]. None for no sinks.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -404,7 +404,10 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the same as `_rows_of_window` for sequences of these lengths, in which the row of a token is its position."""
+    """Return the result of `_rows_of_window` for a cache on one rank that holds sequences of these lengths.
+
+    On one rank, the row of a token is its position in its sequence.
+    """
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]

@@ -186,9 +186,9 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
     """Return the layout of dQ (64, columns) in shared memory, which is the order of its elements in a warpgroup's registers.
 
     In every 8 columns, a thread has four numbers, which are 16 contiguous bytes. The numbers of the next thread follow
-    directly. Therefore the stores have no bank conflicts. Each basis vector of the layout is the (row, column) that one bit
-    of the offset stands for. TMA's 128-byte swizzle combines some bits of the thread's number by exclusive or. This layout
-    combines the same bits, so that TMA restores the order on the way to global memory.
+    directly. Therefore the stores have no bank conflicts. Basis vector i of the layout is the (row, column) of the element at
+    offset 2**i. TMA's 128-byte swizzle replaces bits 2 to 4 of an offset, in units of fp32 numbers, by their exclusive or with
+    bits 5 to 7. This layout applies the same swizzle, so that TMA writes the elements to global memory in register order.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]

@@ -79,7 +79,7 @@ def time_ringattn(config: ModelConfig, context: int, num_tokens: int, device: to
 
 
 class Clock:
-    """A streamer of transformers that records when each token is known on the host."""
+    """A streamer for `generate` of transformers. It records the time at which each token reaches the host."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

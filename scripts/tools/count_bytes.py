@@ -193,7 +193,7 @@ def main(argv: list[str]) -> None:
     if not (args.predict or torch.cuda.is_available()):
         parser.error("a CUDA device is required; --predict works without one")
     if args.backend == "hopper" and args.head_dim > NARROW_DIM:
-        parser.error(f"--head-dim {args.head_dim}: the Hopper kernels support 64 and 128, use --backend triton")
+        parser.error(f"--head-dim {args.head_dim}: the Hopper prediction covers head dims 64 and 128, use --backend triton")
     case = args.length, args.heads, args.head_dim, MASKS[args.mask]
     if not args.predict:
         launch(*case, args.backend)

@@ -51,7 +51,7 @@ def _wait_until(condition: Callable[[], bool]) -> None:
 
 
 class Barrier:
-    """An mbarrier. A phase is complete after `count` arrivals and after all expected bytes."""
+    """An mbarrier. A phase completes when `count` arrivals have been counted and all expected bytes have been copied."""
 
     def init(self, count: int) -> None:
         self.count = self.pending = count
