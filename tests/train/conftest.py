@@ -34,6 +34,8 @@ def run_command_line(corpus: str, monkeypatch: pytest.MonkeyPatch) -> Callable[.
 
     # A collection of all objects takes long in this process, which has imported many packages.
     monkeypatch.setattr(run_setup, "_free_memory", lambda device: None)
+    # A run on the CPU would use all cores of the machine. Each test process uses one core, so that several can run at a time.
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
     def run_arguments(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["train/run.py", *arguments])
