@@ -8,9 +8,10 @@ products instead of 5. In return, every sum has a fixed order, so the gradients 
 Three kernels run one after another. `_prepare_kernel` brings lse and delta into the order in which the other kernels load them.
 `_key_gradient_kernel` computes dk and dv, and `_query_gradient_kernel` computes dq.
 
-A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. A ring is a ring
-buffer of parts. The producer loads the parts of consecutive tiles into consecutive slots of a ring, and every consumer uses and
-releases every part. A ring consists of (tiles, full, empty).
+A tile in shared memory is split into parts of 64 or 128 columns, because head dim 192 is not a power of two. The word "ring"
+means a ring buffer in this module, and each of its slots holds one part. The producer loads the parts of consecutive tiles into
+consecutive slots of a ring, and every consumer uses and releases every part. In the code, a ring is the tuple (tiles, full,
+empty), which consists of the slots and the two arrays of barriers.
 
 THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. Its loop covers the query tiles that see these keys, for
 every query head of the group. Scores are transposed: rows are keys and columns are queries. The two consumers divide the

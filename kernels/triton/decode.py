@@ -18,9 +18,9 @@ each key is read only once.
 The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
 one page, so a program reads one number of the table per tile.
 
-The host never reads the intervals of the queries. Both kernels read the intervals on the GPU, and compute from them which run
-covers which keys. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change
-between replays.
+The host never reads the intervals of the queries. Both kernels read the intervals on the GPU and use them to compute the keys
+of each run. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change between
+replays.
 """
 
 import math
@@ -49,7 +49,7 @@ INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; an
 
 
 class Tile(NamedTuple):
-    """The largest number of query rows and the number of keys of a tile, and Triton's launch options for this size."""
+    """The size of a tile, which is its largest number of query rows and its number of keys, and Triton's launch options."""
 
     rows: int
     keys: int
@@ -169,7 +169,7 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
 
 @triton.jit
 def _tile_at(t, ranges, HAS_SINKS: tl.constexpr):
-    """Return which tile of the cache is the tile t of an entry, counted over its sinks and its intervals."""
+    """Return the index in the cache of tile t of an entry. The tiles of the sinks are counted first, then all others."""
     _, sink_tiles, first_tile, _, _ = ranges
     return tl.where(t < sink_tiles, t, first_tile + t - sink_tiles) if HAS_SINKS else first_tile + t
 
@@ -544,8 +544,8 @@ def decode(
         final: whether to return the output instead of the state.
         sinks: int32 (1 or B,), contiguous, on q's device, or None.
         page_table: int32 (B, pages), contiguous, on q's device, or None. With a page table, k and v are (pages, page size, Hkv,
-            D) and (pages, page size, Hkv, Dv). The page size must be a multiple of 16 keys. Tiles have at most 64 keys, or 128
-            for head dims of up to 64, and fill the memory system best if the page size is a multiple of this number.
+            D) and (pages, page size, Hkv, Dv). The page size must be a multiple of 16 keys. The kernel is fastest if the page
+            size is a multiple of the largest tile, which has 64 keys, or 128 keys for head dims of up to 64.
         return_lse: with `final`, also return the log-sum-exp of the scores.
 
     Returns:

@@ -13,7 +13,7 @@ same calls from Python. All implementations of a case are timed one after the ot
 of the rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that
 it can sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of
 ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
-measures the time of the kernels, which is the time in which at least one kernel of a call runs.
+measures the time of the kernels, which is the time during which at least one kernel of a call runs.
 
 `flash` and `cudnn` are backends of SDPA. `fa3` is flash-attn's kernel for KV caches, `fa4` is flash-attn-4, and `flashinfer` is
 FlashInfer's kernel for one sequence. A library that is not installed has the entry "-".
@@ -208,7 +208,7 @@ def graph_us(graph: torch.cuda.CUDAGraph, layers: int, replays: int) -> float:
 
 
 def kernel_us(call: Implementation, layers: list[Layer]) -> float:
-    """Return the time per call in which at least one kernel runs, in microseconds."""
+    """Return the time per call during which at least one kernel runs, in microseconds."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler, call.context():
         for layer in layers:
             call.attend(layer)

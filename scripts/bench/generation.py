@@ -50,7 +50,7 @@ def bytes_per_token(config: ModelConfig, context: int, parameters: int) -> int:
 
 
 def speed_of(times: list[float], config: ModelConfig, context: int, parameters: int) -> Speed:
-    """Return the speed, from the times at which the tokens were known, in seconds."""
+    """Return the speed, given the times in seconds at which the tokens reached the host."""
     steps = [after - before for before, after in zip(times[WARM_UP:], times[WARM_UP + 1 :], strict=False)]
     return Speed(statistics.median(steps) * 1e3, bytes_per_token(config, context, parameters))
 
@@ -93,7 +93,7 @@ class Clock:
 
 @torch.no_grad()
 def time_transformers(config: ModelConfig, context: int, num_tokens: int, device: torch.device, compiled: bool) -> Speed:
-    """Time `generate` with SDPA and a static cache, for a Llama of the same size. `compiled` lets it compile the model."""
+    """Time `generate` with SDPA and a static cache, for a Llama of the same size. With `compiled`, it compiles the model."""
     import transformers
 
     total = context + WARM_UP + num_tokens

@@ -102,7 +102,7 @@ class Problem:
 def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]]:
     """Check and time all calls for a number of queries, and return the rows of the table.
 
-    A hop is compared with the hop of the KV ring, and a pass is compared with the pass of the KV ring.
+    The last column of a row is the time relative to the KV ring: that of one hop in HOPS, and that of a pass in PASSES.
     """
     problem = Problem(queries)
     problem.check()

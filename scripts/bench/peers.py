@@ -40,7 +40,7 @@ def ringattn(backend: str) -> Prepare:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """Enable deterministic algorithms, without filling the memory of new tensors, which would take time."""
+    """Enable deterministic algorithms, but do not let PyTorch fill new tensors with NaN, which would take time."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
