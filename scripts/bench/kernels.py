@@ -1,9 +1,10 @@
 """Time the kernels of this project, and compare them with PyTorch's SDPA, FlexAttention and flash-attn-4.
 
-    python -m scripts.bench.kernels                                     # all suites at S = 16,384
+    python -m scripts.bench.kernels                                     # all suites, most of them at S = 16,384
     python -m scripts.bench.kernels --suite speed --lengths 2048 4096 8192 16384 32768 65536 131072
     python -m scripts.bench.kernels --suite blocks memory --peers ringattn flex
     python -m scripts.bench.kernels --suite head-dims windows --peers ringattn deterministic cudnn fa4
+    python -m scripts.bench.kernels --suite backward --peers ringattn fa4 --compile-workers 16
     python -m scripts.bench.kernels --suite decode                      # runs scripts.bench.decode
 
 All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
@@ -15,6 +16,8 @@ correct.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
 - `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
 - `windows` measures a causal mask, windows of 1,024 and 4,096 tokens, and packed documents, with D = 128.
+- `backward` measures the cases in which a backward of 16,384 or 65,536 tokens is compared with flash-attn-4: D = 128 with a
+  causal mask, a full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
 - `blocks` measures block-sparse masks that keep some of the blocks, chosen at random.
 - `memory` measures the extra memory of a call, and compares it with the size of the N x N scores.
 - `decode` runs `scripts.bench.decode`, which writes its own report to the folder decode in --output. This suite runs only if
@@ -22,6 +25,9 @@ correct.
 
 The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`. It is measured only if --peers
 names it.
+
+flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes compile the kernels of all cases first,
+see `scripts.bench.compile_first`.
 
 Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The comparison
 covers all rows of the first and the last key head. The script writes README.md, rows.json and plots to --output.
@@ -56,7 +62,7 @@ from torch import Tensor
 
 from scripts import command
 from scripts.accuracy import GROUP_TOLERANCE
-from scripts.bench import decode, kernels_report, peers
+from scripts.bench import compile_first, decode, kernels_report, peers
 from scripts.bench.cases import BLOCK, Case, checked_error, expected_results
 from scripts.bench.kernels_report import DIRECTIONS
 
@@ -69,7 +75,8 @@ WINDOWS = (1024, 4096)
 # The suite "head-dims": the head dim of q and k, the head dim of v, and the numbers of query heads and of key heads. None means
 # that the two numbers are the same.
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
-SUITES = ("speed", "masks", "heads", "head-dims", "windows", "blocks", "memory")
+BACKWARD_LENGTHS = (16384, 65536)
+SUITES = ("speed", "masks", "heads", "head-dims", "windows", "backward", "blocks", "memory")
 DECODE = "decode"
 Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
 Key = tuple[str, str]  # the name of the implementation, and the direction
@@ -93,6 +100,16 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
     if suite == "windows":
         windows = [Case("window", LENGTH, HEADS, dim, window_size=size) for size in WINDOWS]
         return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim)]
+    if suite == "backward":
+        kinds = [(kind, dim) for kind in ("causal", "full", "documents")] + [("causal", HEAD_DIMS[0])]
+        return [
+            case
+            for length in BACKWARD_LENGTHS
+            for case in (
+                *(Case(kind, length, HEADS, dim) for kind, dim in kinds),
+                Case("causal", length, 2 * HEADS, dim, key_heads=HEADS // 2),
+            )
+        ]
     kinds = {"speed": ("causal", "full"), "masks": ("causal", "window", "documents", "short documents")}[suite]
     cases = [Case(kind, LENGTH, HEADS, dim) for dim in HEAD_DIMS for kind in kinds]
     return cases + [Case("causal", n, HEADS, dim) for n in lengths if suite == "speed"]
@@ -255,6 +272,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that are installed, without deterministic"
     )
     parser.add_argument("--rounds", type=command.at_least(1), default=3, help="rounds of timing; default: 3")
+    parser.add_argument(
+        "--compile-workers", type=command.at_least(0), default=0, help="processes that compile all kernels first; default: 0"
+    )
     parser.add_argument("--graph", action="store_true", help="replay the calls from CUDA graphs")
     args = parser.parse_args(argv)
     if any(n <= 0 or n % BLOCK for n in args.lengths):
@@ -296,6 +316,9 @@ def run(args: argparse.Namespace, header: dict, implementations: dict[str, peers
     """Measure all requested cases, write the report and return the rows of our own kernels."""
     chosen = choose_cases(args)
     args.output.mkdir(parents=True, exist_ok=True)
+    if args.compile_workers:
+        cases = [case for cases in chosen.values() for case in cases]
+        compile_first.compile_first(cases, list(implementations), args.compile_workers)
     suites, rows = {}, {}
     for suite, cases in chosen.items():
         suites[suite] = cases
@@ -316,6 +339,8 @@ def main(argv: list[str]) -> int:
         status = decode.main(["--output", str(args.output / DECODE), "--rounds", str(args.rounds), *only])
         if set(args.suite) == {DECODE}:
             return status
+    if args.compile_workers:
+        compile_first.use_disk_cache()
     names = args.peers or [name for name in peers.IMPLEMENTATIONS if name != peers.DETERMINISTIC]
     implementations = {name: x for name, x in peers.available().items() if name in names}
     packages = ["flash-attn-4"] if "fa4" in implementations else []

@@ -139,9 +139,13 @@ class Report:
     def windows(self, cases: list[Case]) -> str:
         return self.masks(cases, "Windows and packed documents")
 
+    def backward(self, cases: list[Case]) -> str:
+        return self.masks(cases, "Cases of the backward")
+
     def masks(self, cases: list[Case], title: str = "Masks") -> str:
         def cell(case: Case, row: dict) -> str:
-            base = next((x for x in cases if x.kind == "causal" and x.head_dim == case.head_dim), None)
+            key = "causal", case.head_dim, case.length, None
+            base = next((x for x in cases if (x.kind, x.head_dim, x.length, x.key_heads) == key), None)
             return _cell(row, "tflops", "{:.0f}".format) + _ratio(self.rows, row, base, "tflops")
 
         extra = {"pairs of N x N": lambda case: f"{case.pairs / case.length**2:.1%}"}

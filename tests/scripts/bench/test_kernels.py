@@ -25,7 +25,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return 1.0
 
     for name, value in dict(
-        DEVICE=torch.device("cpu"), LENGTH=256, HEADS=4, HEAD_DIMS=(16,), MEMORY_LENGTHS=(128, 256)
+        DEVICE=torch.device("cpu"), LENGTH=256, HEADS=4, HEAD_DIMS=(16,), MEMORY_LENGTHS=(128, 256), BACKWARD_LENGTHS=(128, 256)
     ).items():
         monkeypatch.setattr(bench_kernels, name, value)
     monkeypatch.setattr(bench_kernels, "warm_up", lambda call: None)
@@ -93,6 +93,13 @@ def test_cases_of_a_suite(suite, names):
     assert [bench_kernels.case_name(case).replace("S256", str(case.heads)) for case in cases] == names
 
 
+def test_backward_is_measured_at_two_lengths(monkeypatch):
+    monkeypatch.setattr(bench_kernels, "HEAD_DIMS", (8, 16))
+    names = [bench_kernels.case_name(case) for case in bench_kernels.suite_cases("backward", [])]
+    kinds = "causal D16", "full D16", "documents D16", "causal D8", "causal, 8/2 heads D16"
+    assert names == [f"{kind} S{length}" for length in (128, 256) for kind in kinds]
+
+
 def test_decoding_is_measured_by_its_own_script(tmp_path, monkeypatch):
     """The suite runs only on request. Its exit status counts, also if other suites run."""
     calls = []
@@ -103,6 +110,18 @@ def test_decoding_is_measured_by_its_own_script(tmp_path, monkeypatch):
     assert not (tmp_path / "README.md").exists()
     assert bench_kernels.main([*arguments, "--suite", "decode", "speed"]) == 1
     assert (tmp_path / "README.md").exists()
+
+
+def test_kernels_are_compiled_first_on_request(tmp_path, monkeypatch):
+    """The requested cases are compiled by the requested number of processes, before the first measurement."""
+    compiled = []
+    monkeypatch.setattr(bench_kernels.compile_first, "compile_first", lambda *call: compiled.append(call))
+    monkeypatch.setattr(bench_kernels.compile_first, "use_disk_cache", lambda: compiled.append("cache"))
+    arguments = "--suite", "masks", "--only", "^causal", "--rounds", "1"
+    run(tmp_path, *arguments)
+    assert not compiled
+    run(tmp_path, *arguments, "--compile-workers", "3")
+    assert compiled == ["cache", ([Case("causal", 256, 4, 16)], [peers.OURS], 3)]
 
 
 def test_the_deterministic_implementation_runs_on_request(tmp_path, monkeypatch):

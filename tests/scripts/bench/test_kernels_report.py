@@ -43,6 +43,14 @@ def test_ratio_is_relative_to_the_causal_mask():
     assert "50 / 50 (0.50 / 1.00) | - |" in table.splitlines()[-1]
 
 
+def test_ratio_of_the_backward_is_relative_to_the_causal_mask_of_the_same_length():
+    rows = make_rows()
+    for found in rows[CASES[1]]:
+        found["forward"] = direction(10.0)
+    table = kernels_report.Report(HEADER, rows).backward(CASES)
+    assert all("(1.00 / 1.00)" in line for line in table.splitlines()[-2:])
+
+
 def test_report_can_be_rewritten_from_its_rows(tmp_path):
     kernels_report.save_rows(tmp_path, HEADER, {"speed": CASES, "masks": CASES}, make_rows())
     kernels_report.write(tmp_path, HEADER, {"speed": CASES, "masks": CASES}, make_rows())

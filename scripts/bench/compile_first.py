@@ -1,0 +1,69 @@
+"""Compile the kernels of a benchmark in several processes, before one process measures them.
+
+flash-attn-4 compiles the kernels of one case for about 10 s, on one core. A process that measures many cases would compile for
+minutes, while the GPU is idle. Here, several processes each call one implementation with one case. They leave the compiled
+kernels in the caches on disk of Triton and of flash-attn-4, from which the measuring process loads them.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+
+import torch
+
+from scripts.bench import peers
+from scripts.bench.cases import Case
+
+MAX_LENGTH = 16384  # the kernels of longer sequences are the same
+
+
+def use_disk_cache() -> None:
+    """Enable flash-attn-4's cache on disk, which must happen before the library is imported.
+
+    The environment variable FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets the folder of the cache.
+    """
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+
+
+def distinct_cases(cases: Iterable[Case]) -> list[Case]:
+    """Return one case for each set of kernels. Cases that differ only in their length or window use the same kernels."""
+    found = {}
+    for case in cases:
+        short = replace(case, length=min(case.length, MAX_LENGTH))
+        grouped = case.heads // case.num_key_heads
+        found.setdefault((case.kind, case.head_dim, case.out_dim, grouped), short)
+    return list(found.values())
+
+
+def compile_first(cases: Iterable[Case], names: list[str], workers: int) -> dict[tuple[str, Case], str]:
+    """Compile the kernels of all cases for the implementations with these names, in `workers` processes.
+
+    Returns:
+        The errors of the calls that failed. The measurement reports them again.
+    """
+    start, errors = time.perf_counter(), {}
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        calls = {pool.submit(_call, name, case): (name, case) for case in distinct_cases(cases) for name in names}
+        for call in as_completed(calls):
+            if error := call.exception():
+                errors[calls[call]] = f"{type(error).__name__}: {error}"
+    print(f"compiled {len(calls)} calls in {time.perf_counter() - start:.0f} s, {len(errors)} failed", flush=True)
+    return errors
+
+
+def _call(name: str, case: Case) -> None:
+    """Call the forward and the backward of an implementation once."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    *inputs, dout = case.inputs(device)
+    try:
+        with peers.context(name):
+            out = peers.IMPLEMENTATIONS[name](case, device)(*inputs)
+            torch.autograd.grad(out, inputs, dout)
+    except peers.Unsupported:
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize()
