@@ -151,9 +151,9 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 
 
 def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
-    """Return the settings of the evaluated text, as a corpus of its own and before the overrides.
+    """Return the settings of a separate corpus for the evaluation. The overrides have not been applied to these settings.
 
-    The result is None if a fraction of the text of the training was held out, and the overrides do not name another text.
+    The result is None if the evaluated text is the fraction of the training text that was held out.
     """
     if overrides.keys() & {"data.source", "data.path"}:
         source = overrides.get("data.source", data.source)

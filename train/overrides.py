@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.train.config import Config, ConfigError
 
-# File systems limit a name to 255 bytes. The rest is for suffixes of files that are named after a run.
+# File systems limit a name to 255 bytes. Some files have the name of a run and a suffix, which may take the remaining bytes.
 MAX_NAME_BYTES = 200
 
 

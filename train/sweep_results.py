@@ -215,5 +215,5 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         with wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options) as run:
             run.log({"sweep": wandb.Table(names, rows), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
         log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
-    except Exception as error:  # The results are already on disk, so an error of W&B must not fail the sweep.
+    except Exception as error:  # The results are already on disk, so an error of W&B must not end the sweep.
         log.warning("W&B failed: %s; sweep.md and sweep.png contain the results", error)

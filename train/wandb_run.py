@@ -95,7 +95,7 @@ class WandbRun:
         self._run = None
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
-        """Record an object of the class `kind` of W&B."""
+        """Record an image, a table or another object of W&B. `kind` is the name of its class in the package wandb."""
 
         def log_object(run: Any) -> None:
             import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
