@@ -49,7 +49,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.hopper import common as hopper_common
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, load_work_tile, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import (
+    LOG2_E,
+    ROWS,
+    accumulator_layout,
+    allocate_barriers,
+    load_work_tile,
+    step_start,
+    tile_view,
+    tma_load,
+)
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
@@ -622,19 +631,8 @@ def _allocate_ring(
     """Return a ring of SLOTS parts (ROWS_OF_TILE, COLUMNS). CONSUMERS is the number of consumers that release each part."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF_TILE, COLUMNS], dtype)
     tiles = gl.allocate_shared_memory(dtype, [SLOTS, ROWS_OF_TILE, COLUMNS], LAYOUT)
-    full, empty = _allocate_barriers(SLOTS, 1, CONSUMERS)
+    full, empty = allocate_barriers(SLOTS, 1, CONSUMERS)
     return tiles, full, empty
-
-
-@gluon.jit
-def _allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots, at which PRODUCERS and CONSUMERS partitions arrive."""
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=PRODUCERS)
-        mbarrier.init(empty.index(i), count=CONSUMERS)
-    return full, empty
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_keys"])
@@ -657,7 +655,6 @@ def _key_gradient_kernel(
     """
     K_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys = gl.allocate_shared_memory(q.dtype, [CONFIG.parts, ROWS, CONFIG.part], K_TILE)
     values = gl.allocate_shared_memory(q.dtype, [CONFIG.value_parts, ROWS, CONFIG.value_part], V_TILE)
     p_tiles = gl.allocate_shared_memory(q.dtype, [CONFIG.p_slots, ROWS, CONFIG.queries], CONFIG.p_tile_layout)
@@ -665,21 +662,15 @@ def _key_gradient_kernel(
     delta_tiles = gl.allocate_shared_memory(gl.float32, [CONFIG.dout_slots, CONFIG.queries], row_delta.layout)
     q_ring = _allocate_ring(q.dtype, CONFIG.queries, CONFIG.part, CONFIG.q_slots, 2)
     dout_ring = _allocate_ring(q.dtype, CONFIG.queries, CONFIG.value_part, CONFIG.dout_slots, 2)
-    p_full, p_empty = _allocate_barriers(CONFIG.p_slots, 1, 1)
-    k_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(k_full, count=1)
-    mbarrier.init(k_empty, count=1)
-    mbarrier.init(v_full, count=1)
-    mbarrier.init(v_empty, count=1)
+    p_full, p_empty = allocate_barriers(CONFIG.p_slots, 1, 1)
+    k_full, k_empty = allocate_barriers(1, 1, 1)
+    v_full, v_empty = allocate_barriers(1, 1, 1)
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
     sizes = num_masks, num_tiles, num_keys
     bounds = query_lo, query_hi
     buffers = keys, values, lse_tiles, delta_tiles, p_tiles
-    barriers = k_full, k_empty, v_full, v_empty, p_full, p_empty
+    barriers = k_full.index(0), k_empty.index(0), v_full.index(0), v_empty.index(0), p_full, p_empty
     rings = q_ring, dout_ring
     loading = (q, k, v, dout, log2_lse, row_delta), work_tiles, num_tiles, buffers, barriers, rings
     for_dv = bounds, work_tiles, sizes, dv, scale, buffers, barriers, rings
@@ -870,21 +861,17 @@ def _query_gradient_kernel(
     """
     Q_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.part], q.dtype)
     DOUT_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.value_part], q.dtype)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     queries = gl.allocate_shared_memory(q.dtype, [2 * CONFIG.parts, ROWS, CONFIG.part], Q_TILE)
     douts = gl.allocate_shared_memory(q.dtype, [2 * CONFIG.value_parts, ROWS, CONFIG.value_part], DOUT_TILE)
     k_ring = _allocate_ring(q.dtype, STEP_KEYS, CONFIG.part, CONFIG.k_slots, 2)
     v_ring = _allocate_ring(q.dtype, STEP_KEYS, CONFIG.value_part, CONFIG.v_slots, 2)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=2)
+    q_full, q_empty = allocate_barriers(1, 1, 2)
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
     sizes = num_masks, padded_queries, num_queries
     bounds = lo, hi
     buffers = queries, douts
-    barriers = q_full, q_empty
+    barriers = q_full.index(0), q_empty.index(0)
     rings = k_ring, v_ring
     loading = (q, k, v, dout), work_tiles, buffers, barriers, rings
     computing = bounds, log2_lse, row_delta, work_tiles, sizes, dq, scale, buffers, barriers, rings

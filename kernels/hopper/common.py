@@ -19,7 +19,7 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ringattn.kernels.hopper import NARROW_DIM
@@ -224,6 +224,20 @@ def reinterpret(buffer, dtype, shape, layout, _semantic=None):
 def tile_view(buffer, desc):
     """Return a two-dimensional tile (rows, dim) of shared memory as the four-dimensional block that `desc` copies."""
     return reinterpret(buffer, desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Return the barriers `full` and `empty` of SLOTS slots, at which PRODUCERS and CONSUMERS partitions arrive.
+
+    An arrival acts for a whole partition, so the counts are numbers of partitions.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=PRODUCERS)
+        mbarrier.init(empty.index(i), count=CONSUMERS)
+    return full, empty
 
 
 @gluon.jit

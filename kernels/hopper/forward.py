@@ -82,13 +82,14 @@ from ringattn.kernels.hopper.column_parts import (
     wait_for_parts,
     zero_parts,
 )
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, allocate_barriers, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile, load_state_scalars, transfer_buffer
 from ringattn.kernels.hopper.forward_common import (
     FENCE_SOFTMAX,
     PRODUCER_REGISTERS,
     ForwardConfig,
     advance_stage,
+    allocate_overflow,
     any_overflow,
     assign_work_tiles,
     load_consumer_tile,
@@ -505,35 +506,19 @@ def _forward_kernel(
         log2_scale: the factor that converts q k^T to scores in log2 units.
     """
     MATRIX: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = CONFIG.stages
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.q_slots * CONFIG.consumers, ROWS, CONFIG.dim], MATRIX)
     keys = gl.allocate_shared_memory(k.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], MATRIX)
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    k_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    # An arrival acts for a whole partition, so the counts are numbers of partitions.
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=CONFIG.consumers)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=CONFIG.consumers)
-        mbarrier.init(v_empty.index(i), count=CONFIG.consumers)
-    overflow_flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    overflow_reported = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(overflow_reported, count=CONFIG.consumers)
+    q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
+    k_full, k_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
+    v_full, v_empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
+    overflow = allocate_overflow(CONFIG)
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
     buffers = queries, keys, values
-    overflow = overflow_flags, overflow_reported
     if CONFIG.joint_release:
         k_empty = v_empty
-    barriers = q_full, q_empty, k_full, k_empty, v_full, v_empty
+    barriers = q_full.index(0), q_empty.index(0), k_full, k_empty, v_full, v_empty
     loading = q, k, v, state_tiles, work_tiles, buffers, barriers
     # `results` also contains the tensors of the state. Consumers read the incoming state from these tensors. If a state is
     # returned, they write the new state to the same tensors.

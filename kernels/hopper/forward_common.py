@@ -96,6 +96,15 @@ def advance_stage(stage, phase, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def allocate_overflow(CONFIG: gl.constexpr):
+    """Return the flags and the barrier with which the consumers report overflows to all partitions."""
+    flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    reported = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(reported, count=CONFIG.consumers)
+    return flags, reported
+
+
+@gluon.jit
 def any_overflow(overflow, WARPS: gl.constexpr, CONFIG: gl.constexpr):
     """Wait until every consumer has reported, and return whether any row of any consumer has overflowed.
 

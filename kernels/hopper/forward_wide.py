@@ -44,7 +44,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, allocate_barriers, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
@@ -52,6 +52,7 @@ from ringattn.kernels.hopper.forward_common import (
     PRODUCER_REGISTERS,
     ForwardConfig,
     advance_stage,
+    allocate_overflow,
     any_overflow,
     assign_work_tiles,
     load_consumer_tile,
@@ -467,8 +468,6 @@ def _forward_kernel(
         log2_scale: the factor that converts q k^T to scores in log2 units.
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], q.dtype)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = CONFIG.stages
     queries = gl.allocate_shared_memory(q.dtype, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)
     ring = gl.allocate_shared_memory(q.dtype, [CONFIG.stages, CONFIG.keys, CONFIG.dim], TILE)
     if CONFIG.tail > 0:
@@ -479,24 +478,13 @@ def _forward_kernel(
         # These names must be defined, but they are not used.
         query_tails = queries
         key_tails = ring
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    # An arrival acts for a whole partition, so the counts are numbers of partitions.
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=CONFIG.consumers)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONFIG.consumers)
-    overflow_flags = gl.allocate_shared_memory(gl.int32, [CONFIG.consumers, 32], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    overflow_reported = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    mbarrier.init(overflow_reported, count=CONFIG.consumers)
+    q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
+    full, empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
+    overflow = allocate_overflow(CONFIG)
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
     buffers = queries, query_tails, ring, key_tails
-    overflow = overflow_flags, overflow_reported
-    barriers = q_full, q_empty, full, empty
+    barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, q_tail, k, k_tail, v), work_tiles, buffers, barriers
     # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries
