@@ -11,7 +11,7 @@ from ringattn.kernels import blockwise, reference
 from ringattn.kernels.triton import forward as triton_forward
 from ringattn.kernels.triton import merge_states as triton_merge
 from tests.kernels.masks import full
-from tests.worked_examples import EXAMPLES, Example, check_forward, check_result, tokens
+from tests.worked_examples import EXAMPLES, Example, check_forward, check_result, check_state, tokens
 
 # The module of each kernel, and the dtype of its inputs.
 KERNELS = {
@@ -90,41 +90,30 @@ def test_two_blocks_of_four_scores():
     assert second[1].item() == pytest.approx(rescaled + sum(math.exp(s - 5) for s in (5, 1, 3, 1)), rel=1e-14)
 
 
+def attend_in_blocks(example: Example, block: int) -> list[reference.State]:
+    """Return the states of the queries after each block of `block` keys."""
+    states: list[reference.State] = []
+    for k, v in zip(example.k.split(block, 1), example.v.split(block, 1), strict=True):
+        states.append(attend(example.q, k, v, example.scale, states[-1] if states else None))
+    return states
+
+
 def test_one_query_attends_to_two_blocks_of_keys():
-    q = tokens([1, 0, 2, 1])
-    k = tokens([1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 1, 1], [0, 0, 1, 0], [2, 1, 1, 1], [0, 1, 0, 1], [1, 1, 1, 0], [0, 0, 0, 1])
-    v = tokens([2, 1, 0, 3], [1, 0, 1, 2], [0, 2, 1, 1], [3, 1, 0, 0], [1, 3, 2, 0], [0, 1, 0, 2], [2, 0, 1, 1], [1, 0, 0, 3])
-    m, l, o = state = attend(q, k[:, :4], v[:, :4], 1.0)
+    example = EXAMPLES["two-blocks-of-keys"]
+    (m, l, o), last = attend_in_blocks(example, 4)
     assert m.item() == 4
     assert l.item() == pytest.approx(1.3205, abs=5e-5)
     assert o.flatten().tolist() == pytest.approx([0.641, 2.185, 1.135, 1.420], abs=5e-4)
-    m, l, o = state = attend(q, k[:, 4:], v[:, 4:], 1.0, state)
-    assert m.item() == 5
-    assert l.item() == pytest.approx(1.6577, abs=5e-5)
-    out, lse = reference.finalize(state, torch.float64)
-    assert out.flatten().tolist() == pytest.approx([0.9198, 2.3057, 1.5401, 0.4520], abs=5e-5)
-    assert lse.item() == pytest.approx(5 + math.log(1.6577), abs=5e-5)
+    check_state(last, example, 0.0)
+    check_result(*reference.finalize(last, torch.float64), example, 0.0)
 
 
 def test_five_tokens_in_tiles_of_two_keys():
-    q = tokens([1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1])
-    k = tokens([0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5])
-    v = tokens([1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5])
-    state = None
-    for first in (0, 2, 4):
-        state = attend(q, k[:, first : first + 2], v[:, first : first + 2], 0.5, state)
-    assert state[0].flatten().tolist() == pytest.approx([1.0, 1.5, 1.0, 1.0, 0.75], abs=1e-15)
-    assert state[1].flatten().tolist() == pytest.approx([3.3597, 2.4840, 3.9919, 3.1875, 4.1152], abs=5e-5)
-    out, _ = reference.finalize(state, torch.float64)
-    expected = tokens(
-        [0.2254, 0.4135, 0.2964, 0.2964],
-        [0.4602, 0.1475, 0.3018, 0.2058],
-        [0.2495, 0.3481, 0.3481, 0.2495],
-        [0.2854, 0.2854, 0.2106, 0.4089],
-        [0.3108, 0.3108, 0.3108, 0.3108],
-    )
-    torch.testing.assert_close(out, expected, rtol=0, atol=5e-5)
-    direct = torch.softmax(0.5 * q[0, :, 0] @ k[0, :, 0].T, -1) @ v[0, :, 0]
+    """In fp64, the result differs from the softmax of all scores by at most 2e-16."""
+    example = EXAMPLES["five-tokens"]
+    out, _ = reference.finalize(attend_in_blocks(example, 2)[-1], torch.float64)
+    q, k, v = (x[0, :, 0] for x in (example.q, example.k, example.v))
+    direct = torch.softmax(example.scale * q @ k.T, -1) @ v
     torch.testing.assert_close(out[0, :, 0], direct, rtol=0, atol=2e-16)
 
 
