@@ -63,7 +63,7 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     """Log the properties of this run. `facts` is the result of `run_facts`."""
-    config, mesh = run.config, facts["mesh"]
+    config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
     held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
     data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
     if config.data.source == "recall":
@@ -74,13 +74,13 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "data": f"{config.data.description}, {data}",
         "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
         f"on {facts['device']}",
-        "step": f"{facts['sequences_per_step']} sequences, {facts['tokens_per_step']:,} tokens",
+        "step": f"{per_step} sequence{'s' * (per_step > 1)}, {facts['tokens_per_step']:,} tokens",
         "ring": f"layout {facts['layout']}, {facts['tokens_per_rank']:,} tokens per rank, schedule {facts['schedule']}, "
         f"route {facts['route']}",
         "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
         "precision": facts["precision"],
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
-        "memory": f"about {facts['estimated_memory_gib']:.1f} GiB per rank"
+        "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if facts["recompute"] else ""),
     }
     if run.held_out and config.data.resolved_eval_fraction:

@@ -25,13 +25,17 @@ def test_description_names_what_the_run_uses(corpus, caplog):
     with one_rank():
         run = run_setup.build(job(corpus, 1))
         run.init_from, run.init_from_changes = Path("weights"), "model.window=None (now 40)"
-        description.describe(run, Path("outputs/name"), description.run_facts(run))
+        facts = description.run_facts(run)
+    description.describe(run, Path("outputs/name"), facts)
     entries = dict(message.split(maxsplit=1) for message in caplog.messages)
     assert entries["directory"] == "outputs/name"
     assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
     assert corpus in entries["data"] and "61 tokens" in entries["data"] and "held-out" in entries["data"]
     assert "61 tokens per rank" in entries["ring"] and "4 sequences, 244 tokens" in entries["step"]
     assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]
+    caplog.clear()
+    description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
+    assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
 
 
 def test_facts_are_those_of_the_run(corpus):
