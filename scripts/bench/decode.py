@@ -11,8 +11,8 @@ Every case is measured in two ways. A replayed CUDA graph contains the calls of 
 key comes from the L2 cache. The graph time is the GPU time per call of such a replay. The eager time is the wall time of the
 same calls from Python. All implementations of a case are timed one after the other in several rounds. Each figure is the median
 of the rounds after the first. Every measurement follows the previous one without a pause, so the GPU stays at the clock that
-it can sustain. GB/s count the bytes of the keys and values once. The last columns divide the rate and the eager time of
-ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
+it can sustain. The column GB/s counts the bytes of the keys and values once. The last columns divide the rate and the eager
+time of ringattn by those of the fastest other implementation, and the graph time by the time of the kernels alone. The profiler
 measures the time of the kernels, which is the time during which at least one kernel of a call runs.
 
 `flash` and `cudnn` are backends of SDPA. `fa3` is flash-attn's kernel for KV caches, `fa4` is flash-attn-4, and `flashinfer` is

@@ -24,10 +24,11 @@ PARTS = ("forward", "both")  # the timed parts; "both" is a forward pass followe
 # name.
 Rows = dict[str, dict[str, dict]]
 COMMUNICATION_NOTE = """\
-Pairs of figures are forward / forward + backward. Hops are the steps that have messages. The exposed time is the time of a call
-minus the time of `local` (for a graph: `local-graph`), which does not communicate. Noise can make the exposed time negative.
-`local` runs the kernels of the automatic schedule. If a ring has another schedule, the exposed time therefore also contains
-merges and kernels that take longer.
+In a pair of figures, the first is for the forward, and the second is for the forward + backward. The column "hops" gives the
+number of steps in which messages are sent. The exposed time is the difference between the time of a call and the time of
+`local`, which does not communicate. For variants that end with `-graph`, the exposed time is the difference from `local-graph`.
+Because of noise, the exposed time can be negative. `local` runs the kernels of the ring that `schedule="auto"` chooses. For a
+ring with another value of `schedule`, the difference therefore also contains merges and slower kernels.
 """
 
 
