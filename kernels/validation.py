@@ -150,6 +150,14 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
             )
 
 
+def check_rows(rows: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row of the cache for each token of `k` (B, N, Hkv, D)."""
+    if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
+        raise ValueError(
+            f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
+        )
+
+
 def check_cache(
     q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
 ) -> None:

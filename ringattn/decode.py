@@ -18,7 +18,7 @@ from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
 from ringattn.kernels.reference import State
-from ringattn.kernels.validation import check_bounds, check_new_tokens, check_scale, check_tensors
+from ringattn.kernels.validation import check_bounds, check_new_tokens, check_rows, check_scale, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import check_window
 from ringattn.paged_cache import PagedKVCache
@@ -176,10 +176,7 @@ class KVCache:
         if self.ranks > 1 or self._k is None:
             raise ValueError("rows requires a cache on one rank that holds tokens: call prefill or append without rows first")
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
-        if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
-            raise ValueError(
-                f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
-            )
+        check_rows(rows, k)
         for new, stored in ((k, self._k), (v, self._v)):
             if rows.ndim == 1:
                 stored.index_copy_(1, rows, new)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ringattn.kernels.validation import check_new_tokens, check_tensors
+from ringattn.kernels.validation import check_new_tokens, check_rows, check_tensors
 
 PAGE_UNIT = 64  # page sizes are multiples of this number of tokens, so that a tile of keys of the kernels lies within one page
 
@@ -210,10 +210,7 @@ class PagedKVCache:
         if self._k is None or entry is not None:
             raise ValueError("rows requires entry=None and a cache that holds tokens: call append without rows first")
         self._check_batch(k, v, None)
-        if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
-            raise ValueError(
-                f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
-            )
+        check_rows(rows, k)
         self._store(k, v, self._flat_rows(self.page_table, rows.expand(k.shape[:2])))
 
     def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:
