@@ -217,8 +217,8 @@ def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
 def _start_long_tiles_earlier(times: Tensor, programs: int) -> Tensor:
     """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
-    A work tile has a start time in the given order. It also has a latest start time, with which it ends at (1 - MARGIN) times
-    the mean of all programs. Work tiles are sorted by the earlier one of these two times.
+    Each work tile has two start times. The first one is its start time in the given order. With the second one, the work tile
+    ends at (1 - MARGIN) times the mean time of all programs. Work tiles are sorted by the earlier one of the two.
     """
     in_order = (times.cumsum(0) - times) / programs
     latest = (1 - MARGIN) * times.sum() / programs - times

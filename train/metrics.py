@@ -102,7 +102,8 @@ class Recorder:
         """Add metrics to the record of `step`, which must be the latest step that this recorder has recorded."""
         if not self._is_active:
             return
-        # One write replaces the end of the last line. If the run is killed, the line is therefore complete before or after.
+        # A single write replaces the end of the last line. If the run is killed, the file therefore contains either the old
+        # line or the new line, and never a part of a line.
         self._file.seek(self._file.tell() - len("}\n"))
         self._file.write(", " + _to_json(values).removeprefix("{"))
         self._file.flush()

@@ -315,7 +315,7 @@ class _NvlinkPass:
         # blocks.
         transport.computed.record(self.main)
         transport.streams["block"].wait_event(transport.computed)
-        # The results in flight. The memory of a result may be reused after the event next to the result.
+        # The results in flight, each in a pair with an event. After this event, the memory of the result may be reused.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:

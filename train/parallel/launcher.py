@@ -27,7 +27,7 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         world_size: the number of ranks.
 
     Returns:
-        A part of the store that only this attempt uses, and the number of the attempt, from 1.
+        A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
     """
     if rank == 0:
         attempt = store.add("attempts", 1)
