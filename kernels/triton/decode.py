@@ -38,6 +38,7 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
 from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
+from ringattn.kernels.triton.scratch import ScratchPool
 
 # Elements of o that a program of the second launch loads at once. It loads the same columns of all parts of one row.
 MERGE_ELEMENTS = 4096
@@ -46,6 +47,8 @@ MIN_RUN_KEYS = 128
 # Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
+
+_scratch = ScratchPool()  # the memory of `parts`
 
 
 class Tile(NamedTuple):
@@ -364,7 +367,7 @@ class _Plan:
     config: Config
     attend: PreparedLaunch
     merge: dict[str, PreparedLaunch]  # by what it computes: "state", "out" or "out and lse"
-    scratch: Tensor  # a tensor with the shape of `parts`; `empty_like` is faster than `empty`
+    parts_size: int  # the number of elements of `parts`
 
 
 def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
@@ -445,7 +448,7 @@ def _plan(
             results: PreparedLaunch(_merge_kernel, merge_grid, merge_options, sizes, CONFIG=config)
             for results in ("state", "out", "out and lse")
         },
-        scratch=torch.empty(1, dtype=torch.float32, device=device).expand(num_part_rows * (value_dim + 2)),
+        parts_size=num_part_rows * (value_dim + 2),
     )
 
 
@@ -509,9 +512,10 @@ class Decoder:
             if self.results == "out and lse":
                 lse = q.new_empty(self.out_shape[:3], dtype=torch.float32)
         if plan is not None:
-            parts = torch.empty_like(plan.scratch, memory_format=torch.contiguous_format)
+            key, parts = _scratch.take(plan.parts_size, q)
             plan.attend(q, *self.cache, lo, hi, sinks, parts)
             plan.merge[self.results](lo, hi, sinks, parts, m, l, o, lse)
+            _scratch.give_back(key, parts)
         if self.results == "state":
             return m, l, o
         return o if lse is None else (o, lse)

@@ -1,0 +1,114 @@
+"""Scratch memory is reused on one stream, and never shared by two calls that may run at the same time."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ringattn import KVCache, Layout, decode_attention
+from ringattn.kernels.triton import scratch as module
+from ringattn.kernels.triton.scratch import ScratchPool
+
+
+class OnGPU(SimpleNamespace):
+    """Stands for a tensor on a GPU. Its memory is on the CPU."""
+
+    is_cuda = True
+
+    def get_device(self) -> int:
+        return self.device
+
+    def new_empty(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The state of the GPUs, which a test can change: the current stream of every GPU, and whether it is being captured."""
+    state = SimpleNamespace(stream=7, capturing=False)
+    active = SimpleNamespace(get_current_stream=lambda device: state.stream)
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
+    return state
+
+
+def test_the_next_call_on_a_stream_reuses_the_memory(gpu):
+    pool = ScratchPool()
+    key, first = pool.take(100, OnGPU(device=0))
+    assert first.dtype == torch.float32 and first.shape == (100,)
+    pool.give_back(key, first)
+    key, smaller = pool.take(60, OnGPU(device=0))
+    assert smaller is first
+    pool.give_back(key, smaller)
+    key, larger = pool.take(101, OnGPU(device=0))
+    assert larger.numel() == 101
+    pool.give_back(key, larger)
+    assert pool.take(1, OnGPU(device=0))[1] is larger
+
+
+def test_other_streams_and_other_gpus_have_their_own_memory(gpu):
+    pool = ScratchPool()
+    key, first = pool.take(10, OnGPU(device=0))
+    pool.give_back(key, first)
+    assert pool.take(10, OnGPU(device=1))[1] is not first
+    gpu.stream = 8
+    assert pool.take(10, OnGPU(device=0))[1] is not first
+    gpu.stream = 7
+    assert pool.take(10, OnGPU(device=0))[1] is first
+
+
+def test_two_threads_on_one_stream_have_their_own_memory(gpu):
+    """The second thread launches after the first thread has launched only some of its kernels."""
+    pool = ScratchPool()
+    pool.give_back(*pool.take(10, OnGPU(device=0)))
+    first, second = (pool.take(10, OnGPU(device=0)) for _ in range(2))
+    assert first[1] is not second[1]
+    pool.give_back(*second)
+    pool.give_back(*first)
+    assert pool.take(10, OnGPU(device=0))[1] is first[1]
+
+
+def test_a_captured_graph_has_its_own_memory(gpu):
+    pool = ScratchPool()
+    key, first = pool.take(10, OnGPU(device=0))
+    pool.give_back(key, first)
+    gpu.capturing = True
+    key, captured = pool.take(10, OnGPU(device=0))
+    assert captured is not first
+    pool.give_back(key, captured)
+    gpu.capturing = False
+    assert pool.take(10, OnGPU(device=0))[1] is first
+
+
+def test_large_memory_and_memory_of_cpus_is_not_kept(gpu, monkeypatch):
+    pool = ScratchPool()
+    monkeypatch.setattr(module, "MAX_KEPT_BYTES", 400)
+    for like, size, kept in ((OnGPU(device=0), 101, False), (OnGPU(device=0), 100, True), (torch.empty(0), 10, False)):
+        key, tensor = pool.take(size, like)
+        pool.give_back(key, tensor)
+        assert (pool.take(1, like)[1] is tensor) == kept
+
+
+@pytest.mark.gpu
+def test_concurrent_streams_and_graphs_do_not_share_memory():
+    """Calls on two streams, with a replayed graph between them, give the same results as calls one after the other."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
+    cache = KVCache(8192)
+    cache.prefill(*(torch.randn(2, 8192, 2, 128, **options) for _ in range(2)), Layout.contiguous(8192, 1))
+    queries = [torch.randn(2, 1, 8, 128, **options) for _ in range(3)]
+    hi = torch.full((1, 1), 8192, dtype=torch.int32, device="cuda")
+    expected = [decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi)) for q in queries]
+    streams, graph = [torch.cuda.Stream() for _ in range(2)], torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = decode_attention(queries[2], cache, bounds=(torch.zeros_like(hi), hi))
+    found = [[], []]
+    for _ in range(50):
+        for stream, q, results in zip(streams, queries, found, strict=False):
+            with torch.cuda.stream(stream):
+                results.append(decode_attention(q, cache, bounds=(torch.zeros_like(hi), hi)))
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(captured, expected[2])
+    assert all(torch.equal(out, exact) for results, exact in zip(found, expected, strict=False) for out in results)
