@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn.checkpointing import reuse_or_compute
@@ -127,6 +128,8 @@ def register(
             return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), None
 
     def differentiable(q, k, v, spec):
+        if not _is_recorded(q, k, v):
+            return reuse_or_compute(partial(results, q, k, v, spec), q)
         out, lse, *extra = Attention.apply(q, k, v, spec)  # autograd ignores the spec, which is not a tensor
         return out, lse, extra
 
@@ -247,6 +250,17 @@ def _is_plain(*tensors: Tensor) -> bool:
         and not tensors[0].is_meta
         and set(map(type, tensors)) == {Tensor}
     )
+
+
+def _is_recorded(*tensors: Tensor) -> bool:
+    """Return whether autograd has to see a call.
+
+    Otherwise, the call does without `torch.autograd.Function`, which takes as long on the host as a kernel for few queries.
+    Forward-mode derivatives and the transforms of `torch.func` also need it, because it raises an error for them.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return True
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _to_fake_mode(arguments: tuple) -> tuple:

@@ -284,6 +284,33 @@ def test_an_unused_lse_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gradients == [None]
 
 
+def test_a_call_without_gradients_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """autograd.Function takes as long on the host as a kernel for few queries."""
+    q, k, v = inputs()
+    expected = attend(q, k, v, Mask.causal()).detach()
+
+    def apply(*_: object) -> None:
+        raise AssertionError("the call was recorded")
+
+    monkeypatch.setattr(torch.autograd.Function, "apply", apply)
+    with torch.no_grad():
+        assert torch.equal(attend(q, k, v, Mask.causal()), expected)
+    assert torch.equal(attend(q.detach(), k.detach(), v.detach(), Mask.causal()), expected)
+    with pytest.raises(AssertionError, match="recorded"):
+        attend(q.detach(), k.detach(), v, Mask.causal())
+
+
+def test_forward_mode_derivatives_raise_an_error() -> None:
+    """Without the error, the derivative would be zero."""
+    q, k, v = (x.detach() for x in inputs())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="jvp"):
+            attend(dual, k, v, Mask.causal())
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(lambda q: attend(q, k, v, Mask.causal()), (q,), (torch.ones_like(q),))
+
+
 def test_a_captured_graph_keeps_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA graph is replayed with the addresses of tensors that a plan holds. CPU plans are not affected."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
