@@ -9,9 +9,15 @@
 The backend "auto" selects the first backend of this table that can run the call, but never the reference. If a call on a GPU
 has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which splits the keys.
 `ringattn.kernels.reference` specifies what all backends compute.
+
+With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
+this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward.
+The rounding error of the inputs is therefore the same on every device. The backward is computed on the inputs that the caller
+passes, without FP8.
 """
 
 import importlib
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,16 +28,19 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ringattn.kernels import reference, validation
+from ringattn.kernels import fp8, reference, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.caching import cached
 from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
 from ringattn.kernels.hopper import NARROW_DIM
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
 DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
+# The head dims of `ringattn.kernels.hopper.forward_fp8`, which requires that D and Dv are equal.
+FP8_DIMS = (64, 128, 256)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
@@ -42,11 +51,17 @@ class Choice:
 
     backend: str  # hopper | triton | blockwise | reference
     reason: str
+    reads_fp8: bool = False  # whether the kernel reads FP8 inputs
 
 
 @cached(maxsize=256)
 def choose_backend(
-    device: torch.device, dtype: torch.dtype, backend: str = "auto", dims: tuple[int, int] = (128, 128), plain: bool = True
+    device: torch.device,
+    dtype: torch.dtype,
+    backend: str = "auto",
+    dims: tuple[int, int] = (128, 128),
+    plain: bool = True,
+    precision: str = "ieee",
 ) -> Choice:
     """Select the backend for tensors with this `dtype` on this `device`.
 
@@ -54,6 +69,9 @@ def choose_backend(
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
+        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" stands for
+            the kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects the backend that computes the call on
+            the rounded inputs.
 
     Raises:
         ValueError: the backend is unknown or cannot run such a call.
@@ -63,6 +81,14 @@ def choose_backend(
         backend = new_name
     if backend not in BACKENDS:
         raise ValueError(f"unknown kernel backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    note = ""
+    if precision == "fp8" and backend in ("auto", "hopper"):
+        obstacle = _fp8_obstacle(device, dtype, dims, plain)
+        if obstacle is None:
+            return Choice("hopper", "FP8 kernel on sm_90", reads_fp8=True)
+        if backend == "hopper":
+            raise ValueError(f"backend='hopper' with precision='fp8' is unavailable: {obstacle}; use backend='auto'")
+        note = f"no kernel that reads FP8 inputs can run ({obstacle}), so the inputs are rounded to FP8 and converted back; "
     if backend == "triton" and (obstacle := _triton_obstacle(device, dtype, dims)):
         raise ValueError(f"backend='triton' is unavailable: {obstacle}; use backend='blockwise' or 'auto'")
     if backend == "hopper" and (obstacle := _hopper_obstacle(device, dtype, dims, plain)):
@@ -71,12 +97,12 @@ def choose_backend(
         return Choice(backend, "requested")
     # "auto" never selects Triton's interpreter, even if it is enabled, because the interpreter is far slower than PyTorch.
     if device.type != "cuda":
-        return Choice("blockwise", f"no GPU kernel runs on {device.type}")
+        return Choice("blockwise", f"{note}no GPU kernel runs on {device.type}")
     if obstacle := _triton_obstacle(device, dtype, dims):
-        return Choice("blockwise", obstacle)
+        return Choice("blockwise", note + obstacle)
     if obstacle := _hopper_obstacle(device, dtype, dims, plain):
-        return Choice("triton", f"the Hopper kernels are unavailable: {obstacle}")
-    return Choice("hopper", "fastest on sm_90")
+        return Choice("triton", f"{note}the Hopper kernels are unavailable: {obstacle}")
+    return Choice("hopper", f"{note}fastest on sm_90")
 
 
 def _triton_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
@@ -104,6 +130,18 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
     except ImportError as error:
         return f"this release of Triton has no Gluon that the Hopper kernels support ({error})"
     return hopper.unsupported_reason(device, dtype, dims)
+
+
+def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int], plain: bool) -> str | None:
+    """Return the reason why the kernel that reads FP8 inputs cannot run, or None if it can run."""
+    if obstacle := _hopper_obstacle(device, dtype, dims, plain):
+        return obstacle
+    if dims[0] != dims[1] or dims[0] not in FP8_DIMS:
+        supported = ", ".join(map(str, FP8_DIMS))
+        return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
+    if importlib.util.find_spec("ringattn.kernels.hopper.forward_fp8") is None:
+        return "this version has no such kernel"
+    return None
 
 
 def _choose_forward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
@@ -170,7 +208,8 @@ def forward(
         dropout: which softmax probabilities to drop. With None, nothing is dropped.
         blocks: which blocks of keys each block of queries attends to, in addition to the intervals. With None, there is no
             block mask.
-        precision: the precision of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which allows neither dropout nor a
+            block mask. Otherwise, the precision of products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
             program per SM, and work tiles are assigned to programs before the launch. With `shares_sms`, every work tile has a
             program of its own, which starts as soon as an SM is free. Other backends ignore this argument.
@@ -185,6 +224,9 @@ def forward(
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     if state is not None:
         validation.check_state(state, q, v)
+    if precision == "fp8":
+        validation.check_fp8(dropout is not None, blocks is not None)
+        return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
     chosen = _choose_forward(q, v, backend, dropout, blocks)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
         return _module("triton", "decode").decode(q, k, v, intervals.lo, intervals.hi, scale, final=True, return_lse=True)
@@ -192,6 +234,70 @@ def forward(
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
     return _module(chosen, "forward").forward(q, k, v, intervals, scale, state, final, **options)
+
+
+def _forward_rounded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    intervals: Intervals,
+    scale: float,
+    state: State | None,
+    final: bool,
+    backend: str,
+    shares_sms: bool,
+) -> State | tuple[Tensor, Tensor]:
+    """Compute `forward` with precision="fp8". The arguments are checked already."""
+    # The choice is made before the inputs are rounded, so that an unavailable backend raises an error at once.
+    choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), v.shape[1] > 0, "fp8")
+    # Few queries are computed by the split-KV kernel, which reads 16-bit inputs.
+    few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)
+    options = {"dtype": q.dtype, "reads_fp8": not few_queries, "shares_sms": shares_sms}
+    return forward_fp8(*fp8.quantize(q, k, v), intervals, scale, state, final, backend, **options)
+
+
+def forward_fp8(
+    q: QuantizedRows,
+    k: QuantizedRows,
+    v: QuantizedValues,
+    intervals: Intervals,
+    scale: float,
+    state: State | None = None,
+    final: bool = False,
+    backend: str = "auto",
+    *,
+    dtype: torch.dtype,
+    reads_fp8: bool = True,
+    shares_sms: bool = False,
+) -> State | tuple[Tensor, Tensor]:
+    """Compute attention of one block of FP8 queries to one block of FP8 keys and values.
+
+    Args:
+        q, k, v: the inputs in the format of `ringattn.kernels.fp8`, with the shapes q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v
+            (B, Hkv, ceil(Nk / 128), Dv, 128); Hkv divides Hq. The queries and keys must be rotated with the same matrix.
+        intervals, scale, state, final, backend, shares_sms: as for `forward`. With "hopper", the kernel that reads FP8 inputs
+            must be available.
+        dtype: the dtype of `out`, and of the inputs before they were rounded. States are fp32, or fp64 if `dtype` is fp64.
+        reads_fp8: whether a kernel that reads FP8 inputs may be used. If it is not used, the inputs are converted to bf16, or
+            to fp32 or fp64 if this is `dtype`, without another rounding error.
+
+    Returns:
+        The state, or (out, lse), as for `forward`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
+    """
+    validation.check_quantized(q, k, v, intervals)
+    num_keys, dims = k.data.shape[1], (q.data.shape[3], v.data.shape[3])
+    choice = choose_backend(q.data.device, dtype, backend, dims, num_keys > 0, "fp8")
+    if reads_fp8 and choice.reads_fp8:
+        kernel = _module("hopper", "forward_fp8")
+        return kernel.forward(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
+    # fp16 has too few bits of exponent for some scales.
+    exact = torch.bfloat16 if dtype == torch.float16 else dtype
+    inputs = (fp8.dequantize(x, exact, num_keys) for x in (q, k, v))
+    results = forward(*inputs, intervals, scale, state, final, backend, shares_sms=shares_sms)
+    return (results[0].to(dtype), results[1]) if final else results
 
 
 def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout | None, blocks: BlockMask | None) -> bool:
@@ -313,7 +419,8 @@ def backward(
     kernels for the backward of such head dims.
 
     Args:
-        q, k, v, intervals, scale, backend, dropout, blocks, precision, shares_sms: as for `forward`.
+        q, k, v, intervals, scale, backend, dropout, blocks, shares_sms: as for `forward`.
+        precision: as for `forward`, except that "fp8" has the same meaning as "ieee", because the backward does not use FP8.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse), from which delta is then computed.
@@ -330,6 +437,7 @@ def backward(
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
+    precision = "ieee" if precision == "fp8" else precision
     chosen = _choose_backward(q, v, backend, dropout, blocks)
     # The Hopper kernels compute delta while they prepare the queries, which saves a launch. For all other backends, compute
     # delta here.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
+from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, num_blocks
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import State, state_dtype
 
@@ -26,9 +27,10 @@ MAX_HEAD_DIM = 256
 # The page size of a paged cache must be a multiple of this number of rows, because a tile of keys has at least 16 rows.
 MIN_PAGE_SIZE = 16
 
-# The precisions of products of fp32 inputs in the Triton kernels. "ieee" products are exact, and "tf32" products may round
-# their operands to 11 bits of mantissa.
-PRECISIONS = ("ieee", "tf32")
+# The precisions of a call. With "ieee" and "tf32", the inputs are not rounded. Both matter only for products of fp32 inputs in
+# the Triton kernels. "ieee" products are exact, and "tf32" products may round their operands to 11 bits of mantissa. With
+# "fp8", the forward rounds its inputs, see `ringattn.kernels.fp8`.
+PRECISIONS = ("ieee", "tf32", "fp8")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -98,6 +100,13 @@ def check_precision(precision: str) -> None:
         raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
 
 
+def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
+    """Raise ValueError if a call with precision="fp8" has dropout or a block mask."""
+    for name, is_given in (("dropout", has_dropout), ("a block mask", has_blocks)):
+        if is_given:
+            raise ValueError(f"precision='fp8' with {name}: FP8 attention does not support it; use precision='ieee'")
+
+
 def check_inputs(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, dropout: Dropout | None = None, blocks: BlockMask | None = None
 ) -> None:
@@ -129,6 +138,32 @@ def check_inputs(
         masks = (1 if blocks.keep.shape[0] == 1 else batch), (1 if blocks.keep.shape[1] == 1 else num_heads)
         num_blocks = (-(-n // blocks.size) for n in (num_queries, num_keys))
         _require("the block mask", blocks.keep, (*masks, *num_blocks), torch.bool, device)
+
+
+def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, intervals: Intervals) -> None:
+    """Check FP8 inputs of a forward, in the format of `ringattn.kernels.fp8`.
+
+    Args:
+        q, k, v: their data must be e4m3 (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, ceil(Nk / 128), Dv, 128). Their scales
+            must be fp32, with one scale per block and head.
+        intervals: as for `check_inputs`.
+
+    Raises:
+        ValueError: the first rule that is broken.
+    """
+    (batch, num_keys, num_key_heads), device = k.data.shape[:3], q.data.device
+    tiles = batch, num_key_heads, num_blocks(num_keys), v.data.shape[3], BLOCK
+    _require("v.data", v.data, tiles, DTYPE, device)
+    for name, rows in (("q", q), ("k", k)):
+        _require(f"{name}.data", rows.data, rows.data.shape, DTYPE, device)
+    for name, x, (entries, tokens, heads) in (
+        ("q", q, q.data.shape[:3]),
+        ("k", k, k.data.shape[:3]),
+        ("v", v, k.data.shape[:3]),
+    ):
+        _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
+    # The values are tiles, so a view of the keys stands for values (B, Nk, Hkv, Dv).
+    check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 
 def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], batch: int) -> None:

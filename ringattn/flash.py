@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringattn import custom_op
-from ringattn.kernels import dispatch
+from ringattn.kernels import dispatch, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
@@ -67,7 +67,12 @@ def flash_attention(
             CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8". With
+            "fp8", the forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
+            `ringattn.kernels.fp8`), and the output has an error of a few percent. Sums and states stay fp32. The backward pass
+            computes the gradients from q, k and v as given, without FP8. Dropout and `blocks` are not supported. On a Hopper
+            GPU, a faster kernel computes head dims 64, 128 and 256. Elsewhere, "fp8" has the same rounding errors of the
+            inputs, but is slower than the usual forward pass.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -90,6 +95,8 @@ def flash_attention(
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=seq_len, **options)
+    if precision == "fp8":
+        validation.check_fp8(has_dropout=False, has_blocks=blocks is not None)
     # The operator receives the mask and the block mask as tensors and numbers, because a compiler cannot trace objects such as
     # `Mask` and `BlockMask`.
     spec = FlashSpec(

@@ -44,7 +44,7 @@ class AttentionSpec(NamedTuple):
     seed: int = 0  # seed of the dropout
     first_head: int = 0  # index of the first query head among all heads of the layer; only the dropout uses this index
     backend: str = "auto"  # name of the kernels, see `ringattn.kernels.dispatch`
-    precision: str = "ieee"  # precision of matrix products of fp32 inputs, "ieee" or "tf32"
+    precision: str = "ieee"  # "fp8" for an FP8 forward; otherwise precision of products of fp32 inputs, "ieee" or "tf32"
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: object) -> "AttentionSpec":
@@ -78,7 +78,9 @@ class AttentionSpec(NamedTuple):
             name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "route", "scale", "dropout_p")
         }
         # A window of 0 means no window. Without dropout the seed has no effect, so ranks may pass different seeds.
-        return shapes | settings | {"window": self.window or None, "seed": self.seed if self.dropout_p else None}
+        settings |= {"window": self.window or None, "seed": self.seed if self.dropout_p else None}
+        # FP8 changes the sizes of the messages.
+        return shapes | settings | {"FP8 forward": self.precision == "fp8"}
 
 
 def count_pairs(
@@ -159,5 +161,7 @@ def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, 
     validation.check_scale(scale)
     validation.check_dropout(dropout_p, seed)
     mask.check(seq_len, q.shape[0])
-    dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), plain=dropout_p == 0)
     validation.check_precision(precision)
+    if precision == "fp8":
+        validation.check_fp8(has_dropout=dropout_p > 0)
+    dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)

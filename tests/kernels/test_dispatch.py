@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ringattn.kernels import dispatch, validation
+from ringattn.kernels import dispatch, fp8, reference, validation
 from tests.covering import every_pair
+from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import check_forward, check_incremental
 from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import make_blocks, make_dropout, make_problem
@@ -104,6 +107,96 @@ def test_few_queries_on_a_gpu(queries, heads, dims):
     """The third of the queries attends to no key."""
     lo, hi = (torch.tensor([x[:queries]]) for x in ([0, 3000, 4000, 4000, 4000], [4000, 4000, 4000, 4010, 4097]))
     check_forward(make_problem(lo, hi, 4097, torch.bfloat16, 2, heads, dims, "cuda"), dispatch)
+
+
+def simulate_fp8_kernel(monkeypatch: pytest.MonkeyPatch, exists: bool = True) -> None:
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name if exists else None)
+
+
+@pytest.mark.parametrize(
+    ("capability", "exists", "dtype", "dims", "backend", "reason"),
+    [
+        ((9, 0), True, torch.float16, (64, 64), "hopper", None),
+        ((9, 0), True, torch.bfloat16, (256, 256), "hopper", None),
+        ((9, 0), True, torch.bfloat16, (96, 96), "hopper", "head dims 96 and 96"),
+        ((9, 0), True, torch.bfloat16, (256, 128), "hopper", "head dims 256 and 128"),
+        ((9, 0), True, torch.float32, (128, 128), "triton", "torch.float32"),
+        ((8, 0), True, torch.bfloat16, (128, 128), "triton", "sm_80"),
+        ((9, 0), False, torch.bfloat16, (128, 128), "hopper", "no such kernel"),
+    ],
+    ids=["64", "256", "96", "different-dims", "fp32", "ampere", "no-kernel"],
+)
+def test_fp8_kernel_is_selected_where_it_can_run(capability, exists, dtype, dims, backend, reason, monkeypatch):
+    """Elsewhere, the usual kernels compute the call on rounded inputs, and the reason says so."""
+    simulate_gpu(capability, monkeypatch)
+    simulate_fp8_kernel(monkeypatch, exists)
+    choice = dispatch.choose_backend(GPU, dtype, "auto", dims, precision="fp8")
+    assert (choice.backend, choice.reads_fp8) == (backend, reason is None)
+    assert dispatch.choose_backend(GPU, dtype, "triton", dims, precision="fp8") == dispatch.Choice("triton", "requested")
+    if reason is not None:
+        assert reason in choice.reason and "rounded to FP8" in choice.reason
+        with pytest.raises(ValueError, match=f"'hopper' with precision='fp8' is unavailable: .*{reason}"):
+            dispatch.choose_backend(GPU, dtype, "hopper", dims, precision="fp8")
+
+
+@pytest.mark.parametrize("backend", PORTABLE)
+def test_fp8_forward_equals_attention_on_rounded_inputs(backend, device):
+    problem = make_problem(*intervals_of("causal", 20, 150), 150, batch=2, heads=(2, 1), dims=(24, 16), device=device)
+    inputs = fp8.quantize(problem.q, problem.k, problem.v)
+    rounded = replace(problem, **{n: fp8.dequantize(x, torch.float64, 150) for n, x in zip("qkv", inputs, strict=True)})
+    for final in (False, True):
+        actual = problem.forward(dispatch, backend=backend, precision="fp8", final=final)
+        assert_states_close(actual, rounded.forward(reference, final=final), TOLERANCE[torch.float32])
+        same = dispatch.forward_fp8(*inputs, problem.intervals, problem.scale, None, final, backend, dtype=problem.q.dtype)
+        assert all(torch.equal(x, y) for x, y in zip(actual, same, strict=True))
+    # A backward with FP8 does not round its inputs.
+    gradients = [problem.gradients(dispatch, backend=backend, precision=precision) for precision in ("ieee", "fp8")]
+    assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
+
+
+def test_fp8_states_continue_over_blocks_of_keys(device):
+    """A chain of calls over whole blocks of 128 keys equals one call over all keys."""
+    whole = make_problem(*intervals_of("causal", 300, 300), 300, device=device)
+    rounded = replace(
+        whole,
+        **{
+            n: fp8.dequantize(x, torch.float32, 300)
+            for n, x in zip("qkv", fp8.quantize(whole.q, whole.k, whole.v), strict=True)
+        },
+    )
+    forward = partial(dispatch.forward, precision="fp8")
+    bounds, state = [0, 128, 256, 300], None
+    for first, last in zip(bounds, bounds[1:], strict=False):
+        part = whole.intervals.restrict(slice(0, 300), slice(first, last))
+        state = forward(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale, state, last == 300)
+    assert_states_close(state, rounded.double().forward(reference, final=True), TOLERANCE[torch.float32])
+
+
+def test_fp8_inputs_must_match():
+    problem = make_problem(*intervals_of("causal", 5, 200), 200)
+    q, k, v = fp8.quantize(problem.q, problem.k, problem.v)
+    for operands, message in (
+        ((q, k, replace(v, data=v.data[:, :, :1])), "v.data has shape"),
+        ((q, replace(k, scales=k.scales[:, :1]), v), "k.scales has shape"),
+        ((replace(q, data=problem.q), k, v), "q.data is torch.float32"),
+        ((q, k, replace(v, scales=v.scales.double())), "v.scales is torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dispatch.forward_fp8(*operands, problem.intervals, problem.scale, dtype=torch.float32)
+    for option, message in ((make_dropout(5, 200), "dropout"), (make_blocks(5, 200), "a block mask")):
+        name = "dropout" if message == "dropout" else "blocks"
+        with pytest.raises(ValueError, match=f"precision='fp8' with {message}"):
+            problem.forward(dispatch, precision="fp8", **{name: option})
+
+
+@pytest.mark.parametrize(("queries", "reads_fp8"), [(1, False), (80, True)])
+def test_few_queries_are_not_computed_by_the_fp8_kernel(queries, reads_fp8, monkeypatch):
+    """The split-KV kernel computes few queries on rounded inputs."""
+    received = []
+    monkeypatch.setattr(dispatch, "forward_fp8", lambda *_, reads_fp8, **__: received.append(reads_fp8))
+    problem = make_problem(*intervals_of("full", queries, 1100), 1100, torch.bfloat16)
+    problem.forward(dispatch, precision="fp8", final=True)
+    assert received == [reads_fp8]
 
 
 def test_release_of_triton_without_gluon_selects_the_triton_kernels(monkeypatch):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import BlockMask, Mask, flash, flash_attention
-from ringattn.kernels import interval_mask
+from ringattn.kernels import fp8, interval_mask
 from ringattn.kernels.dropout import Dropout, keep_mask
 
 OPERATOR = torch.ops.ringattn.flash_attention.default
@@ -113,11 +113,31 @@ def test_blocks_modified_before_the_backward_raise_an_error() -> None:
         out.sum().backward()
 
 
+@pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.float16, torch.bfloat16), ids=str)
+def test_fp8_rounds_the_inputs_of_the_forward_only(dtype: torch.dtype) -> None:
+    """The output is that of the rounded inputs. The gradients are those of the inputs as given, from that output and lse."""
+    q, k, v = inputs(200, 300, dtype=dtype)
+    allowed = dense_mask(Mask.causal(window=150), 200, 300)
+    out, lse = flash_attention(q, k, v, mask=Mask.causal(window=150), precision="fp8", return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    rounded = (fp8.dequantize(x, torch.float64, 300) for x in fp8.quantize(q.detach(), k.detach(), v.detach()))
+    expected = dense_attention(*rounded, allowed)
+    # Another window, which drops or adds one key per query, would cause an error of about 0.02.
+    tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}[dtype]
+    assert (out - expected).abs().max() < tolerance < 0.02 < (out - dense_attention(q, k, v, allowed)).abs().max()
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    double = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = torch.autograd.grad(dense_attention(*double, allowed).sum(), double)
+    errors = [((x - y).norm() / y.norm()).item() for x, y in zip(gradients, exact, strict=True)]
+    assert max(errors) < 0.1, errors
+
+
 def test_the_operator_passes_the_checks_of_torch() -> None:
     """Schema, fake tensors and autograd, as torch.library.opcheck tests them."""
     keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
-    arguments = (*inputs(7, 9), keep, 64, Mask.full().lengths, True, 4, 0.5, 0.1, 3, "blockwise", "ieee")
-    torch.library.opcheck(OPERATOR, arguments)
+    settings = 64, Mask.full().lengths, True, 4, 0.5
+    torch.library.opcheck(OPERATOR, (*inputs(7, 9), keep, *settings, 0.1, 3, "blockwise", "ieee"))
+    torch.library.opcheck(OPERATOR, (*inputs(7, 9), None, *settings, 0.0, 0, "auto", "fp8"))
 
 
 @pytest.mark.parametrize("backend", ("blockwise", "reference"))
@@ -179,6 +199,12 @@ INVALID = {
     "negative-seed": ({"seed": -1}, "seed ?= ?-1"),
     "fractional-seed": ({"seed": 1.5}, "seed ?= ?1.5"),
     "unknown-precision": ({"precision": "bf16"}, "unknown precision 'bf16'"),
+    "fp8-with-dropout": ({"precision": "fp8", "dropout_p": 0.1}, "precision='fp8' with dropout"),
+    "fp8-with-blocks": (
+        {"precision": "fp8", "blocks": BlockMask(torch.ones(1, 1, 1, 1, dtype=torch.bool))},
+        "precision='fp8' with a block mask",
+    ),
+    "fp8-without-kernel": ({"precision": "fp8", "backend": "hopper"}, "'hopper' with precision='fp8'.*use backend='auto'"),
     "queries-before-documents": ({"mask": Mask.causal(documents=[2, 3])}, "7 queries.* 5 keys"),
     "blocks-of-another-shape": ({"blocks": BlockMask(torch.ones(1, 1, 2, 2, dtype=torch.bool))}, "block mask"),
 }

@@ -42,11 +42,13 @@ def test_a_spec_carries_mask_and_layout_as_values() -> None:
 
 
 def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
-    """The seed matters only with dropout. Backend and precision may differ between ranks."""
+    """The seed matters only with dropout. The backend and "tf32" may differ between ranks, but FP8 changes the messages."""
     call = create(Mask.causal(), Layout.zigzag(6, 1)).as_call("forward", Q, K, K)
     assert (call["batch size"], call["heads"], call["key heads"], call["dtype"]) == (2, 4, 2, "torch.float32")
     assert call["window"] is None and call["seed"] is None and "backend" not in call
     assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call("forward", Q, K, K)["seed"] == 7
+    assert not call["FP8 forward"]
+    assert create(Mask.causal(), Layout.zigzag(6, 1), precision="fp8").as_call("forward", Q, K, K)["FP8 forward"]
 
 
 def test_count_pairs() -> None:
@@ -110,7 +112,9 @@ INVALID = {
     "documents-of-another-length": ({"seq_len": 7, "mask": Mask.causal(documents=[6])}, "6 .* 7"),
     "documents-of-another-batch": ({"mask": Mask.causal(documents=[[6]] * 3)}, "3 batch"),
     "unknown-backend": ({"backend": "fast"}, "'fast'"),
-    "unknown-precision": ({"precision": "fp8"}, "'fp8'"),
+    "fp8-with-dropout": ({"precision": "fp8", "dropout_p": 0.1}, "'fp8' with dropout"),
+    "fp8-without-kernel": ({"precision": "fp8", "backend": "hopper"}, "hopper.*'fp8' is unavailable.*do not run on cpu"),
+    "unknown-precision": ({"precision": "fp4"}, "'fp4'.*ieee, tf32, fp8"),
 }
 
 
