@@ -139,7 +139,7 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int
     if dims[0] != dims[1] or dims[0] not in FP8_DIMS:
         supported = ", ".join(map(str, FP8_DIMS))
         return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
-    if importlib.util.find_spec("ringattn.kernels.hopper.forward_fp8") is None:
+    if not _has_module("hopper.forward_fp8"):
         return "this version has no such kernel"
     return None
 
@@ -170,6 +170,12 @@ def _module(backend: str, name: str) -> ModuleType:
     """Import a module of a backend when it is first used, so that a rank on a CPU never loads Triton."""
     path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
     return importlib.import_module(f"ringattn.kernels.{path}")
+
+
+@cache
+def _has_module(name: str) -> bool:
+    """Return whether this version contains the module `name` of the kernels."""
+    return importlib.util.find_spec(f"ringattn.kernels.{name}") is not None
 
 
 def _backward_module(backend: str, q: Tensor, v: Tensor) -> ModuleType:
@@ -253,7 +259,16 @@ def _forward_rounded(
     # Few queries are computed by the split-KV kernel, which reads 16-bit inputs.
     few_queries = backend == "auto" and final and state is None and _splits_keys(q, k, v, "triton", None, None)
     options = {"dtype": q.dtype, "reads_fp8": not few_queries, "shares_sms": shares_sms}
-    return forward_fp8(*fp8.quantize(q, k, v), intervals, scale, state, final, backend, **options)
+    return forward_fp8(*quantize(q, k, v), intervals, scale, state, final, backend, **options)
+
+
+def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
+    """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
+
+    On a GPU, a single kernel rounds head dims of FP8_DIMS.
+    """
+    on_gpu = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] in FP8_DIMS and v.shape[3] in FP8_DIMS
+    return (_module("triton", "quantize") if on_gpu and _has_module("triton.quantize") else fp8).quantize(q, k, v)
 
 
 def forward_fp8(

@@ -65,7 +65,11 @@ def ring_attention(
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32".
+        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8" to use FP8
+            in the forward pass, as `flash_attention` explains. All ranks must use "fp8", or none. Every rank rounds its own
+            tokens, 128 rows of its shard at a time. Queries, keys and values then circulate in FP8, which halves their bytes.
+            States circulate in fp32. The backward pass, and the blocks that circulate in it, do not use FP8. Dropout is not
+            supported.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

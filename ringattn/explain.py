@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comm.connect import Group, connect
-from ringattn.kernels.validation import check_tensors
+from ringattn.kernels.validation import check_precision, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.cost_model import HopCost, Interconnect, attention_flops, interconnect
@@ -26,6 +26,7 @@ def explain(
     schedule: str = "auto",
     route: str = "auto",
     transport: str = "auto",
+    precision: str = "ieee",
 ) -> str:
     """Return a text that describes the schedules of the forward pass and of the backward pass, and the reason for each choice.
 
@@ -35,17 +36,18 @@ def explain(
     `ringattn.planning.cost_model`.
 
     Args:
-        q, k, v, layout, mask, schedule, route, transport: as for `ring_attention`. Only shapes, dtypes and devices matter, so
-            the tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
+        q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
+            matter, so the tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
         group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
             NVLink, or by NCCL with transport="p2p" or route="relay".
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
         ValueError: the layout has a different number of ranks than the group, `rank` is not a rank of the layout, the tensors
-            or the documents do not fit the layout, or `schedule`, `route` or `transport` has an unknown name.
+            or the documents do not fit the layout, or `schedule`, `route`, `transport` or `precision` has an unknown name.
     """
     check_choices(schedule, route, transport)
+    check_precision(precision)
     check_layout(layout)
     if group is None:
         flops = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
@@ -69,7 +71,7 @@ def explain(
         # All chunks have the same shapes, so the description of the first chunk is valid for every chunk.
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
         lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; this is one")
-    for work in (forward_work(q, k, v), backward_work(q, k, v)):
+    for work in (forward_work(q, k, v, precision), backward_work(q, k, v)):
         lines += ["", *_describe_direction(plan, work, joined, schedule)]
     return "\n".join(lines)
 
@@ -95,7 +97,7 @@ def _describe_direction(plan: Plan, work: Work, joined: Interconnect, schedule: 
     block, result = CIRCULATING[work.direction, chosen]
     lines = [plan.describe_choice(schedule, work, joined)]
     results = getattr(work.row_bytes, chosen)[1] > 0
-    steps = plan.schedule(chosen, results, joined.all_pairs).by_rank[plan.rank]
+    steps = plan.schedule(chosen, results, joined.all_pairs, work.row_multiple).by_rank[plan.rank]
     costs = plan.costs(chosen, work, joined, plan.rank)
     names = {"block": block, "result": result}
     for t, (step, cost) in enumerate(zip(steps, costs, strict=True)):

@@ -20,6 +20,9 @@ step hides the return of the last states to their owners.
 
 In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank.
 
+With precision="fp8", the queries, or the keys and values, circulate in FP8 in the forward pass, see `ringattn.operands`. States
+stay fp32. The backward pass does not use FP8.
+
 In both rings, blocks are not relayed if the transport connects every pair of ranks directly. A rank then receives each block
 from the owner of the block, and sends the result of the block directly back to this owner. Only the forward pass of the KV ring
 has no results to send back. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of this
@@ -50,6 +53,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
+from ringattn.operands import Operands, PlainOperands, QuantizedOperands
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
@@ -249,7 +253,8 @@ class Ring:
     @_in_head_chunks
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return out in q's dtype, and lse in fp32 (fp64 for fp64 inputs)."""
-        chosen = self.plan.choose_schedule(self.spec.schedule, forward_work(q, k, v), self.interconnect)
+        work = forward_work(q, k, v, self.spec.precision)
+        chosen = self.plan.choose_schedule(self.spec.schedule, work, self.interconnect)
         return (self._forward_state if chosen == "state" else self._forward_kv)(q, k, v)
 
     @_in_head_chunks
@@ -265,13 +270,17 @@ class Ring:
         grads = (self._backward_state if chosen == "state" else self._backward_kv)(q, k, v, out, lse, dout, dlse)
         return tuple(grad.to(x.dtype) for grad, x in zip(grads, (q, k, v), strict=True))
 
-    def _prepare(self, name: str, results: bool) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
+    def _prepare(
+        self, name: str, results: bool, row_multiple: int = 1
+    ) -> tuple[Schedule, dict[LocalStep, tuple[Intervals, dict[str, Any]]]]:
         """Return the schedule, and the intervals and kernel options of each local step of this rank.
+
+        The arguments are as for `Plan.schedule`.
 
         The host computes all of these values before the pass begins, so that the host does not delay a pass in progress.
         """
         # All layers of a model use the same plan, so only the first layer computes the schedule and the intervals.
-        schedule = self.plan.schedule(name, results, self.interconnect.all_pairs)
+        schedule = self.plan.schedule(name, results, self.interconnect.all_pairs, row_multiple)
         pairs = self.plan.block_pairs(name, schedule)
         return schedule, {local_step: (pair.intervals, self._options(pair)) for local_step, pair in pairs.items()}
 
@@ -280,9 +289,13 @@ class Ring:
         dropout = Dropout(spec.dropout_p, spec.seed, *pair.positions, spec.first_head) if spec.dropout_p else None
         return {"dropout": dropout, **self.kernel_options}
 
+    def _operands(self, q: Tensor, k: Tensor, v: Tensor) -> Operands:
+        return (QuantizedOperands if self.spec.precision == "fp8" else PlainOperands)(q, k, v)
+
     def _forward_state(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the forward pass of the state ring, in which the circulating queries attend to the resident keys."""
-        schedule, prepared = self._prepare("state", results=True)
+        operands = self._operands(q, k, v)
+        schedule, prepared = self._prepare("state", results=True, row_multiple=operands.row_multiple)
         # The empty state is the identity of the merge. If no local step covers a row of this rank's queries, the row keeps the
         # empty state, which is finalised to out = 0 and lse = -inf.
         own_state = PartialState.empty(q, v.shape[-1])
@@ -293,7 +306,7 @@ class Ring:
             # The epilogue of the kernel merges the incoming state, which must be contiguous. A slice of rows is contiguous only
             # if there is one batch entry.
             incoming = into if q.shape[0] == 1 else None
-            state = dispatch.forward(*block, k, v, intervals, self.spec.scale, incoming, **options)
+            state = operands.attend(block, None, intervals, self.spec.scale, incoming, **options)
             if into is None:
                 return state
             if incoming is None:
@@ -308,12 +321,13 @@ class Ring:
             results.extend(dispatch.merge_states(own_state, [(rows.start, state) for rows, state in arrivals], q.dtype))
 
         label = "forward of the state ring"
-        run_schedule(schedule, self.transport, (q,), compute, own_state, _merge_states, merge_arrivals, label)
+        run_schedule(schedule, self.transport, operands.queries, compute, own_state, _merge_states, merge_arrivals, label)
         return tuple(results)
 
     def _forward_kv(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the forward pass of the KV ring, in which the kernels update the state of the resident queries in place."""
-        schedule, prepared = self._prepare("kv", results=False)
+        operands = self._operands(q, k, v)
+        schedule, prepared = self._prepare("kv", results=False, row_multiple=operands.row_multiple)
         # The kernel of the last local step divides o by l and returns (out, lse). A separate kernel for the division would
         # read and write the whole state once more.
         last = schedule.last_owner(self.transport.rank)
@@ -323,9 +337,9 @@ class Ring:
             nonlocal result
             intervals, options = prepared[local_step]
             final = local_step.owner == last
-            result = dispatch.forward(q, *block, intervals, self.spec.scale, result, final, **options)
+            result = operands.attend(None, block, intervals, self.spec.scale, result, final, **options)
 
-        run_schedule(schedule, self.transport, (k, v), compute, label="forward of the KV ring")
+        run_schedule(schedule, self.transport, operands.keys, compute, label="forward of the KV ring")
         return PartialState.empty(q, v.shape[-1]).finalize(q.dtype) if last is None else result
 
     def _backward_alone(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:

@@ -69,7 +69,8 @@ def ulysses_attention(
         mask: which keys each position may attend to; the same on all ranks.
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
-        scale, dropout_p, seed, schedule, route, backend, precision: as for `ring_attention`.
+        scale, dropout_p, seed, schedule, route, backend, precision: as for `ring_attention`. With precision="fp8", the blocks
+            of the ring circulate in FP8. The all-to-all sends the inputs as given, because the backward pass needs them.
         transport: the transport of the ring and of the all-to-all, one of the names that `ring_attention` accepts.
         return_lse: also return the log-sum-exp of the scores.
         recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward

@@ -63,19 +63,31 @@ class Plan:
         self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple, str] = {}
 
-    def schedule(self, name: str, results: bool, all_pairs: bool = False) -> Schedule:
+    def schedule(self, name: str, results: bool, all_pairs: bool = False, row_multiple: int = 1) -> Schedule:
         """Return a schedule.
 
         Args:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: whether every pair of ranks is connected directly.
+            row_multiple: the ranges of rows in the schedule start at multiples of this number. They also end at multiples of
+                this number, except that ranges of queries end at the last query of their rank at the latest. Ranges of keys
+                may end behind the last key, so the tensors of a circulating block must be padded. FP8 blocks need such ranges,
+                because 128 rows share a scale and a tile of values.
         """
-        key = name, results, all_pairs
+        key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
             settings = self.mask, self.layout, "queries" if name == "state" else "keys"
             with _planning_lock:
-                self._schedules[key] = build_schedule(needs(*settings), results, all_pairs, split_points(*settings))
+                need, points = needs(*settings), split_points(*settings)
+                if row_multiple > 1:
+                    need, points = _extend(need, row_multiple), tuple(x // row_multiple * row_multiple for x in points)
+                if row_multiple > 1 and name == "state":
+                    need = tuple(
+                        tuple(range(x.start, min(x.stop, self.layout.rows(owner))) for x in row)
+                        for owner, row in enumerate(need)
+                    )
+                self._schedules[key] = build_schedule(need, results, all_pairs, points)
         return self._schedules[key]
 
     def block_pairs(self, name: str, schedule: Schedule) -> dict[LocalStep, BlockPair]:
@@ -135,7 +147,7 @@ class Plan:
         share = 1.0
         own = local_step.rank == local_step.owner
         if own and len(local_step.rows) < len(whole):
-            share = FIRST_SHARE if local_step.rows.start == whole.start else 1 - FIRST_SHARE
+            share = FIRST_SHARE if local_step.rows.start <= whole.start else 1 - FIRST_SHARE
         traffic = len(local_step.rows) * work.query_bytes(own, relays) if name == "state" else 0
         return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * traffic)
 
@@ -156,7 +168,7 @@ class Plan:
     def costs(self, name: str, work: Work, interconnect: Interconnect, rank: int | None = None) -> list[HopCost]:
         """Return the cost of every step of a pass of the schedule `name`, see `cost_model.hop_costs`."""
         block, result = (work.batch * size for size in getattr(work.row_bytes, name))
-        schedule = self.schedule(name, result > 0, interconnect.all_pairs)
+        schedule = self.schedule(name, result > 0, interconnect.all_pairs, work.row_multiple)
         relays = not interconnect.all_pairs
         return hop_costs(schedule, (block, result), lambda step: self.flops(work, name, step, relays), interconnect, rank)
 
@@ -302,6 +314,13 @@ def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
     # The row index of `overlaps` is the owner of the queries, and the column index is the owner of the keys.
     by_owner = table if circulating == "queries" else zip(*table, strict=True)
     return tuple(tuple(getattr(overlap, circulating) for overlap in row) for row in by_owner)
+
+
+def _extend(need: Need, multiple: int) -> Need:
+    """Extend every range of rows, so that it starts and ends at a multiple of `multiple`. An empty range remains empty."""
+    return tuple(
+        tuple(range(x.start // multiple * multiple, -(-x.stop // multiple) * multiple) if x else x for x in row) for row in need
+    )
 
 
 @lru_cache(maxsize=16)

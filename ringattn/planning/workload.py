@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ringattn.kernels import fp8
+
 # The minimum FLOPs of the forward pass of one chunk of heads (about 0.1 s on an H200). A call is split into as many chunks of
 # heads as this minimum allows, because the peak memory falls with the number of chunks. For chunks of this size, the time to
 # start and drain one more ring pass is negligible.
@@ -27,6 +29,7 @@ class Work(NamedTuple):
     batch: int
     row_bytes: RowBytes  # per batch entry
     pair_flops: float  # per (query, key) pair of a batch entry
+    row_multiple: int = 1  # the first row of every message is a multiple of this number, see `Plan.schedule`
 
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
@@ -59,15 +62,19 @@ def _forward_pair_flops(q: Tensor, v: Tensor) -> int:
     return 2 * q.shape[2] * (q.shape[3] + v.shape[3])
 
 
-def forward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
+def forward_work(q: Tensor, k: Tensor, v: Tensor, precision: str = "ieee") -> Work:
     """Return the work of the forward pass, which computes two matrix products per (query, key) pair and head.
 
-    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring.
+    q and (m, l, o) circulate in the state ring, and k and v circulate in the KV ring. With precision="fp8", q, k and v
+    circulate as one byte per element and one byte per row and head for the scale, see `ringattn.operands`.
     """
     heads, size = q.shape[2], q.element_size()
     queries, keys = q.shape[2:].numel(), k.shape[2:].numel() + v.shape[2:].numel()
     # Partial results are fp32, or fp64 for fp64 inputs.
     states = heads * (v.shape[3] + 2) * max(size, 4)
+    if precision == "fp8":
+        row_bytes = RowBytes(state=(queries + heads, states), kv=(keys + 2 * k.shape[2], 0))
+        return Work("forward", q.shape[0], row_bytes, _forward_pair_flops(q, v), fp8.BLOCK)
     row_bytes = RowBytes(state=(queries * size, states), kv=(keys * size, 0))
     return Work("forward", q.shape[0], row_bytes, _forward_pair_flops(q, v))
 

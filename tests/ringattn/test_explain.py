@@ -26,6 +26,17 @@ def test_the_text_describes_every_hop() -> None:
     assert any(line.startswith("backward: kv ring ") and "results (dk, dv)" in line for line in lines)
 
 
+def test_the_text_describes_an_fp8_forward() -> None:
+    """The keys and values need 129 of 256 bytes per row and head in the forward pass, and all bytes in the backward pass."""
+    options = dict(layout=Layout.zigzag(16384, 2), mask=Mask.causal(), schedule="kv")
+    plain, fp8 = (explain(*shapes(8192), **options, precision=precision).splitlines() for precision in ("ieee", "fp8"))
+    assert "while 64.0 MiB move" in plain[4] and "while 32.2 MiB move" in fp8[4]
+    backward = [next(i for i, line in enumerate(lines) if line.startswith("backward")) for lines in (plain, fp8)]
+    assert plain[backward[0] :] == fp8[backward[1] :]
+    with pytest.raises(ValueError, match="unknown precision 'fp4'"):
+        explain(*shapes(8192), **options, precision="fp4")
+
+
 def test_the_text_describes_a_relay() -> None:
     """NVLink does not relay blocks, so the text describes a ring over NCCL."""
     text = explain(*shapes(8192), layout=Layout.zigzag(16384, 2), mask=Mask.causal(), schedule="state", route="relay")

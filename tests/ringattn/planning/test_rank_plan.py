@@ -121,6 +121,27 @@ def test_the_own_block_is_split_by_work(circulating: str) -> None:
     assert (part**2 if circulating == "queries" else 1 - (1 - part) ** 2) == pytest.approx(FIRST_SHARE, abs=0.03)
 
 
+def test_rows_of_fp8_blocks_start_at_multiples_of_128() -> None:
+    """Rank 1 needs the last 100 keys of rank 0. Ranges of keys may end behind the last key."""
+    plan = planning.Plan(Mask.causal(window=101), Layout.contiguous(600, 2), 0, CPU)
+    keys = plan.schedule("kv", results=False, all_pairs=True, row_multiple=128)
+    assert [message.rows for step in keys.steps for message in step.messages] == [range(128, 384)]
+    queries = plan.schedule("state", results=True, all_pairs=True, row_multiple=128)
+    assert [(x.kind, x.owner, x.rows) for step in queries.steps for x in step.messages] == [
+        ("block", 1, range(0, 128)),
+        ("result", 1, range(0, 128)),
+    ]
+    own = [x.rows for step in queries.steps for x in step.local_steps if x.rank == x.owner == 0]
+    assert own == [range(0, 128), range(128, 300)]
+    # Local steps with keys behind the last key have intervals for these keys, which no query attends to.
+    pair = plan._block_pair("kv", LocalStep(0, 0, range(256, 384)))
+    assert pair.intervals.num_keys == 128 and pair.intervals.hi.max() == 44
+    # The cost model counts the messages of the same schedule.
+    q = torch.empty(1, 300, 2, 64, dtype=torch.bfloat16)
+    _, count = plan.total_cost("kv", forward_work(q, q, q, "fp8"), interconnect("nvlink"))
+    assert count == 256 * 2 * 2 * (64 + 1)
+
+
 def test_split_points_by_hand() -> None:
     """The 10 queries of a causal block have 55 pairs. The first 7 queries, or the first 3 keys, have at least 22 of them."""
     layout = Layout.contiguous(10, 1)

@@ -1,0 +1,122 @@
+"""The inputs of the forward pass of a ring, in the form in which they circulate and in the form that the kernels read.
+
+`PlainOperands` sends q, k and v as they are. `QuantizedOperands` rounds them once, on the rank that holds them, to the FP8
+format of `ringattn.kernels.fp8`. Every other rank receives the bytes of the e4m3 numbers and the scales. The circulating blocks
+consist of the following uint8 tensors, whose dimension 1 contains the rows of a block, as in every circulating block:
+
+    queries    e4m3 numbers of q   (B, N, Hq, D)      exponents (B, N, Hq)
+    keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
+               e4m3 numbers of v   (B, M, Hkv, Dv)
+
+M is N, rounded up to a multiple of 128. The rows of v are the bytes of its transposed tiles. 128 rows are one tile (Dv, 128) of
+every head, so single rows of v have no meaning. The scale of a block of 128 rows is stored in each of the 128 rows, as its
+biased exponent (e8m0). All ranges of rows in the schedule of an FP8 ring start at multiples of 128, see `Plan.schedule`. Every
+part of a circulating block therefore contains the scales and the tiles of its rows.
+"""
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ringattn.comm.transport import Tensors
+from ringattn.kernels import dispatch, fp8
+from ringattn.kernels.fp8 import BLOCK, QuantizedRows, QuantizedValues
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import State
+
+
+class Operands(Protocol):
+    """The queries, keys and values of one rank."""
+
+    queries: Tensors  # the circulating block of the state ring
+    keys: Tensors  # the circulating block of the KV ring
+    row_multiple: int  # the argument of `Plan.schedule`
+
+    def attend(
+        self,
+        queries: Tensors | None,
+        keys: Tensors | None,
+        intervals: Intervals,
+        scale: float,
+        state: State | None = None,
+        final: bool = False,
+        **options,
+    ) -> State | tuple[Tensor, Tensor]:
+        """Compute attention of some rows of a block of queries to some rows of a block of keys, see `dispatch.forward`.
+
+        None stands for all queries, or all keys, of this rank.
+        """
+
+
+class PlainOperands:
+    """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous."""
+
+    row_multiple = 1
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.queries, self.keys = (q,), (k, v)
+
+    def attend(self, queries, keys, *arguments, **options):
+        """See `Operands.attend`."""
+        return dispatch.forward(*(queries or self.queries), *(keys or self.keys), *arguments, **options)
+
+
+class QuantizedOperands:
+    """The FP8 inputs of a rank, rounded from q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv)."""
+
+    row_multiple = BLOCK
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.q, self.k, self.v = dispatch.quantize(q, k, v)
+        self.dtype = q.dtype
+
+    @cached_property
+    def queries(self) -> Tensors:
+        """The circulating block of queries."""
+        return _as_bytes(self.q.data), _exponents(self.q.scales)[:, : self.q.data.shape[1]].contiguous()
+
+    @cached_property
+    def keys(self) -> Tensors:
+        """The circulating block of keys and values."""
+        k, v = _as_bytes(self.k.data), _as_bytes(self.v.data).transpose(1, 2)  # v (B, C, Hkv, Dv, 128)
+        k = pad(k, (0, 0, 0, 0, 0, -k.shape[1] % BLOCK))
+        v = v.reshape(*k.shape[:3], v.shape[3])
+        return k, v, torch.stack((_exponents(self.k.scales), _exponents(self.v.scales)), 2)
+
+    def attend(self, queries, keys, *arguments, precision="fp8", dropout=None, **options):
+        """See `Operands.attend`. The options `precision` and `dropout` must have their default values."""
+        q = self.q if queries is None else _queries(*queries)
+        k, v = (self.k, self.v) if keys is None else _keys(*keys)
+        return dispatch.forward_fp8(q, k, v, *arguments, dtype=self.dtype, **options)
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    # gloo and NCCL do not send e4m3 numbers in every release of PyTorch.
+    return x.view(torch.uint8)
+
+
+def _exponents(scales: Tensor) -> Tensor:
+    """Return the exponent of the scale of every row, uint8 (B, C * 128, H), from the scales (B, C, H)."""
+    return scales.to(torch.float8_e8m0fnu).view(torch.uint8).repeat_interleave(BLOCK, 1)
+
+
+def _scales(exponents: Tensor) -> Tensor:
+    """Return the scales (B, C, H) in fp32 from the exponents of the rows (B, N, H). There may be more dimensions in front."""
+    return exponents[..., ::BLOCK, :].contiguous().view(torch.float8_e8m0fnu).float()
+
+
+def _queries(data: Tensor, exponents: Tensor) -> QuantizedRows:
+    """Return some rows of a circulating block of queries in the format that the kernels read."""
+    return QuantizedRows(data.view(fp8.DTYPE), _scales(exponents))
+
+
+def _keys(k: Tensor, v: Tensor, exponents: Tensor) -> tuple[QuantizedRows, QuantizedValues]:
+    """Return some rows of a circulating block of keys and values in the format that the kernels read."""
+    batch, rows, heads, value_dim = v.shape
+    # The rows of one batch entry are contiguous, even if the block is a part of a larger block.
+    tiles = v.flatten(1).view(batch, rows // BLOCK, heads, value_dim, BLOCK).transpose(1, 2)
+    k_scales, v_scales = _scales(exponents.movedim(2, 0))
+    return QuantizedRows(k.view(fp8.DTYPE), k_scales), QuantizedValues(tiles.view(fp8.DTYPE), v_scales)
