@@ -239,6 +239,9 @@ class TrainerConfig:
     # The precision of the forward and the backward pass: "fp32", "bf16" or "auto" (bf16 on CUDA, fp32 on CPUs). Parameters
     # and optimizer state are always fp32.
     precision: str = "auto"
+    # When the forward pass of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or
+    # "always" (also in training). The backward pass never uses FP8.
+    fp8_attention: str = "never"
     # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
     # of attention take 1.4 to 1.5 times as long.
     deterministic: bool = False
@@ -279,6 +282,11 @@ class TrainerConfig:
     # The steps to profile: true (three steps after the warm-up of each launch), or a range of steps such as 10-12. Every rank
     # writes a trace of torch.profiler, and on a GPU also a memory snapshot, to the folder profile/ of the run. None: no step.
     profile: str | None = None
+
+    def attention_precision(self, training: bool) -> str:
+        """Return the argument `precision` of the attention calls of training steps, or of evaluation and generation."""
+        uses_fp8 = self.fp8_attention == "always" or self.fp8_attention == "inference" and not training
+        return "fp8" if uses_fp8 else "ieee"
 
     @property
     def is_profiled(self) -> bool:
@@ -331,6 +339,7 @@ CHOICES = {
     "optim.schedule": ("cosine", "wsd"),
     "trainer.device": ("auto", "cpu", "cuda"),
     "trainer.precision": ("auto", "fp32", "bf16"),
+    "trainer.fp8_attention": ("never", "inference", "always"),
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
@@ -455,6 +464,12 @@ def _check_unused(config: Config) -> Iterator[str]:
             "without held-out text: set data.eval_split, data.eval_path or data.eval_fraction",
         ),
         ("trainer.sample_prompt", config.trainer.sample_tokens == 0, "if trainer.sample_tokens=0: raise it"),
+        (
+            "trainer.fp8_attention",
+            config.trainer.fp8_attention == "inference"
+            and (data.held_out is None and data.eval_fraction == 0 and config.trainer.sample_tokens == 0),
+            "without held-out text and without trainer.sample_tokens: choose always",
+        ),
         ("logger.project", config.logger.wandb == "off", "if logger.wandb=off: choose another value of it"),
     ):
         for name in names.split():

@@ -26,6 +26,14 @@ log = logging.getLogger(__name__)
 ROOT = Path(__file__).resolve().parents[1]
 
 
+# What the description of a run says about FP8, by the value of trainer.fp8_attention.
+FP8_DESCRIPTIONS = {
+    "never": "",
+    "inference": ", FP8 attention in evaluation and generation",
+    "always": ", FP8 attention in every forward pass",
+}
+
+
 def run_facts(run: Run) -> dict[str, Any]:
     """Return the properties of a run as values that JSON can represent."""
     config, mesh, seq_len = run.config, run.mesh, run.config.data.seq_len
@@ -42,6 +50,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "route": config.parallel.route,
         "tokens_per_rank": memory.tokens_per_rank(config, mesh),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
+        "fp8_attention": config.trainer.fp8_attention,
         "deterministic": config.trainer.deterministic,
         "compiled": run.compiled,
         "recompute": run.recompute,
@@ -78,7 +87,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "ring": f"layout {facts['layout']}, {facts['tokens_per_rank']:,} tokens per rank, schedule {facts['schedule']}, "
         f"route {facts['route']}",
         "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
-        "precision": facts["precision"],
+        "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]],
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if facts["recompute"] else ""),
@@ -131,7 +140,8 @@ def _attention_work(run: Run, plan: Plan) -> tuple[Work, Work]:
     # If there are more Ulysses ranks than key heads, key heads are copied, and each rank computes with one key head.
     heads = model.heads // ulysses, max(model.kv_heads // ulysses, 1)
     q, k = (torch.empty(*shape, count, model.resolved_head_dim, dtype=dtype, device="meta") for count in heads)
-    return forward_work(q, k, k), backward_work(q, k, k)
+    precision = run.config.trainer.attention_precision(training=True)
+    return forward_work(q, k, k, precision), backward_work(q, k, k)
 
 
 def git_commit() -> str | None:

@@ -17,7 +17,8 @@ default, it evaluates the held-out text of the run. To evaluate other text, desc
     data.column=... data.subset=...             as in training
 
 trainer.eval_tokens=N sets the minimum number of tokens per length. Other settings can follow as group.key=value, for example
-trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them.
+trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them. With
+trainer.fp8_attention=inference, attention uses FP8.
 
 With evaluate=recall, the command generates the sequences of data=recall, and writes recall.md and recall.png. They show the
 accuracy by the length of the sequence and by the position of the answer in the sequence. The default lengths are the sequence
@@ -189,7 +190,8 @@ def write_results(results: Results, model: Model, config: Config, output: str) -
     """
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
-    table = f"Loss of {model.path} on {text}, in nats per token.\n\n{results_table(results)}\n"
+    attention = " with FP8 attention" if config.trainer.attention_precision(training=False) == "fp8" else ""
+    table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{results_table(results)}\n"
     write_table_and_plot(model, output, "evaluation", table, partial(plot_results, results))
 
 

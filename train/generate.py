@@ -5,7 +5,8 @@
 
 The command only reads the files of the run. The text is written to stdout and all messages are written to stderr. The settings
 of the model come from its checkpoint, or from the config.json of its folder. Other settings can follow as group.key=value, for
-example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. train/config.py explains them.
+example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. train/config.py explains them. With
+trainer.fp8_attention=inference, the prompt is processed with FP8 attention.
 """
 
 import math
@@ -152,6 +153,7 @@ def stream(
     tokens = [tokenizer.bos, *prompt]
     layout = Layout.contiguous(seq_len=len(tokens), ranks=ranks)
     options = dict(layout=layout, mask=Mask.causal(model.config.window), group=group, backend=run.config.parallel.kernel)
+    options |= dict(precision=run.config.trainer.attention_precision(training=False))
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
     attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
     inputs, positions = layout.shard(torch.tensor([tokens]), rank), layout.positions(rank)
@@ -193,7 +195,9 @@ def _captured_step(run: InferenceRun, caches: list[KVCache]) -> TokenStep | None
     return step
 
 
-def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, **options: Any) -> Tensor:
+def _attend_with_cache(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: Layout, mask: Mask, precision: str, **options: Any
+) -> Tensor:
     """Compute the attention of one layer. The first call processes the prompt, and each later call processes one new token.
 
     Args:
@@ -201,11 +205,13 @@ def _attend_with_cache(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layout: 
         cache: the keys and values of all earlier calls.
         layout: the layout of the prompt.
         mask: the mask of the model: causal, with or without a sliding window.
+        precision: the precision of the prompt, as in `ring_attention`. The cache, and the attention of new tokens to it, have
+            the dtype of the model, even if the prompt uses FP8.
         options: the process group and the attention kernels, as in `ring_attention`.
     """
     if cache.length == 0:
         cache.prefill(k, v, layout)
-        return ring_attention(q, k, v, layout=layout, mask=mask, **options)
+        return ring_attention(q, k, v, layout=layout, mask=mask, precision=precision, **options)
     cache.append(k, v)
     return decode_attention(q, cache, window=mask.window, **options)
 

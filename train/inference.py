@@ -24,7 +24,7 @@ RUN_HELP = (
 )
 # Settings that both commands accept. A name that ends in a dot stands for all settings of a group.
 SETTINGS = ("model.", "parallel.", "data.tokenizer", "trainer.device", "trainer.precision", "trainer.compile")
-SETTINGS += ("trainer.deterministic",)
+SETTINGS += ("trainer.deterministic", "trainer.fp8_attention")
 
 
 def option(text: str, **default: Any) -> Any:
@@ -197,7 +197,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
 
 def _settings_for_inference(config: Config) -> Config:
     """Keep the settings that belong to the model and to the text. Inference may run on another machine than training."""
-    trainer = TrainerConfig(precision=config.trainer.precision, compile=False)
+    trainer = TrainerConfig(precision=config.trainer.precision, fp8_attention=config.trainer.fp8_attention, compile=False)
     if config.data.held_out is not None or config.data.eval_fraction > 0:
         trainer.eval_tokens = config.trainer.eval_tokens
     return Config(name=config.name, model=config.model, data=config.data, trainer=trainer)

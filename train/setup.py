@@ -90,7 +90,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     """
     set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
-        device, bf16, kernel = choose_device(config)
+        device, bf16, kernel = choose_device(config, training=True)
         tokenizer = load_tokenizer(config.data.tokenizer)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -157,15 +157,19 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recompute=False, model=model)
 
 
-def choose_device(config: Config) -> tuple[torch.device, bool, dispatch.Choice]:
+def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, dispatch.Choice]:
     """Return the device of this rank, whether the model computes in bf16, and the attention kernels.
+
+    The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
 
     Raises:
         ConfigError: the machine does not have the device, or the kernels do not support the settings.
     """
     device = pick_device(config.trainer.device)
     bf16 = config.trainer.precision == "bf16" or (config.trainer.precision == "auto" and device.type == "cuda")
-    return device, bf16, choose_backend(config, device, bf16)
+    # A run evaluates its model, so the kernels of the evaluation must be available in training as well.
+    inference_kernel = choose_backend(config, device, bf16)
+    return device, bf16, choose_backend(config, device, bf16, training=True) if training else inference_kernel
 
 
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
@@ -179,8 +183,10 @@ def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     return build_mesh(device.type, sequence, ulysses)
 
 
-def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch.Choice:
+def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> dispatch.Choice:
     """Return the attention kernels for these settings, together with the reason for choosing these kernels.
+
+    The kernels are those of training steps if `training` is True, and those of evaluation and generation otherwise.
 
     Raises:
         ConfigError: the settings ask for kernels that do not support the device, the precision or the head dim.
@@ -189,7 +195,8 @@ def choose_backend(config: Config, device: torch.device, bf16: bool) -> dispatch
     if device.type == "cpu" and kernel in ("hopper", "triton"):
         raise ConfigError(f"parallel.kernel={kernel} requires a GPU and this job runs on CPUs: use parallel.kernel=auto")
     try:
-        return dispatch.choose_backend(device, torch.bfloat16 if bf16 else torch.float32, kernel, (dim, dim))
+        dtype, precision = torch.bfloat16 if bf16 else torch.float32, config.trainer.attention_precision(training)
+        return dispatch.choose_backend(device, dtype, kernel, (dim, dim), precision=precision)
     except ValueError as error:
         raise ConfigError(f"parallel.kernel={kernel}: {error}") from None
 

@@ -57,7 +57,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # One all-reduce sums both the loss and the number of ranks that should stop.
     sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
-        loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn)
+        loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn, training=True)
         # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
         # backward pass, and would compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
@@ -145,8 +145,18 @@ def count_pairs(mask: Mask, batch: Batch) -> int:
     return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
-def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """Run the model on this rank's tokens of the batch. `layout` selects these tokens.
+def forward(
+    run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor], training: bool = False
+) -> Tensor:
+    """Run the model on this rank's tokens of the batch.
+
+    Args:
+        run: the run.
+        batch: the batch.
+        mask: the attention mask of the batch.
+        layout: the layout that selects the tokens of this rank.
+        loss_fn: a function of the last hidden states, the weight of the output head, and the labels of this rank's tokens.
+        training: whether this forward pass belongs to a training step, see `trainer.fp8_attention`.
 
     Returns:
         The result of `loss_fn(hidden, head, labels=labels)`. The arguments are the last hidden states, the weight of the output
@@ -162,6 +172,7 @@ def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn
         schedule=run.config.parallel.schedule,
         route=run.config.parallel.route,
         backend=run.config.parallel.kernel,
+        precision=run.config.trainer.attention_precision(training),
         recompute_all_to_all=run.recompute,
     )
     tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))

@@ -111,6 +111,12 @@ INVALID = {
     "recall across documents": (dict(data__source="recall", data__mask_documents=False), 1, ["data.mask_documents=false"]),
     "unknown source": (dict(data__source="web"), 1, ["data.source=web", "stdlib, text, jsonl, parquet, hub"]),
     "unknown precision": (dict(trainer__precision="fp8"), 1, ["trainer.precision=fp8", "auto, fp32, bf16"]),
+    "unknown use of FP8": (dict(trainer__fp8_attention="on"), 1, ["trainer.fp8_attention=on", "never, inference, always"]),
+    "FP8 in evaluation without evaluation": (
+        dict(trainer__fp8_attention="inference", data__eval_fraction=0.0, trainer__sample_tokens=0),
+        1,
+        ["trainer.fp8_attention=inference", "held-out text", "trainer.sample_tokens", "always"],
+    ),
     "unknown learning-rate schedule": (dict(optim__schedule="linear"), 1, ["optim.schedule=linear", "cosine, wsd"]),
     "warmup longer than the run": (dict(optim__warmup_steps=101), 1, ["optim.warmup_steps=101", "trainer.steps=100"]),
     "learning rate that is not a number": (dict(optim__lr=float("nan")), 1, ["optim.lr=nan", "from 1e-"]),
@@ -155,6 +161,8 @@ def test_settings_that_depend_on_another_one_are_valid_with_it():
     check(changed(optim__schedule="wsd", optim__decay_fraction=0.5), 1)
     check(changed(data__eval_split="train[90%:]", trainer__eval_every=7), 1)
     check(changed(trainer__init_from="a", trainer__resume="never"), 1)
+    check(changed(trainer__fp8_attention="always", data__eval_fraction=0.0, trainer__sample_tokens=0), 1)
+    check(changed(trainer__fp8_attention="inference", data__eval_fraction=0.0), 1)
     check(changed(parallel__ring=3, parallel__ulysses=1, data__seq_len=3), 6)
 
 

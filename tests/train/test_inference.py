@@ -98,6 +98,20 @@ def test_evaluation_repeats_the_evaluation_of_the_training(finished, run_script,
     assert float(row.split("|")[2]) == pytest.approx(last["eval_loss"], abs=1e-4)
 
 
+def test_finished_run_is_inspected_with_fp8_attention(finished, run_script, capfd):
+    """The table says that it was computed with FP8, and the losses hardly differ."""
+
+    def losses(*arguments: str) -> tuple[str, list[float]]:
+        assert run_script(evaluate, "run=done", "output=fp8", DEVICE, *arguments) == 0
+        lines = capfd.readouterr().out.splitlines()
+        return lines[0], [float(line.split("|")[2]) for line in lines if line.startswith("| loss")]
+
+    (_, exact), (title, fp8) = losses(), losses("trainer.fp8_attention=inference")
+    assert "with FP8 attention" in title and fp8 == pytest.approx(exact, abs=0.002)
+    text = "run=done", "prompt=def f(", "tokens=20", DEVICE, "trainer.fp8_attention=inference"
+    assert run_script(generate, *text) == 0 and capfd.readouterr().out.startswith("def f(")
+
+
 def test_other_text_is_evaluated(finished, run_script, capfd):
     """The path of the text belongs to all of its files, although the run used only some files of its own text."""
     Path("other.txt").write_text("abc" * 100)
