@@ -12,8 +12,8 @@ has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which s
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
 this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward.
-The rounding error of the inputs is therefore the same on every device. The backward is computed on the inputs that the caller
-passes, without FP8.
+The rounding error of the inputs is therefore the same on every device. The backward does not use FP8. It must receive the
+rounded inputs from `round_to_fp8`, so that its probabilities are those of the forward.
 """
 
 import importlib
@@ -271,6 +271,16 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
     return (_module("triton", "quantize") if on_gpu and _has_module("triton.quantize") else fp8).quantize(q, k, v)
 
 
+def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the inputs for which the forward with precision="fp8" computes attention, in the dtypes of q, k and v.
+
+    The backward of the forward needs these inputs. With the inputs as given, the scores would differ from the scores of which
+    the forward has computed lse, and exp(s - lse) could be far above 1. The queries and keys are rotated, so the gradients of q
+    and k must be passed to `fp8.rotate_back`.
+    """
+    return tuple(fp8.dequantize(x, y.dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
+
+
 def forward_fp8(
     q: QuantizedRows,
     k: QuantizedRows,
@@ -435,7 +445,8 @@ def backward(
 
     Args:
         q, k, v, intervals, scale, backend, dropout, blocks, shares_sms: as for `forward`.
-        precision: as for `forward`, except that "fp8" has the same meaning as "ieee", because the backward does not use FP8.
+        precision: as for `forward`, except that "fp8" has the same meaning as "ieee". After a forward with "fp8", pass the
+            inputs that `round_to_fp8` returns.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse), from which delta is then computed.

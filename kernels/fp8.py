@@ -38,6 +38,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringattn.kernels.reference import state_dtype
+
 BLOCK = 128  # tokens per scale
 DTYPE = torch.float8_e4m3fn
 # The largest e4m3 number is 448 = 0.875 * 2**9.
@@ -155,6 +157,14 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
         blocks = tiles.permute(0, 2, 4, 1, 3)  # (B, C, 128, H, D)
     values = blocks * x.scales.to(dtype)[:, :, None, :, None]
     return values.flatten(1, 2)[:, :num_tokens].contiguous()
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Multiply x (B, N, H, D) by the inverse of the rotation. The gradients of rotated queries become those of the queries."""
+    # The inverse of an orthogonal matrix is its transpose.
+    matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        return (x.to(matrix.dtype) @ matrix.T).to(x.dtype)
 
 
 def _rotate(x: Tensor) -> Tensor:

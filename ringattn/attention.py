@@ -68,8 +68,8 @@ def ring_attention(
         precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8" to use FP8
             in the forward pass, as `flash_attention` explains. All ranks must use "fp8", or none. Every rank rounds its own
             tokens, 128 rows of its shard at a time. Queries, keys and values then circulate in FP8, which halves their bytes.
-            States circulate in fp32. The backward pass, and the blocks that circulate in it, do not use FP8. Dropout is not
-            supported.
+            States circulate in fp32. The backward pass, and the blocks that circulate in it, have the dtype of the inputs.
+            Dropout is not supported.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringattn import custom_op
-from ringattn.kernels import dispatch, validation
+from ringattn.kernels import dispatch, fp8, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
@@ -70,9 +70,10 @@ def flash_attention(
         precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8". With
             "fp8", the forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
             `ringattn.kernels.fp8`), and the output has an error of a few percent. Sums and states stay fp32. The backward pass
-            computes the gradients from q, k and v as given, without FP8. Dropout and `blocks` are not supported. On a Hopper
-            GPU, a faster kernel computes head dims 64, 128 and 256. Elsewhere, "fp8" has the same rounding errors of the
-            inputs, but is slower than the usual forward pass.
+            computes the gradients of attention on the rounded inputs in the dtype of the inputs, without FP8. The rounding
+            itself passes gradients on unchanged. Dropout and `blocks` are not supported. On a Hopper GPU, a kernel that reads
+            FP8 inputs computes head dims 64, 128 and 256. Elsewhere, "fp8" has the same rounding errors of the inputs, but is
+            slower than the usual forward pass.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -202,7 +203,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> custom_op.Resu
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
+    if spec.precision == "fp8":
+        q, k, v = dispatch.round_to_fp8(q, k, v)
+    dq, dk, dv = dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
+    return (fp8.rotate_back(dq), fp8.rotate_back(dk), dv) if spec.precision == "fp8" else (dq, dk, dv)
 
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:

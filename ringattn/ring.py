@@ -21,7 +21,7 @@ step hides the return of the last states to their owners.
 In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank.
 
 With precision="fp8", the queries, or the keys and values, circulate in FP8 in the forward pass, see `ringattn.operands`. States
-stay fp32. The backward pass does not use FP8.
+stay fp32. The backward pass computes with the rounded inputs, which circulate in the dtype of the inputs.
 
 In both rings, blocks are not relayed if the transport connects every pair of ranks directly. A rank then receives each block
 from the owner of the block, and sends the result of the block directly back to this owner. Only the forward pass of the KV ring
@@ -47,7 +47,7 @@ from torch import Tensor
 from ringattn.comm import connect
 from ringattn.comm.transport import Tensors, Transport, complete_hop, report_faults, take_rows
 from ringattn.custom_op import keep_for_graph
-from ringattn.kernels import dispatch
+from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
@@ -262,6 +262,13 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk, dv in the dtypes of q, k, v."""
+        if self.spec.precision == "fp8":
+            # Every rank rounds the same blocks as in the forward pass.
+            dq, dk, dv = self._backward(*dispatch.round_to_fp8(q, k, v), out, lse, dout, dlse)
+            return fp8.rotate_back(dq), fp8.rotate_back(dk), dv
+        return self._backward(q, k, v, out, lse, dout, dlse)
+
+    def _backward(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:
         # A single rank receives no partial gradients from other ranks. The kernel can therefore write the gradients in the
         # dtypes of the inputs.
         if self.transport.size == 1:

@@ -240,7 +240,7 @@ class TrainerConfig:
     # and optimizer state are always fp32.
     precision: str = "auto"
     # When the forward pass of attention uses FP8: "never", "inference" (in evaluation, and for the prompt in generation) or
-    # "always" (also in training). The backward pass never uses FP8.
+    # "always" (also in training). The backward pass computes with the rounded inputs, but not in FP8.
     fp8_attention: str = "never"
     # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
     # of attention take 1.4 to 1.5 times as long.

@@ -97,10 +97,19 @@ def test_inputs_of_any_dtype_and_strides(dtype):
         assert torch.equal(got.scales, expected.scales)
 
 
+@pytest.mark.parametrize("dim", (16, 80))
+def test_rotated_rows_are_rotated_back(dim):
+    x = normal(1, 5, 2, dim).double()
+    back = fp8.rotate_back(x @ fp8.rotation(dim, CPU).double())
+    assert back.dtype == torch.float64
+    torch.testing.assert_close(back, x, rtol=0, atol=1e-6)
+
+
 def test_autocast_does_not_change_the_rotation():
     x = normal(1, 20, 1, 64)
-    expected = quantize_rows(x)
+    expected, expected_back = quantize_rows(x), fp8.rotate_back(x)
     with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fp8.rotate_back(x), expected_back)
         assert torch.equal(quantize_rows(x).data.view(torch.uint8), expected.data.view(torch.uint8))
 
 
