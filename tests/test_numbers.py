@@ -40,7 +40,21 @@ def byte_formulas() -> list[str]:
         constant = sum(small.row_bytes.state) - 64 * per_dim
         state = f"T Hq ({per_dim:.0f} d + {constant:.0f})"
         lines.append(f"| {name:8} | {f'{kv:.0f} T Hkv d':13} | {state:17} |")
-    return lines
+    return [*lines, fp8_formulas()]
+
+
+def fp8_formulas() -> str:
+    """The bytes per hop of an FP8 forward."""
+    found = {}
+    inputs = (torch.empty(1, 1, 1, dim, dtype=torch.bfloat16, device="meta") for dim in (64, 128))
+    small, large = (forward_work(q, q, q, "fp8").row_bytes for q in inputs)
+    for name in ("kv", "state"):
+        at_64, at_128 = (sum(getattr(row_bytes, name)) for row_bytes in (small, large))
+        found[name] = f"{(at_128 - at_64) / 64:.0f} d + {2 * at_64 - at_128:.0f}"
+    bits = "the blocks of the forward pass have 8 bits per element and per scale"
+    return (
+        f"{bits}, and the bytes per hop are T Hkv ({found['kv']}) in the KV ring and T Hq ({found['state']}) in the state ring"
+    )
 
 
 def worked_row() -> list[str]:
