@@ -11,7 +11,7 @@ import torch
 
 from ringattn.kernels import dispatch, fp8, reference, validation
 from tests.covering import every_pair
-from tests.kernels.compare import TOLERANCE, assert_states_close
+from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_scalars_close, assert_states_close
 from tests.kernels.contract import check_forward, check_incremental
 from tests.kernels.masks import full, intervals_of
 from tests.kernels.problems import make_blocks, make_dropout, make_problem
@@ -170,6 +170,28 @@ def test_fp8_states_continue_over_blocks_of_keys(device):
         part = whole.intervals.restrict(slice(0, 300), slice(first, last))
         state = forward(whole.q, whole.k[:, first:last], whole.v[:, first:last], part, whole.scale, state, last == 300)
     assert_states_close(state, rounded.double().forward(reference, final=True), TOLERANCE[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ("causal", "window", "full"))
+@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (256, 256), (96, 96), (192, 128)), ids=str)
+def test_fp8_on_a_gpu(dims, mask):
+    """The output and the lse are compared with those of the rounded inputs. Every query attends to 1 to 300 keys."""
+    problem = make_problem(*intervals_of(mask, 300, 300), 300, torch.bfloat16, 2, (4, 2), dims, "cuda")
+    q, k, v = dispatch.round_to_fp8(problem.q, problem.k, problem.v)
+    expected = replace(problem, q=q, k=k, v=v).double().forward(reference, final=True)
+    for first in (None, 128):  # in one call, or in two calls of which the second one continues the state of the first one
+        state, whole = None, slice(0, 300)
+        for keys in (whole,) if first is None else (slice(0, first), slice(first, 300)):
+            part = problem.intervals.restrict(whole, keys)
+            state = dispatch.forward(
+                *(problem.q, problem.k[:, keys], problem.v[:, keys], part, problem.scale),
+                *(state, keys.stop == 300),
+                precision="fp8",
+            )
+        # A kernel for FP8 inputs also rounds the probabilities, by up to 1/16.
+        assert_rows_close("out", state[0], expected[0], 0.08)
+        assert_scalars_close("lse", state[1], expected[1], 0.02)
 
 
 def test_fp8_inputs_must_match():

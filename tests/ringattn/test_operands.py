@@ -10,7 +10,7 @@ from torch import Tensor
 from ringattn import Layout, Mask, flash_attention, ring_attention, simulate, ulysses_attention
 from ringattn.comm.simulated import SimulatedRank
 from ringattn.comm.transport import Addressed, Wait, take_rows
-from ringattn.kernels import fp8, reference
+from ringattn.kernels import dispatch, fp8, reference
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.operands import QuantizedOperands, _keys, _queries
@@ -28,27 +28,20 @@ FP8_ERRORS = {"out": 0.2, "lse": 0.1, "dq": 0.2, "dk": 0.2, "dv": 0.2}
 
 def rounded(case: Case, layout: Layout) -> Case:
     """Round the inputs on every rank, in blocks of 128 rows of its shard, as an FP8 ring does. The result is fp64."""
-
-    def round_shards(x: Tensor, quantize) -> Tensor:
-        shards = [layout.shard(x, rank) for rank in range(layout.ranks)]
-        return layout.unshard([fp8.dequantize(quantize(shard), torch.float64, shard.shape[1]) for shard in shards])
-
-    q, k, v = (
-        round_shards(x, f) for x, f in ((case.q, fp8.quantize_rows), (case.k, fp8.quantize_rows), (case.v, fp8.quantize_values))
-    )
-    return Case(q, k, v, case.dout.double(), case.dlse.double())
+    shards = [dispatch.round_to_fp8(*(layout.shard(x, r) for x in (case.q, case.k, case.v))) for r in range(layout.ranks)]
+    q, k, v = (layout.unshard([shard[i] for shard in shards]) for i in range(3))
+    return Case(q, k, v, case.dout, case.dlse).to(torch.float64)
 
 
-def expected_results(case: Case, layout: Layout, mask: Mask, scale: float | None = None) -> list[Tensor]:
+def expected_results(case: Case, layout: Layout, mask: Mask) -> list[Tensor]:
     """Return (out, lse) and the gradients (dq, dk, dv) of attention on the rounded inputs, in fp64 on one rank."""
-    case, inputs = case.to(torch.float64), rounded(case, layout)
-    seq_len, scale = case.q.shape[1], scale or case.q.shape[-1] ** -0.5
-    problem = Intervals.of(*mask.intervals(seq_len), seq_len), scale
-    out, lse = reference.forward(inputs.q, inputs.k, inputs.v, *problem, final=True)
-    delta = reference.row_delta(out, case.dout, case.dlse)
-    dq, dk, dv = reference.backward(inputs.q, inputs.k, inputs.v, case.dout, lse, delta, *problem)
+    exact, (_, seq_len, _, dim), device = rounded(case, layout), case.q.shape, case.q.device
+    inputs, problem = (exact.q, exact.k, exact.v), (Intervals.of(*mask.intervals(seq_len), seq_len, device), dim**-0.5)
+    out, lse = reference.forward(*inputs, *problem, final=True)
+    delta = reference.row_delta(out, exact.dout, exact.dlse)
+    dq, dk, dv = reference.backward(*inputs, exact.dout, lse, delta, *problem)
     # The gradients of the rotated queries and keys are rotated back.
-    matrix = fp8.rotation(case.q.shape[-1], case.q.device).double()
+    matrix = fp8.rotation(dim, device).double()
     return [out, lse, dq @ matrix.T, dk @ matrix.T, dv]
 
 

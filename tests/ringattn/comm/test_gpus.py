@@ -27,6 +27,7 @@ from tests.distributed import RankPool, gpu_ranks
 from tests.ringattn.comm.test_p2p import check_rings, check_subgroups
 from tests.ringattn.rings import MASK_NAMES, NAMES, Case, assert_close, masks
 from tests.ringattn.test_decode import assert_rows_close, decode
+from tests.ringattn.test_operands import expected_results
 from tests.ringattn.test_ulysses import on_rank
 
 __all__ = ["gpu_ranks"]
@@ -36,6 +37,8 @@ pytestmark = pytest.mark.gpu
 # The largest error of a row relative to the largest row. In bf16, rounding alone causes errors of about 1e-2. A key that is
 # left out changes a row by more than 1e-3, and a message that is lost changes all rows.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-2
+# A kernel for FP8 inputs also rounds the probabilities, by up to 1/16.
+FP8_TOLERANCE = 0.1
 HEADS, KEY_HEADS = 4, 2  # the numbers of heads of every launch
 DELAYS = 0, 0, 20_000, 200_000, 2_000_000  # the clock cycles for which a rank is delayed
 on_both_transports = pytest.mark.parametrize("transport", ("nvlink", "p2p"))
@@ -100,6 +103,25 @@ def test_rings_of_messages(options: dict[str, str], gpu_ranks: RankPool) -> None
 def test_rings_with_the_kernels_for_this_gpu(gpu_ranks: RankPool) -> None:
     """The kernels that "auto" chooses for bf16."""
     gpu_ranks.run(check_all_rings, torch.bfloat16, SOME | {"transport": "nvlink"})
+
+
+def check_fp8_rings(dtype: torch.dtype, transport: str) -> None:
+    """Every pair of mask, layout and schedule, compared with float64 results of the rounded inputs."""
+    rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), 300 * dist.get_world_size() + 3
+    case = fp32_case(seq_len).to(dtype)
+    tolerance = FP32_TOLERANCE if dtype == torch.float32 else FP8_TOLERANCE
+    for name, kind, schedule in pairs(mask=MASK_NAMES, kind=("zigzag", "striped"), schedule=("state", "kv")):
+        mask, layout = masks(seq_len)[name], Layout(kind, seq_len, ranks)
+        options = dict(schedule=schedule, transport=transport, precision="fp8")
+        got = case.on_rank(layout, mask, rank, dist.group.WORLD, **options)
+        assert_close(got, [layout.shard(x, rank) for x in expected_results(case, layout, mask)], tolerance)
+
+
+@on_both_transports
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_fp8_rings(dtype: torch.dtype, transport: str, gpu_ranks: RankPool) -> None:
+    """In fp32, the portable kernels compute with the rounded inputs. In bf16, a Hopper GPU has a kernel for FP8 inputs."""
+    gpu_ranks.run(check_fp8_rings, dtype, transport)
 
 
 def check_two_rings(transport: str) -> None:
