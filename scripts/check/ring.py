@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=8 -m scripts.check.ring
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m scripts.check.ring
+    torchrun --nproc_per_node=8 -m scripts.check.ring --precision fp8
 
 Run this script on a new machine or cluster before a long training run. If the ranks have GPUs, the script uses bf16 over NVLink
 and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the script uses
@@ -9,7 +10,7 @@ fp32 over gloo.
 
 The script compares every row of every result with the reference, and divides the error of a row by the scale of the row. The
 script prints a table of the largest row errors over all ranks. If an error exceeds its limit, the script prints the rank with
-the error and exits with status 1.
+the error and exits with status 1. With --precision fp8, the reference is computed from the inputs as the ranks round them.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch import Tensor
 from ringattn import Layout, Mask, balanced_layout, ulysses_attention
 from ringattn.comm.connect import connect
 from ringattn.comm.p2p import backend_name
+from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
 from ringattn.train.config import ConfigError
@@ -33,6 +35,9 @@ from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_
 from scripts import command
 from scripts.accuracy import NAMES, float64_results, row_errors, row_limits
 from scripts.tables import markdown_table
+
+# The largest accepted row errors of a kernel for FP8 inputs, which also rounds the probabilities.
+FP8_LIMITS = {"out": 0.1, "lse": 0.02, "dq": 0.2, "dk": 0.2, "dv": 0.1}
 
 
 @dataclass(frozen=True)
@@ -82,29 +87,61 @@ def make_masks(seq_len: int) -> dict[str, Mask]:
     }
 
 
-def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor]) -> dict[str, Tensor]:
+def attend(way: Way, layout: Layout, mask: Mask, shards: list[Tensor], precision: str = "ieee") -> dict[str, Tensor]:
     """Run the forward and the backward pass of attention on this rank's shards, and return the tensors of NAMES.
 
     `shards` contains this rank's shards of q, k, v and dout.
     """
     mesh = build_mesh(shards[0].device.type, dist.get_world_size(), way.ulysses)
     groups = dict(ulysses_group=mesh.ulysses.get_group(), ring_group=mesh.ring.get_group())
-    options = dict(schedule=way.schedule, transport=way.transport, return_lse=True)
+    options = dict(schedule=way.schedule, transport=way.transport, precision=precision, return_lse=True)
     q, k, v = (x.requires_grad_() for x in shards[:3])
     out, lse = ulysses_attention(q, k, v, layout=layout, mask=mask, **groups, **options)
     grads = torch.autograd.grad(out, (q, k, v), shards[3])
     return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
-def largest_errors(way: Way, mask: Mask, tensors: list[Tensor], expected: dict[str, Tensor]) -> Tensor:
+class Reference:
+    """The float64 results of attention on `tensors`, which are q, k, v and dout of the whole sequence, for several masks.
+
+    With precision="fp8", the results are those of the inputs as the ranks round them, which depend on the layout of the ring.
+    """
+
+    def __init__(self, tensors: list[Tensor], masks: dict[str, Mask], precision: str) -> None:
+        seq_len, device = tensors[0].shape[1], tensors[0].device
+        self.tensors, self.precision = tensors, precision
+        self.intervals = {mask: Intervals.of(*mask.intervals(seq_len), seq_len, device) for mask in masks.values()}
+        self._results: dict[tuple, dict[str, Tensor]] = {}
+
+    def results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
+        """Return the tensors of NAMES for the whole sequence. `layout` is the layout of the ring."""
+        key = mask, layout if self.precision == "fp8" else None
+        if key not in self._results:
+            compute = self._rounded_results if self.precision == "fp8" else self._plain_results
+            self._results[key] = compute(mask, layout)
+        return self._results[key]
+
+    def _plain_results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
+        return float64_results(*self.tensors, self.intervals[mask])
+
+    def _rounded_results(self, mask: Mask, layout: Layout) -> dict[str, Tensor]:
+        *inputs, dout = self.tensors
+        shards = [dispatch.round_to_fp8(*(layout.shard(x, rank) for x in inputs)) for rank in range(layout.ranks)]
+        rounded = [layout.unshard([shard[i] for shard in shards]) for i in range(3)]
+        results = float64_results(*rounded, dout, self.intervals[mask])
+        return results | {name: fp8.rotate_back(results[name]) for name in ("dq", "dk")}
+
+
+def largest_errors(way: Way, mask: Mask, expected: Reference) -> Tensor:
     """Return the largest row errors over all layouts, as a float64 tensor with one row per rank and one column per name."""
-    rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), tensors[0].shape[1]
+    rank, ranks, seq_len = dist.get_rank(), dist.get_world_size(), expected.tensors[0].shape[1]
     ring = ranks // way.ulysses
     largest = torch.zeros(len(NAMES), dtype=torch.float64)
     for ring_layout in (*(Layout(kind, seq_len, ring) for kind in KINDS), balanced_layout(mask, seq_len, ring)):
         layout = ring_layout.split(way.ulysses)
-        results = attend(way, layout, mask, [layout.shard(x, rank).clone() for x in tensors])
-        errors = row_errors(results, {name: layout.shard(x, rank) for name, x in expected.items()})
+        results = attend(way, layout, mask, [layout.shard(x, rank).clone() for x in expected.tensors], expected.precision)
+        whole = expected.results(mask, ring_layout)
+        errors = row_errors(results, {name: layout.shard(x, rank) for name, x in whole.items()})
         largest = torch.maximum(largest, torch.tensor([errors[name] for name in NAMES], dtype=torch.float64))
     by_rank = [torch.empty_like(largest) for _ in range(ranks)]
     dist.all_gather(by_rank, largest)
@@ -130,7 +167,12 @@ def check_sequence_length(seq_len: int) -> None:
         raise ConfigError(f"--seq-len {seq_len}: must be at least {minimum} for {dist.get_world_size()} ranks")
 
 
-def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
+def limits(device: torch.device, dtype: torch.dtype, precision: str) -> dict[str, float]:
+    """Return the largest accepted row errors. A kernel for FP8 inputs also rounds the probabilities, by up to 1/16."""
+    return FP8_LIMITS if precision == "fp8" and device.type == "cuda" else row_limits(dtype)
+
+
+def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "ieee") -> list[str]:
     """Check every combination of a way and a mask, and print each row of the table as soon as it is complete.
 
     Returns:
@@ -141,19 +183,19 @@ def check(device: torch.device, seq_len: int, head_dim: int) -> list[str]:
     heads = (2 * ranks, ranks, ranks, 2 * ranks)  # of q, k, v and dout
     tensors = [torch.randn(1, seq_len, count, head_dim, generator=generator).to(device, dtype) for count in heads]
     masks = make_masks(seq_len)
-    intervals = {name: Intervals.of(*mask.intervals(seq_len), seq_len, device) for name, mask in masks.items()}
-    expected = {name: float64_results(*tensors, intervals[name]) for name in masks}
+    expected, accepted = Reference(tensors, masks, precision), limits(device, dtype, precision)
 
     # Only ranks that share a GPU use gloo for tensors on GPUs.
     shares_gpu = device.type == "cuda" and backend_name(dist.group.WORLD, "cuda") == "gloo"
     place = "cuda (several ranks share a GPU)" if shares_gpu else device.type
     title = f"{ranks} ranks on {place}, {str(dtype).removeprefix('torch.')}, S {seq_len}, D {head_dim}"
+    title += ", FP8 forward" if precision == "fp8" else ""
     text = f"{title}\n\n" + markdown_table(" | ".join(("way", "mask", *NAMES)), [])
     failures = []
     for way in available_ways(device):
         for name, mask in masks.items():
-            errors = largest_errors(way, mask, tensors, expected[name])
-            failures += [f"{way}, {name}: {failure}" for failure in find_failures(errors, row_limits(dtype))]
+            errors = largest_errors(way, mask, expected)
+            failures += [f"{way}, {name}: {failure}" for failure in find_failures(errors, accepted)]
             text += f"| {way} | {name} | " + " | ".join(f"{error:.1e}" for error in errors.amax(0)) + " |"
             if dist.get_rank() == 0:
                 print(text, flush=True)
@@ -165,6 +207,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--seq-len", type=int, default=2051, help="tokens of the whole sequence (default: %(default)s)")
     parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--precision", choices=("ieee", "fp8"), default="ieee", help="default: %(default)s")
     return parser.parse_args(argv)
 
 
@@ -175,7 +218,7 @@ def main(argv: list[str]) -> int:
         with sync_errors():
             device = pick_device("auto", share_gpus=True)
             check_sequence_length(args.seq_len)
-        failures = check(device, args.seq_len, args.head_dim)
+        failures = check(device, args.seq_len, args.head_dim, args.precision)
     except ConfigError as error:
         failures = [f"error: {error}"]
     if dist.get_rank() == 0:

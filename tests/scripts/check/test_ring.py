@@ -26,10 +26,21 @@ def test_two_ranks_match_float64(tmp_path):
     assert all(any(text.startswith(f"| {way} | {mask} |") for text in rows) for way in ways for mask in MASKS)
 
 
+@pytest.mark.slow
+def test_two_ranks_match_float64_with_fp8(tmp_path):
+    arguments = "--seq-len", "531", "--head-dim", "16", "--precision", "fp8"
+    finished = launch(2, tmp_path, *arguments, script="scripts.check.ring")
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert lines[-1] == "every error is within its limit" and "2 ranks on cpu, float32, S 531, D 16, FP8 forward" in lines
+    assert len([text for text in lines if text.startswith("| p2p")]) == len(MASKS) * 3
+
+
 @pytest.mark.gpu
-def test_four_ranks_on_gpus_match_float64(tmp_path):
+@pytest.mark.parametrize("precision", ("ieee", "fp8"))
+def test_four_ranks_on_gpus_match_float64(precision, tmp_path):
     """The ranks share GPUs if there are fewer than four."""
-    finished = launch(4, tmp_path, "--seq-len", "515", script="scripts.check.ring")
+    finished = launch(4, tmp_path, "--seq-len", "515", "--precision", precision, script="scripts.check.ring")
     assert finished.returncode == 0, finished.stderr
     lines = finished.stdout.splitlines()
     assert lines[-1] == "every error is within its limit"
@@ -66,8 +77,8 @@ def test_single_wrong_row_of_each_tensor_is_reported(monkeypatch):
     """One row of one mask and one layout is wrong, by as much as if one of its keys were left out."""
     correct_attend = check_ring.attend
 
-    def attend(way, layout, mask, shards):
-        results = correct_attend(way, layout, mask, shards)
+    def attend(way, layout, mask, shards, precision):
+        results = correct_attend(way, layout, mask, shards, precision)
         if mask.window and layout.whole.kind == "striped":
             for result in results.values():
                 result[0, 70] *= 1.01
