@@ -265,9 +265,9 @@ def _forward_rounded(
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
     """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
 
-    On a GPU, a single kernel rounds head dims of FP8_DIMS.
+    On a GPU, a single kernel rounds equal head dims of FP8_DIMS.
     """
-    on_gpu = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] in FP8_DIMS and v.shape[3] in FP8_DIMS
+    on_gpu = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in FP8_DIMS
     return (_module("triton", "quantize") if on_gpu and _has_module("triton.quantize") else fp8).quantize(q, k, v)
 
 

@@ -154,6 +154,27 @@ def test_fp8_forward_equals_attention_on_rounded_inputs(backend, device):
     assert all(torch.equal(x, y) for x, y in zip(*gradients, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "dims", "exists", "fused"),
+    [
+        (True, torch.bfloat16, (128, 128), True, True),
+        (True, torch.float32, (64, 64), True, True),
+        (True, torch.float64, (128, 128), True, False),
+        (True, torch.bfloat16, (96, 96), True, False),
+        (True, torch.bfloat16, (128, 64), True, False),
+        (True, torch.bfloat16, (128, 128), False, False),
+        (False, torch.bfloat16, (128, 128), True, False),
+    ],
+    ids=["bf16", "fp32", "fp64", "96", "different-dims", "no-kernel", "cpu"],
+)
+def test_one_kernel_rounds_the_inputs_on_a_gpu(is_cuda, dtype, dims, exists, fused, monkeypatch):
+    simulate_fp8_kernel(monkeypatch, exists)
+    monkeypatch.setattr(dispatch, "_module", lambda *name: SimpleNamespace(quantize=lambda *_: name))
+    monkeypatch.setattr(fp8, "quantize", lambda *_: "PyTorch")
+    q, v = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 5, 2, dim)) for dim in dims)
+    assert dispatch.quantize(q, q, v) == (("triton", "quantize") if fused else "PyTorch")
+
+
 def test_fp8_states_continue_over_blocks_of_keys(device):
     """A chain of calls over whole blocks of 128 keys equals one call over all keys."""
     whole = make_problem(*intervals_of("causal", 300, 300), 300, device=device)
@@ -190,8 +211,8 @@ def test_fp8_on_a_gpu(dims, mask):
                 precision="fp8",
             )
         # A kernel for FP8 inputs also rounds the probabilities, by up to 1/16.
-        assert_rows_close("out", state[0], expected[0], 0.08)
-        assert_scalars_close("lse", state[1], expected[1], 0.02)
+        assert_rows_close("out", state[0], expected[0], 0.1)
+        assert_scalars_close("lse", state[1], expected[1], 0.08)
 
 
 def test_fp8_inputs_must_match():
