@@ -267,8 +267,11 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
     On a GPU, a single kernel rounds equal head dims of FP8_DIMS.
     """
-    on_gpu = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in FP8_DIMS
-    return (_module("triton", "quantize") if on_gpu and _has_module("triton.quantize") else fp8).quantize(q, k, v)
+    is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in FP8_DIMS
+    # A rank of a ring may hold no tokens.
+    if is_supported and 0 not in (*q.shape, *k.shape) and _has_module("triton.quantize"):
+        return _module("triton", "quantize").quantize(q, k, v)
+    return fp8.quantize(q, k, v)
 
 
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

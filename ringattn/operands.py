@@ -1,8 +1,9 @@
 """The inputs of the forward pass of a ring, in the form in which they circulate and in the form that the kernels read.
 
-`PlainOperands` sends q, k and v as they are. `QuantizedOperands` rounds them once, on the rank that holds them, to the FP8
-format of `ringattn.kernels.fp8`. Every other rank receives the bytes of the e4m3 numbers and the scales. The circulating blocks
-consist of the following uint8 tensors, whose dimension 1 contains the rows of a block, as in every circulating block:
+`Operands` is the interface through which `ringattn.ring` uses the inputs. `QuantizedOperands` in this module rounds the inputs
+once, on the rank that holds them, to the FP8 format of `ringattn.kernels.fp8`. Every other rank receives the bytes of the e4m3
+numbers and the scales. The circulating blocks consist of the following uint8 tensors, whose dimension 1 contains the rows of a
+block, as in every circulating block:
 
     queries    e4m3 numbers of q   (B, N, Hq, D)      exponents (B, N, Hq)
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
@@ -49,19 +50,6 @@ class Operands(Protocol):
 
         None stands for all queries, or all keys, of this rank.
         """
-
-
-class PlainOperands:
-    """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous."""
-
-    row_multiple = 1
-
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.queries, self.keys = (q,), (k, v)
-
-    def attend(self, queries, keys, *arguments, **options):
-        """See `Operands.attend`."""
-        return dispatch.forward(*(queries or self.queries), *(keys or self.keys), *arguments, **options)
 
 
 class QuantizedOperands:

@@ -53,7 +53,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
-from ringattn.operands import Operands, PlainOperands, QuantizedOperands
+from ringattn.operands import Operands, QuantizedOperands
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
@@ -203,6 +203,19 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         return results
 
     return run_chunks
+
+
+class PlainOperands:
+    """The inputs q (B, N, Hq, D), k (B, N, Hkv, D) and v (B, N, Hkv, Dv) of a rank, contiguous, as an `Operands`."""
+
+    row_multiple = 1
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        self.queries, self.keys = (q,), (k, v)
+
+    def attend(self, queries, keys, *arguments, **options):
+        """See `Operands.attend`."""
+        return dispatch.forward(*(queries or self.queries), *(keys or self.keys), *arguments, **options)
 
 
 @dataclass(frozen=True)
