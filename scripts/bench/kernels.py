@@ -5,6 +5,7 @@
     python -m scripts.bench.kernels --suite blocks memory --peers ringattn flex
     python -m scripts.bench.kernels --suite head-dims windows --peers ringattn deterministic cudnn fa4
     python -m scripts.bench.kernels --suite backward --peers ringattn fa4 --compile-workers 16
+    python -m scripts.bench.kernels --suite fp8 --peers ringattn fp8 fp8-rounded
     python -m scripts.bench.kernels --suite decode                      # runs scripts.bench.decode
 
 All suites use bf16 and B = 1. A CUDA device is required. The speed of an implementation is reported only if its results are
@@ -18,13 +19,15 @@ correct.
 - `windows` measures a causal mask, windows of 1,024 and 4,096 tokens, and packed documents, with D = 128.
 - `backward` measures the cases in which a backward of 16,384 or 65,536 tokens is compared with flash-attn-4: D = 128 with a
   causal mask, a full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
+- `fp8` measures the head dims 64, 128 and 256 with causal and full masks. This suite runs only if --suite names it.
 - `blocks` measures block-sparse masks that keep some of the blocks, chosen at random.
 - `memory` measures the extra memory of a call, and compares it with the size of the N x N scores.
 - `decode` runs `scripts.bench.decode`, which writes its own report to the folder decode in --output. This suite runs only if
   --suite names it.
 
-The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`. It is measured only if --peers
-names it.
+The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
+precision="fp8". `fp8-rounded` is the forward of `fp8` without the rounding of the inputs. These three implementations are
+measured only if --peers names them.
 
 flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes compile the kernels of all cases first,
 see `scripts.bench.compile_first`.
@@ -76,8 +79,11 @@ WINDOWS = (1024, 4096)
 # that the two numbers are the same.
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
+# The suite "fp8": the head dim and the number of heads.
+FP8_CASES = ((64, 16), (128, 16), (256, 8))
+FP8_TOLERANCE = 0.1  # the largest accepted error of results with FP8 inputs, whose rounding causes an error of 0.05
 SUITES = ("speed", "masks", "heads", "head-dims", "windows", "backward", "blocks", "memory")
-DECODE = "decode"
+FP8, DECODE = "fp8", "decode"  # the suites that run only on request
 Call = Callable[[], tuple[Tensor, ...]]  # a function that computes the results of one direction
 Key = tuple[str, str]  # the name of the implementation, and the direction
 
@@ -97,6 +103,8 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
             for dim, value_dim, heads, key_heads in WIDE_CASES
             for kind in ("causal", "full")
         ]
+    if suite == FP8:
+        return [Case(kind, LENGTH, heads, dim) for dim, heads in FP8_CASES for kind in ("causal", "full")]
     if suite == "windows":
         windows = [Case("window", LENGTH, HEADS, dim, window_size=size) for size in WINDOWS]
         return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim)]
@@ -149,10 +157,10 @@ def describe_failure(error: Exception) -> dict:
     return {"status": "failed", "error": f"{type(error).__name__}: {str(error)[:500]}"}
 
 
-def check_call(call: Call, expected: dict[str, Tensor]) -> dict:
+def check_call(call: Call, expected: dict[str, Tensor], tolerance: float = GROUP_TOLERANCE) -> dict:
     """Return the errors of the results of a call. If the results are correct, also return the extra memory of the call."""
     errors = {name: checked_error(x, expected[name]) for name, x in zip(expected, call(), strict=True)}
-    if not max(errors.values()) <= GROUP_TOLERANCE:
+    if not max(errors.values()) <= tolerance:
         return {"status": "wrong", "errors": errors}
     return {"status": "ok", "errors": errors, "extra_bytes": extra_bytes(call)}
 
@@ -168,6 +176,7 @@ def check(
     """
     *inputs, dout = tensors
     found, calls = {}, {}
+    tolerance = FP8_TOLERANCE if name in (peers.FP8, peers.FP8_ROUNDED) else GROUP_TOLERANCE
 
     def forward() -> tuple[Tensor, ...]:
         with peers.context(name):
@@ -180,10 +189,10 @@ def check(
     try:
         attend = prepare(case, DEVICE)
         calls["forward"] = forward
-        found["forward"] = check_call(forward, {"out": expected["out"]})
+        found["forward"] = check_call(forward, {"out": expected["out"]}, tolerance)
         out = attend(*inputs)
         calls["backward"] = backward
-        found["backward"] = check_call(backward, {name: expected[name] for name in ("dq", "dk", "dv")})
+        found["backward"] = check_call(backward, {name: expected[name] for name in ("dq", "dk", "dv")}, tolerance)
     except peers.Unsupported:
         reason = {"status": "unsupported"}
     except Exception as error:  # The compilers and kernels of the peers raise exceptions of any kind.
@@ -265,11 +274,13 @@ def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--output", type=Path, default=command.RESULTS / "kernels", help="default: outputs/benchmarks/kernels")
-    parser.add_argument("--suite", nargs="+", choices=(*SUITES, DECODE), default=SUITES, help="default: all but decode")
+    parser.add_argument(
+        "--suite", nargs="+", choices=(*SUITES, FP8, DECODE), default=SUITES, help="default: all but fp8 and decode"
+    )
     parser.add_argument("--only", metavar="REGEX", default="", help="only cases with a matching name: 'causal D128 S16384'")
     parser.add_argument("--lengths", nargs="+", type=int, default=[], help="lengths of the curve, multiples of 128")
     parser.add_argument(
-        "--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help="default: all that are installed, without deterministic"
+        "--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help=f"default: all but {', '.join(peers.ON_REQUEST)}"
     )
     parser.add_argument("--rounds", type=command.at_least(1), default=3, help="rounds of timing; default: 3")
     parser.add_argument(
@@ -341,7 +352,7 @@ def main(argv: list[str]) -> int:
             return status
     if args.compile_workers:
         compile_first.use_disk_cache()
-    names = args.peers or [name for name in peers.IMPLEMENTATIONS if name != peers.DETERMINISTIC]
+    names = args.peers or [name for name in peers.IMPLEMENTATIONS if name not in peers.ON_REQUEST]
     implementations = {name: x for name, x in peers.available().items() if name in names}
     packages = ["flash-attn-4"] if "fa4" in implementations else []
     header = command.describe_run("scripts.bench.kernels", argv, gpus=1, packages=packages) | {"rounds": args.rounds}

@@ -136,6 +136,10 @@ class Report:
         note = "TFLOP/s, forward / backward. 192/128 means a head dim of 192 for queries and keys and of 128 for values."
         return f"## Head dims\n\n{note}\n\n{self.figures(cases, 'tflops', '{:.0f}'.format)}"
 
+    def fp8(self, cases: list[Case]) -> str:
+        note = "TFLOP/s, forward / backward. `fp8` includes the rounding of the inputs, and `fp8-rounded` does not."
+        return f"## FP8\n\n{note}\n\n{self.figures(cases, 'tflops', '{:.0f}'.format)}"
+
     def windows(self, cases: list[Case]) -> str:
         return self.masks(cases, "Windows and packed documents")
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ringattn import flash_attention
+from ringattn.kernels import dispatch
+from ringattn.kernels.interval_mask import Intervals
 from scripts.bench.cases import BLOCK, Case
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -22,6 +24,8 @@ Prepare = Callable[[Case, torch.device], Attend]
 OURS = "ringattn"
 PORTABLE = "portable"
 DETERMINISTIC = "deterministic"
+FP8, FP8_ROUNDED = "fp8", "fp8-rounded"
+ON_REQUEST = (DETERMINISTIC, FP8, FP8_ROUNDED)  # implementations that are measured only if the command line names them
 
 
 class Unsupported(Exception):
@@ -36,6 +40,44 @@ def ringattn(backend: str) -> Prepare:
         return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, blocks=blocks, backend=backend)
 
     return prepare
+
+
+def fp8(case: Case, device: torch.device) -> Attend:
+    """Return our kernels with precision="fp8". The time includes the rounding of the inputs."""
+    if case.kind == "blocks":
+        raise Unsupported(case.kind)
+    return lambda q, k, v: flash_attention(q, k, v, mask=case.mask, precision="fp8")
+
+
+def fp8_rounded(case: Case, device: torch.device) -> Attend:
+    """Return our FP8 forward without the rounding of the inputs, as it runs in each hop of a ring. It has no backward.
+
+    The inputs of the first call are rounded once, and all calls must have the same inputs.
+    """
+    if case.kind == "blocks":
+        raise Unsupported(case.kind)
+    intervals = Intervals.of(*case.mask.intervals(case.length), case.length, device)
+    rounded: list = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        rounded.extend(() if rounded else dispatch.quantize(q.detach(), k.detach(), v.detach()))
+        options = {"final": True, "dtype": q.dtype}
+        out, _ = dispatch.forward_fp8(*rounded, intervals, case.head_dim**-0.5, **options)
+        return _WithoutBackward.apply(q, out)
+
+    return attend
+
+
+class _WithoutBackward(torch.autograd.Function):
+    """Return `out`, whose backward is unsupported."""
+
+    @staticmethod
+    def forward(ctx, q: Tensor, out: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        raise Unsupported("the backward")
 
 
 @contextmanager
@@ -140,6 +182,8 @@ IMPLEMENTATIONS: dict[str, Prepare] = {
     OURS: ringattn("auto"),
     DETERMINISTIC: ringattn("auto"),
     PORTABLE: ringattn("triton"),
+    FP8: fp8,
+    FP8_ROUNDED: fp8_rounded,
     "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
     "fa2": sdpa(SDPBackend.FLASH_ATTENTION),
     "flex": flex,

@@ -140,6 +140,23 @@ def test_the_deterministic_implementation_runs_on_request(tmp_path, monkeypatch)
     assert used.count(True) > 1 and not torch.are_deterministic_algorithms_enabled()
 
 
+def test_fp8_is_measured_on_request(tmp_path, monkeypatch):
+    """The forward of FP8 has a larger tolerance than the other implementations, and without rounding it has no backward."""
+    monkeypatch.setattr(bench_kernels, "FP8_CASES", ((64, 2),))
+    for name in (peers.FP8, peers.FP8_ROUNDED):
+        monkeypatch.setitem(peers.IMPLEMENTATIONS, name, {peers.FP8: peers.fp8, peers.FP8_ROUNDED: peers.fp8_rounded}[name])
+    names = [peers.OURS, peers.FP8, peers.FP8_ROUNDED]
+    status, rows, report = run(tmp_path, "--suite", "fp8", "--peers", *names)
+    assert status == 0 and "## FP8" in report
+    assert [row["implementation"] for row in rows] == names * 2 and {row["case"]["kind"] for row in rows} == {"causal", "full"}
+    for row in rows:
+        rounds = row["implementation"] != peers.OURS
+        assert (row["forward"]["errors"]["out"] > 0.02) == rounds and row["forward"]["status"] == "ok"
+        assert row["backward"]["status"] == ("unsupported" if row["implementation"] == peers.FP8_ROUNDED else "ok")
+    _, rows, _ = run(tmp_path, "--suite", "heads", "--rounds", "1")
+    assert {row["implementation"] for row in rows} == {peers.OURS}
+
+
 def test_case_without_the_one_it_is_compared_with_has_no_ratio(tmp_path):
     status, rows, report = run(tmp_path, "--rounds", "1", "--only", "^documents|blocks 50|8/2")
     assert status == 0 and "## Speed" not in report
