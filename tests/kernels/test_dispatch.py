@@ -212,7 +212,7 @@ def test_fp8_on_a_gpu(dims, mask):
             )
         # A kernel for FP8 inputs also rounds the probabilities, by up to 1/16.
         assert_rows_close("out", state[0], expected[0], 0.1)
-        assert_scalars_close("lse", state[1], expected[1], 0.08)
+        assert_scalars_close("lse", state[1], expected[1], 0.1)
 
 
 def test_fp8_inputs_must_match():
