@@ -16,7 +16,8 @@ time of ringattn by those of the fastest other implementation, and the graph tim
 measures the time of the kernels, which is the time during which at least one kernel of a call runs.
 
 `flash` and `cudnn` are backends of SDPA. `fa3` is flash-attn's kernel for KV caches, `fa4` is flash-attn-4, and `flashinfer` is
-FlashInfer's kernel for one sequence. A library that is not installed has the entry "-".
+FlashInfer's kernel for paged caches, which is planned once per case, outside of the measured time. FlashInfer compiles its
+kernels with nvcc in their first call. The script prints which libraries are not installed. They have the entry "-".
 
 SDPA takes no lengths, so it receives caches that are exactly as long as the sequences. With several queries, SDPA is not
 causal. With --model, a model of configs/model with random weights generates tokens after --context tokens, see
@@ -55,6 +56,9 @@ OURS = "ringattn"
 NAMES = (OURS, "flash", "cudnn", "fa3", "fa4", "flashinfer")  # all implementations, in the order of the report
 DEVICE = torch.device("cuda")
 LENGTHS = (2048, 8192, 32768, 131072, 524288, 1048576)
+MODULES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute", "flashinfer": "flashinfer"}  # of the optional libraries
+PAGE_SIZE = 64  # tokens per page of FlashInfer's cache
+FLASHINFER_WORKSPACE = 128 * 2**20  # the number of bytes that FlashInfer's documentation recommends
 
 
 class Layer(NamedTuple):
@@ -131,14 +135,14 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
     found = {OURS: Implementation(lambda layer: decode_attention(q, layer.cache))}
     for name, backend in (("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)):
         found[name] = Implementation(sdpa, partial(sdpa_kernel, backend), heads_first=True, is_causal=case.queries == 1)
-    if _is_installed("flash_attn_interface"):  # FlashAttention 3
+    if _is_installed(MODULES["fa3"]):
         from flash_attn_interface import flash_attn_with_kvcache
 
         lengths = torch.full((case.batch,), case.keys, dtype=torch.int32, device=q.device)
         found["fa3"] = Implementation(
             lambda layer: flash_attn_with_kvcache(q, *layer.cache.shard[:2], cache_seqlens=lengths, causal=True)
         )
-    if _is_installed("flash_attn.cute"):
+    if _is_installed(MODULES["fa4"]):
         from flash_attn.cute import flash_attn_func
 
         # The library cannot split the keys on sm_90. On other GPUs, 0 lets it choose the number of splits.
@@ -149,13 +153,37 @@ def implementations(case: Case, q: Tensor) -> dict[str, Implementation]:
             return result[0] if isinstance(result, tuple) else result
 
         found["fa4"] = Implementation(flash_attn_4)
-    if _is_installed("flashinfer") and case.batch == 1 and case.queries == 1:
-        from flashinfer import single_decode_with_kv_cache
-
-        found["flashinfer"] = Implementation(
-            lambda layer: single_decode_with_kv_cache(q[0, 0], *(x[0] for x in layer.cache.shard[:2]))[None, None]
-        )
+    if _is_installed(MODULES["flashinfer"]) and case.queries == 1:
+        try:
+            found["flashinfer"] = flashinfer(case, q)
+        except Exception as error:  # The library and its compiler raise exceptions of any kind.
+            print(f"flashinfer is left out: {type(error).__name__}: {str(error)[:200]}", flush=True)
     return found
+
+
+def flashinfer(case: Case, q: Tensor) -> Implementation:
+    """Return FlashInfer's kernel for one query per sequence, which reads the cache in pages of PAGE_SIZE tokens."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper
+
+    workspace = torch.empty(FLASHINFER_WORKSPACE, dtype=torch.uint8, device=q.device)
+    # The tensor cores are faster for groups of query heads, and slower for a single query head per key head.
+    grouped = case.heads > case.key_heads
+    kernel = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped, backend="fa2")
+    num_pages = case.batch * case.keys // PAGE_SIZE
+    ends = torch.arange(0, num_pages + 1, case.keys // PAGE_SIZE, dtype=torch.int32)
+    pages, last = torch.arange(num_pages, dtype=torch.int32), torch.full((case.batch,), PAGE_SIZE, dtype=torch.int32)
+    sizes = case.heads, case.key_heads, case.head_dim, PAGE_SIZE
+    kernel.plan(ends, pages.to(q.device), last, *sizes, q_data_type=q.dtype, kv_data_type=q.dtype)
+    paged: dict[int, tuple[Tensor, ...]] = {}  # the caches of the layers in pages, by the address of the keys
+
+    def attend(layer: Layer) -> Tensor:
+        address = layer.keys.data_ptr()
+        if address not in paged:
+            shape = num_pages, PAGE_SIZE, case.key_heads, case.head_dim
+            paged[address] = tuple(x.view(shape) for x in layer.cache.shard[:2])
+        return kernel.run(q[:, 0], paged[address])[:, None]
+
+    return Implementation(attend)
 
 
 def with_bounds(case: Case, q: Tensor) -> Implementation:
@@ -336,7 +364,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = parse(argv)
     args.output.mkdir(parents=True, exist_ok=True)
-    header, results = command.describe_run("scripts.bench.decode", argv, gpus=1), {}
+    missing = [name for name, module in MODULES.items() if not _is_installed(module)]
+    print(f"not installed: {', '.join(missing) or 'none'}", flush=True)
+    packages = ["flashinfer-python"] if "flashinfer" not in missing else []
+    header, results = command.describe_run("scripts.bench.decode", argv, gpus=1, packages=packages), {}
     for case in CASES:
         # The caches and the tensors from which they are filled exist at the same time.
         if not re.search(args.only, case.name) or 2 * case.bytes > args.gib * 2**30:

@@ -1,12 +1,16 @@
 """The benchmark of decoding, with tiny cases on the CPU and fake clocks: errors of every implementation are reported."""
 
+import itertools
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import ReferenceType, ref
 
 import pytest
 import torch
 
+from ringattn import flash_attention
 from scripts.bench import decode as bench_decode
 from scripts.bench.decode import Case, Implementation, Layer
 from scripts.bench.generation import Speed
@@ -67,6 +71,48 @@ def test_a_library_that_is_not_installed_has_no_entry(tmp_path: Path, monkeypatc
     _, _, report = run(tmp_path, "--only", "B1")
     assert "| 2.0 / - / - / - / 2.0 / - |" in report and "| 10.0 / - / - / - / 10.0 / - |" in report
     assert not bench_decode._is_installed("no_such_package.module") and bench_decode._is_installed("torch.nn")
+
+
+def test_missing_libraries_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(bench_decode, "_is_installed", lambda module: module == "flash_attn.cute")
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--only", "B9")
+    assert "not installed: fa3, flashinfer\n" in capsys.readouterr().out
+
+
+class PagedDecode:
+    """Stands for FlashInfer's class for paged caches: decodes with the pages that were planned."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, use_tensor_cores: bool, backend: str) -> None:
+        assert layout == "NHD"
+
+    def plan(self, ends, pages, last, heads, key_heads, head_dim, page_size, q_data_type, kv_data_type) -> None:
+        assert q_data_type == kv_data_type == torch.bfloat16 and all(length == page_size for length in last)
+        self.tables = [pages[first:end] for first, end in itertools.pairwise(ends.tolist())]
+
+    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        entries = [[x[table].flatten(0, 1)[None] for x in cache] for table in self.tables]
+        return torch.cat([flash_attention(q[i : i + 1, None], k, v)[:, 0] for i, (k, v) in enumerate(entries)])
+
+
+def test_flashinfer_reads_the_cache_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_decode, "CASES", [Case(3, 128, 4, 2, 16), Case(1, 64, 4, 4, 16, queries=2)])
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=PagedDecode))
+    monkeypatch.setattr(bench_decode, "_is_installed", lambda module: module == "flashinfer")
+    _, rows, _ = run(tmp_path)
+    found = rows[0]["implementations"]["flashinfer"]
+    assert found["error"] < 1e-2 and found["graph_us"] == 2.0
+    assert "flashinfer" not in rows[1]["implementations"]  # its kernel has one query per sequence
+
+
+def test_flashinfer_is_left_out_if_its_kernel_cannot_be_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace())
+    monkeypatch.setattr(bench_decode, "_is_installed", lambda module: module == "flashinfer")
+    status, rows, _ = run(tmp_path, "--only", "B1")
+    assert status == 0 and "flashinfer" not in rows[0]["implementations"]
+    assert "flashinfer is left out: ImportError" in capsys.readouterr().out
 
 
 def test_a_wrong_result_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
