@@ -15,6 +15,9 @@ The second launch merges the parts of each query.
 The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
 each key is read only once.
 
+At the start of an entry, a program first waits for the queries and then loads the first tile. So that the memory is busy in
+the meantime, the program prefetches this tile into the L2 cache.
+
 The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
 one page, so a program reads one number of the table per tile.
 
@@ -46,6 +49,7 @@ MERGE_ELEMENTS = 4096
 MIN_RUN_KEYS = 128
 # Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
 STRIDE_UNIT = 8
+PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # the number of SMs that Triton's interpreter simulates; any number gives correct results
 
 _scratch = ScratchPool()  # the memory of `parts`
@@ -83,6 +87,7 @@ class Config:
         stride_unit: the unit of the strides of k and v.
         page_tiles: the number of tiles of keys per page, or 0 if the cache has no pages.
         pdl: whether the kernels use programmatic dependent launch, which requires sm_90.
+        prefetch: whether programs prefetch tiles into the L2 cache, which requires an NVIDIA GPU and a cache without pages.
         precision: the precision of products of fp32 inputs, see `ringattn.kernels.triton.common.Config`.
     """
 
@@ -100,6 +105,7 @@ class Config:
     stride_unit: int
     page_tiles: int
     pdl: bool
+    prefetch: bool
     precision: str = "ieee"
 
 
@@ -186,6 +192,39 @@ def _at_page(x, page, first_tile, batch_stride, row_stride, CONFIG: tl.constexpr
     """
     offset = page.to(tl.int64) * batch_stride - first_tile.to(tl.int64) * CONFIG.keys * row_stride
     return x + offset * CONFIG.stride_unit
+
+
+@triton.jit
+def _prefetch_rows(x, row_stride, first, end, DIM: tl.constexpr, ROWS: tl.constexpr):
+    """Prefetch ROWS rows of DIM elements into the L2 cache, but no rows from `end` on. x is the address of row 0.
+
+    If no rows remain, row 0 is prefetched, because a test would take longer.
+    """
+    ELEMENT_BYTES: tl.constexpr = x.dtype.element_ty.primitive_bitwidth // 8
+    SEGMENTS: tl.constexpr = (pad_dim(DIM) * ELEMENT_BYTES + PREFETCH_BYTES - 1) // PREFETCH_BYTES
+    i = tl.arange(0, ROWS * SEGMENTS)
+    row = tl.maximum(tl.minimum(first + i // SEGMENTS, end - 1), 0)
+    column = tl.minimum(i % SEGMENTS * (PREFETCH_BYTES // ELEMENT_BYTES), DIM - 1)
+    pointers = x + row.to(tl.int64) * row_stride + column
+    # Triton has no prefetch instruction. An inline instruction must have a result, so the second instruction writes a 0.
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _prefetch_tile(cache, strides, ranges, entry, head, t, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
+    """Prefetch the tile t of an entry, which is counted as in `_tile_at`. The other arguments are those of `_attend_to_tiles`.
+
+    The cache has no pages.
+    """
+    UNIT: tl.constexpr = CONFIG.stride_unit
+    k, v, _, _ = cache
+    k_batch, k_row, k_head, v_batch, v_row, v_head = strides
+    entry, head = entry.to(tl.int64), head.to(tl.int64)
+    row, end = _tile_at(t, ranges, HAS_SINKS) * CONFIG.keys, ranges[3]
+    _prefetch_rows(k + (entry * k_batch + head * k_head) * UNIT, k_row * UNIT, row, end, CONFIG.dim, CONFIG.keys)
+    _prefetch_rows(v + (entry * v_batch + head * v_head) * UNIT, v_row * UNIT, row, end, CONFIG.value_dim, CONFIG.keys)
 
 
 @triton.jit
@@ -287,14 +326,17 @@ def _attend_kernel(
     entry_ends = tl.cumsum(tiles, 0)
     first_entry = tl.sum((entry_ends <= begin).to(tl.int32), 0)
     last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)
+    cache, strides = (k, v, page_table, table_stride), (k_batch, k_row, k_head, v_batch, v_row, v_head)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
         ranges = _load_ranges(bounds, entry, CONFIG)
         tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
+        first_tile, end_tile = tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, ranges[4])
+        if CONFIG.prefetch:
+            _prefetch_tile(cache, strides, ranges, entry, head, first_tile, sinks is not None, CONFIG)
         m, l, o = _attend_to_tiles(
-            _load_queries(q, bounds, entry, head, row, CONFIG), (k, v, page_table, table_stride),
-            (k_batch, k_row, k_head, v_batch, v_row, v_head), ranges, entry, head,
-            tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, ranges[4]), scale, sinks is not None, CONFIG,
+            _load_queries(q, bounds, entry, head, row, CONFIG), cache, strides, ranges, entry, head, first_tile, end_tile,
+            scale, sinks is not None, CONFIG,
         )  # fmt: skip
         part_row = ((run + entry) * CONFIG.key_heads + head) * ROWS + row
         columns, inside = tl.arange(0, pad_dim(CONFIG.value_dim)), row < ROWS
@@ -431,7 +473,7 @@ def _plan(
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
-        merged_columns, unit, page_tiles, pdl,
+        merged_columns, unit, page_tiles, pdl, pdl and not pages,
     )  # fmt: skip
     num_part_rows = (num_runs + batch - 1) * key_heads * rows
     sizes = batch, num_queries * (bounds > 1), int(sinks > 1), num_keys, num_runs, num_part_rows

@@ -105,7 +105,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
             *map(torch.Size, shapes), head_dim, strides, strides, pages, 1, int("sinks" in options), 1.0, DTYPES[dtype],
             torch.device("cpu"),
         )  # fmt: skip
-    constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True))
+    constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True, prefetch=not pages))
     for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
         if option not in options:
             constants[operand] = None
