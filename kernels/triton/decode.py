@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime import driver
 
 from ringattn.kernels.reference import State
 from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
@@ -542,9 +543,13 @@ class Decoder:
         self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None
     ) -> State | tuple[Tensor, Tensor] | Tensor:
         """Compute `decode` for these queries and bounds."""
-        if q.is_cuda and q.get_device() != torch.cuda.current_device():
-            with torch.cuda.device_of(q):
-                return self(q, lo, hi, sinks)
+        stream = None
+        if q.is_cuda:
+            device = q.get_device()
+            if device != torch.cuda.current_device():
+                with torch.cuda.device_of(q):
+                    return self(q, lo, hi, sinks)
+            stream = driver.active.get_current_stream(device)
         q, plan, m, l, lse = q.contiguous(), self.plan, None, None, None
         if self.results == "state":
             m, l = (q.new_empty(self.out_shape[:3], dtype=torch.float32) for _ in range(2))
@@ -554,9 +559,9 @@ class Decoder:
             if self.results == "out and lse":
                 lse = q.new_empty(self.out_shape[:3], dtype=torch.float32)
         if plan is not None:
-            key, parts = _scratch.take(plan.parts_size, q)
-            plan.attend(q, *self.cache, lo, hi, sinks, parts)
-            plan.merge[self.results](lo, hi, sinks, parts, m, l, o, lse)
+            key, parts = _scratch.take(plan.parts_size, q, stream)
+            plan.attend(stream, q, *self.cache, lo, hi, sinks, parts)
+            plan.merge[self.results](stream, lo, hi, sinks, parts, m, l, o, lse)
             _scratch.give_back(key, parts)
         if self.results == "state":
             return m, l, o

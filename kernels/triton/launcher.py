@@ -80,12 +80,13 @@ class PreparedLaunch:
         self.fixed = *numbers, *constants.values()
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
-    def __call__(self, *operands: Tensor | None) -> None:
+    def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
         """Launch the kernel on the current device.
 
         Args:
-            operands: tensors and None, of which the first is a tensor. In every call, the same operands are None, and the
-                others have the same dtypes.
+            stream: the address of the current stream of this device. The CPU, on which only Triton's interpreter runs, has no
+                stream.
+            operands: tensors and None. In every call, the same operands are None, and the others have the same dtypes.
         """
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
@@ -97,7 +98,6 @@ class PreparedLaunch:
             # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
-        stream = driver.active.get_current_stream(operands[0].get_device())
         compiled.run(
             *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *addresses, *self.fixed
         )  # fmt: skip

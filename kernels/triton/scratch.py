@@ -2,7 +2,6 @@
 
 import torch
 from torch import Tensor
-from triton.runtime import driver
 
 MAX_KEPT_BYTES = 32 * 2**20  # larger scratch memory belongs to long calls, in which an allocation takes no noticeable time
 
@@ -23,15 +22,14 @@ class ScratchPool:
     def __init__(self) -> None:
         self._kept: dict[Key, Tensor] = {}
 
-    def take(self, size: int, like: Tensor) -> tuple[Key | None, Tensor]:
+    def take(self, size: int, like: Tensor, stream: int | None) -> tuple[Key | None, Tensor]:
         """Return at least `size` uninitialised fp32 numbers on the device of `like`, with the key that `give_back` expects.
 
-        A kernel for a GPU must be launched on the current stream of this GPU.
+        `stream` is the address of the current stream of this device, or None if the device is not a GPU.
         """
         key = None
-        if like.is_cuda and not torch.cuda.is_current_stream_capturing():
-            device = like.get_device()
-            key = device, driver.active.get_current_stream(device)
+        if stream is not None and not torch.cuda.is_current_stream_capturing():
+            key = like.get_device(), stream
             # `pop` is atomic, so no other thread receives the same memory.
             scratch = self._kept.pop(key, None)
             if scratch is not None and scratch.numel() >= size:

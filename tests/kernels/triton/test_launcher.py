@@ -17,6 +17,10 @@ def _add_kernel(x, y, out, n, value, BLOCK: tl.constexpr):
     tl.store(out + index, total, mask=index < n)
 
 
+def current_stream(x: torch.Tensor) -> int | None:
+    return torch.cuda.current_stream().cuda_stream if x.is_cuda else None
+
+
 @pytest.mark.parametrize("offset", (0, 1))
 def test_repeated_launches(offset, device):
     """The first launch compiles. Later launches have addresses that are or are not multiples of 16."""
@@ -24,7 +28,7 @@ def test_repeated_launches(offset, device):
     for begin in (0, offset, 0):
         x, y = torch.randn(2, 101, device=device)
         out = torch.zeros(96, device=device)
-        launch(x[begin:], y[begin:], out)
+        launch(current_stream(x), x[begin:], y[begin:], out)
         torch.testing.assert_close(out[:77], (x + y + 2.5)[begin : begin + 77])
         assert not out[77:].any()
 
@@ -33,5 +37,5 @@ def test_operands_that_are_none(device):
     launch = PreparedLaunch(_add_kernel, (1, 1, 1), {}, (16, 2.0), BLOCK=16)
     for x in torch.randn(2, 16, device=device):
         out = torch.empty(16, device=device)
-        launch(x, None, out)
+        launch(current_stream(x), x, None, out)
         torch.testing.assert_close(out, x + 2.0)

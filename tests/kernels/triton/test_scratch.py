@@ -13,8 +13,6 @@ from ringattn.kernels.triton.scratch import ScratchPool
 class OnGPU(SimpleNamespace):
     """Stands for a tensor on a GPU. Its memory is on the CPU."""
 
-    is_cuda = True
-
     def get_device(self) -> int:
         return self.device
 
@@ -24,69 +22,69 @@ class OnGPU(SimpleNamespace):
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The state of the GPUs, which a test can change: the current stream of every GPU, and whether it is being captured."""
-    state = SimpleNamespace(stream=7, capturing=False)
-    active = SimpleNamespace(get_current_stream=lambda device: state.stream)
-    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
+    """The state of the GPUs, which a test can change: whether the current stream is being captured."""
+    state = SimpleNamespace(capturing=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     return state
 
 
 def test_the_next_call_on_a_stream_reuses_the_memory(gpu):
     pool = ScratchPool()
-    key, first = pool.take(100, OnGPU(device=0))
+    key, first = pool.take(100, OnGPU(device=0), 7)
     assert first.dtype == torch.float32 and first.shape == (100,)
     pool.give_back(key, first)
-    key, smaller = pool.take(60, OnGPU(device=0))
+    key, smaller = pool.take(60, OnGPU(device=0), 7)
     assert smaller is first
     pool.give_back(key, smaller)
-    key, larger = pool.take(101, OnGPU(device=0))
+    key, larger = pool.take(101, OnGPU(device=0), 7)
     assert larger.numel() == 101
     pool.give_back(key, larger)
-    assert pool.take(1, OnGPU(device=0))[1] is larger
+    assert pool.take(1, OnGPU(device=0), 7)[1] is larger
 
 
 def test_other_streams_and_other_gpus_have_their_own_memory(gpu):
     pool = ScratchPool()
-    key, first = pool.take(10, OnGPU(device=0))
+    key, first = pool.take(10, OnGPU(device=0), 7)
     pool.give_back(key, first)
-    assert pool.take(10, OnGPU(device=1))[1] is not first
-    gpu.stream = 8
-    assert pool.take(10, OnGPU(device=0))[1] is not first
-    gpu.stream = 7
-    assert pool.take(10, OnGPU(device=0))[1] is first
+    assert pool.take(10, OnGPU(device=1), 7)[1] is not first
+    assert pool.take(10, OnGPU(device=0), 8)[1] is not first
+    assert pool.take(10, OnGPU(device=0), 7)[1] is first
 
 
 def test_two_threads_on_one_stream_have_their_own_memory(gpu):
     """The second thread launches after the first thread has launched only some of its kernels."""
     pool = ScratchPool()
-    pool.give_back(*pool.take(10, OnGPU(device=0)))
-    first, second = (pool.take(10, OnGPU(device=0)) for _ in range(2))
+    pool.give_back(*pool.take(10, OnGPU(device=0), 7))
+    first, second = (pool.take(10, OnGPU(device=0), 7) for _ in range(2))
     assert first[1] is not second[1]
     pool.give_back(*second)
     pool.give_back(*first)
-    assert pool.take(10, OnGPU(device=0))[1] is first[1]
+    assert pool.take(10, OnGPU(device=0), 7)[1] is first[1]
 
 
 def test_a_captured_graph_has_its_own_memory(gpu):
     pool = ScratchPool()
-    key, first = pool.take(10, OnGPU(device=0))
+    key, first = pool.take(10, OnGPU(device=0), 7)
     pool.give_back(key, first)
     gpu.capturing = True
-    key, captured = pool.take(10, OnGPU(device=0))
+    key, captured = pool.take(10, OnGPU(device=0), 7)
     assert captured is not first
     pool.give_back(key, captured)
     gpu.capturing = False
-    assert pool.take(10, OnGPU(device=0))[1] is first
+    assert pool.take(10, OnGPU(device=0), 7)[1] is first
 
 
 def test_large_memory_and_memory_of_cpus_is_not_kept(gpu, monkeypatch):
     pool = ScratchPool()
     monkeypatch.setattr(module, "MAX_KEPT_BYTES", 400)
-    for like, size, kept in ((OnGPU(device=0), 101, False), (OnGPU(device=0), 100, True), (torch.empty(0), 10, False)):
-        key, tensor = pool.take(size, like)
+    for like, stream, size, kept in (
+        (OnGPU(device=0), 7, 101, False),
+        (OnGPU(device=0), 7, 100, True),
+        (torch.empty(0), None, 10, False),
+    ):
+        key, tensor = pool.take(size, like, stream)
         pool.give_back(key, tensor)
-        assert (pool.take(1, like)[1] is tensor) == kept
+        assert (pool.take(1, like, stream)[1] is tensor) == kept
 
 
 @pytest.mark.gpu
