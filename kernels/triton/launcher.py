@@ -11,7 +11,12 @@ _compiled: dict[tuple, CompiledKernel] = {}
 
 
 def launch(
-    kernel: JITFunction, programs: int, operands: Sequence[Any], numbers: Sequence[int | float], **constants: Hashable
+    kernel: JITFunction,
+    programs: int,
+    operands: Sequence[Any],
+    numbers: Sequence[int | float],
+    cooperative: bool = False,
+    **constants: Hashable,
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
@@ -26,9 +31,10 @@ def launch(
             the descriptors.
         numbers: integers below 2**31 and floats. Each number must have the same type in every launch, and the kernel must not
             specialize any number.
+        cooperative: whether the GPU must run all programs at the same time. The launch fails if they do not fit on the GPU.
         constants: the constexpr arguments, in the kernel's order.
     """
-    key, arguments = [id(kernel), *constants.values()], []
+    key, arguments = [id(kernel), cooperative, *constants.values()], []
     for x in operands:
         if isinstance(x, Tensor):
             tensor, address = x, x.data_ptr()
@@ -47,7 +53,8 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None:
         # The first launch goes through Triton, which compiles the kernel and launches it.
-        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants)
+        options = {"launch_cooperative_grid": True} if cooperative else {}
+        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **options)
         return
     # The arguments of `run` are the grid, the stream, the kernel, three values for launch hooks, and the arguments of the
     # kernel. Passing None for these three values disables the hooks.
