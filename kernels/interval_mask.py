@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ringattn.kernels import tile_scheduler
+from ringattn.kernels import tile_order, tile_scheduler
 
 # A document counts as long if a bound jumps by at least this many tiles of rows at its end. A tile always ends where a long
 # document ends, whereas shorter documents may share a tile.
@@ -194,6 +194,25 @@ class Intervals:
             else:
                 times = tile_scheduler.backward_times(work_tiles, group)
             table = tile_scheduler.assign_work_tiles(work_tiles, times, programs)
+            self._tables[key] = _to_device(table, self.device, self.wait)
+        return self._tables[key]
+
+    def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
+        """Assign the tiles of all heads to programs such that dq can be summed in a fixed order.
+
+        Args:
+            rows, step, batch, heads, programs, group: as for `work_tiles`.
+            heads_per_group: the minimal number of heads in a head group.
+
+        Returns:
+            int32 (n, programs, 12), on the device, see `ringattn.kernels.tile_order.order_work_tiles`.
+        """
+        key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
+        if key not in self._tables:
+            tiles = self._tiles_on_host(rows, step, aligned=True)
+            work_tiles = tile_order.order_work_tiles(tiles, self.host, batch, heads, heads_per_group, programs, group, step)
+            times = tile_scheduler.backward_times(work_tiles, group)
+            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, keep_order=True)
             self._tables[key] = _to_device(table, self.device, self.wait)
         return self._tables[key]
 

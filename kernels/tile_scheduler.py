@@ -169,7 +169,7 @@ def backward_times(work_tiles: Tensor, group: int) -> Tensor:
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
-def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tensor:
+def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, keep_order: bool = False) -> Tensor:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
     Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
@@ -177,19 +177,20 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int) -> Tenso
     start too late. In this case, these work tiles are moved forward in the order.
 
     Args:
-        work_tiles: int32 (N, 8).
+        work_tiles: int32 (N, c).
         times: integers (N,), the estimated time of each work tile in any unit.
         programs: the maximal number of programs. If there are fewer work tiles, fewer programs are used, but at least one.
+        keep_order: whether no work tile may be moved forward.
 
     Returns:
-        int32 (n, programs, 8). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
+        int32 (n, programs, c). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
         of zeros.
     """
     if not len(work_tiles):
         return work_tiles.new_zeros(1, 1, work_tiles.shape[1])
     programs = min(programs, len(work_tiles))
     program, end = _assign_greedily(times, programs)
-    if end > (1 + MARGIN) * times.sum().item() / programs:
+    if not keep_order and end > (1 + MARGIN) * times.sum().item() / programs:
         order = _start_long_tiles_earlier(times, programs)
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:

@@ -1,0 +1,163 @@
+"""The order in which the work tiles of the deterministic Hopper backward add their dQ to the sums of dq.
+
+A work tile is a tile of keys of one head. It visits the query tiles that see its keys, one after another, and adds its dQ to
+each of them. A sum depends on the order of its terms. dq is therefore deterministic if the work tiles that contribute to a
+query do so in a fixed order. Two work tiles with no query in common need no order, even if they visit the same query tile,
+because each of them adds only zeros to the queries of the other.
+
+The bounds of an interval mask never decrease from key to key. Therefore the work tiles that contribute to a query are
+neighbours, and it suffices to fix the order of every two neighbours that have a query in common. One of them is the predecessor
+of the other: in every query tile that both visit, the predecessor comes first. A chain is a maximal sequence of work tiles of a
+head in which all neighbours have a query in common. For example, every long document is a chain. A chain has a direction:
+
+- **Forwards:** The order is from the last keys to the first keys. Every work tile visits its query tiles from the first to the
+  last. Under a causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
+- **Backwards:** The order is from the first keys to the last keys. Every work tile visits its query tiles from the last to the
+  first. Under a causal mask, the longest loops come first.
+
+Under a causal mask without documents, the directions alternate from head group to head group. In a head group that is
+computed forwards, short work tiles end first. The long work tiles of the next head group, which is computed backwards,
+therefore start one after another, and each of them follows its predecessor at a distance. In addition, all programs end at
+nearly the same time.
+
+All programs together compute the work tiles in one order, in which every predecessor comes before the work tiles that wait for
+it. Consequently, a work tile never waits for a work tile that comes later.
+"""
+
+import torch
+from torch import Tensor
+
+# The numbers of query heads in a head group: if the directions alternate, and otherwise. Fewer heads keep the operands and the
+# sums of dq in the L2 cache. With more heads, neighbouring work tiles of a head start further apart and wait less.
+ALTERNATING_HEADS = 2
+FORWARD_HEADS = 4
+
+# The number of columns of the table.
+NUM_COLUMNS = 12
+
+
+def order_work_tiles(
+    tiles: Tensor, bounds: tuple[Tensor, Tensor], batch: int, heads: int, heads_per_group: int, programs: int, group: int,
+    step: int,
+) -> Tensor:  # fmt: skip
+    """Return the work tiles of all heads in the order in which the programs compute them.
+
+    Args:
+        tiles: int32 (B or 1, T, 6) from `Intervals.tiles` of a transposed mask. Every loop begins at a multiple of `step`.
+        bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
+        batch, heads: number of batch entries, and number of key heads of a batch entry.
+        heads_per_group: the minimal number of key heads in a head group.
+        programs: the maximal number of programs.
+        group: number of query heads per key head.
+        step: number of queries per query tile.
+
+    Returns:
+        int32 (N, 12). The columns are first key, end of the keys, first query of the first step, 0, num_unmasked and
+        num_masked, whose sum is the number of steps, head, batch entry, direction (1 forwards, -1 backwards), the index of this
+        work tile in the order, the index of its predecessor, and the number of steps, at the start of the loop, that visit
+        query tiles which the predecessor does not visit. Without a predecessor, these are all steps. Tiles without steps are
+        left out.
+    """
+    tiles, exists = _sort_by_keys(tiles)
+    if not exists.any():
+        return tiles.new_zeros(0, NUM_COLUMNS, dtype=torch.int32)
+    linked = _find_links(tiles, exists, bounds)
+    begin = tiles[..., 2] // step
+    stop = begin + tiles[..., 4] + tiles[..., 5]
+    shared = begin.where(exists, 0).amax(1) < stop[:, 0]
+    preferred = ALTERNATING_HEADS if shared.all() else FORWARD_HEADS
+    heads_per_group = max(heads_per_group, preferred // group)
+    num_heads, num_masks = batch * heads, len(tiles)
+    num_groups = -(-num_heads // heads_per_group)
+    if num_groups < num_heads:
+        # With an even number of head groups, there are as many chains in one direction as in the other.
+        num_groups += num_groups % 2
+    all_heads = torch.arange(num_heads, device="cpu")
+    mask = (all_heads // heads).clamp(max=num_masks - 1)
+    head_group = all_heads * num_groups // num_heads
+    # If every program has at most one work tile, all of them start at the same time, and only forwards are they staggered.
+    alternates = shared[mask] & (exists[mask].sum() > programs)
+    backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
+    # Both directions of every mask: (2, masks, T, ...).
+    both = [_order_chains(tiles, begin, stop, exists, linked, direction) for direction in (1, -1)]
+    rank, columns = (torch.stack(x)[backwards.long(), mask] for x in zip(*both, strict=True))
+    # Sort by head group and then by rank. Heads of the same group take turns.
+    num_tiles = tiles.shape[1]
+    order = (head_group[:, None] * num_tiles + rank).flatten().argsort(stable=True)
+    order = order[exists[mask].flatten()[order]]
+    index = torch.zeros(num_heads * num_tiles, dtype=torch.int64, device="cpu")
+    index[order] = torch.arange(len(order), device="cpu")
+    index = index.view(num_heads, num_tiles)
+    first, predecessor, num_free = columns.unbind(-1)
+    every = torch.ones_like(first)
+    by_head = (
+        (all_heads % heads)[:, None] * every,
+        (all_heads // heads)[:, None] * every,
+        (1 - 2 * backwards.long())[:, None] * every,
+    )
+    own = tiles[mask]
+    table = [own[..., 0], own[..., 1], first * step, 0 * every, own[..., 4], own[..., 5], *by_head]
+    table += [index, index.gather(1, predecessor), num_free]
+    return torch.stack(table, -1).flatten(0, 1)[order].int()
+
+
+def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort the tiles (B, T, 6) with steps by their keys. Return int64 tiles, and which of them exist, as (B, T)."""
+    exists = tiles[..., 4] + tiles[..., 5] > 0
+    order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
+    tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
+    return tiles.long() * exists[..., None], exists
+
+
+def _find_links(tiles: Tensor, exists: Tensor, bounds: tuple[Tensor, Tensor]) -> Tensor:
+    """Return (B, T), whether each tile has a query in common with the tile before it."""
+    lo = bounds[0].long().gather(1, tiles[..., 0])
+    hi = bounds[1].long().gather(1, (tiles[..., 1] - 1).clamp(min=0))
+    linked = torch.zeros_like(exists)
+    linked[:, 1:] = (lo[:, 1:] < hi[:, :-1]) & exists[:, 1:]
+    return linked
+
+
+def _order_chains(
+    tiles: Tensor, begin: Tensor, stop: Tensor, exists: Tensor, linked: Tensor, direction: int
+) -> tuple[Tensor, Tensor]:
+    """Order the tiles of a head in one direction.
+
+    Args:
+        tiles, exists: from `_sort_by_keys`.
+        begin, stop: (B, T), the query tiles [begin, stop) that each tile visits.
+        linked: from `_find_links`.
+        direction: 1 forwards, -1 backwards.
+
+    Returns:
+        rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.
+        columns: (B, T, 3), the first query tile that a tile visits, the number of its predecessor among `tiles`, and the number
+            of steps in front of the first query tile that the predecessor visits, too.
+    """
+    index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
+    num_steps = stop - begin
+    chain = (~linked).cumsum(1) - 1
+    ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
+    longest = _reduce(num_steps, chain, "amax")
+    position = ends[1] - index if direction == 1 else index - ends[0]
+    # Long chains come first. The work tiles of a chain do not follow each other directly: the work tiles of shorter chains come
+    # between them, so that neighbours start at different times.
+    rank = index
+    for key in (position, chain, position - longest, ~exists):
+        rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))
+    rank = torch.empty_like(rank).scatter_(1, rank, index)
+    predecessor = (index + direction).clamp(0, tiles.shape[1] - 1)
+    if direction == 1:
+        waits = torch.cat((linked[:, 1:], torch.zeros_like(linked[:, :1])), 1)
+        first, ahead = begin, begin.gather(1, predecessor) - begin
+    else:
+        waits = linked
+        first, ahead = stop - 1, stop - stop.gather(1, predecessor)
+    num_free = torch.minimum(ahead, num_steps).where(waits, num_steps)
+    return rank, torch.stack((first, predecessor, num_free), -1)
+
+
+def _reduce(values: Tensor, chain: Tensor, operation: str) -> Tensor:
+    """Reduce the values (B, T) of every chain, and return the result for every tile of the chain."""
+    reduced = torch.zeros_like(values).scatter_reduce(1, chain, values, operation, include_self=False)
+    return reduced.gather(1, chain)
