@@ -144,25 +144,9 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int
     return None
 
 
-def _choose_forward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
+def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
     plain = dropout is None and blocks is None and v.shape[1] > 0
     return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain).backend
-
-
-def _choose_backward(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> str:
-    chosen = _choose_forward(q, v, backend, dropout, blocks)
-    if chosen == "hopper" and (obstacle := _hopper_backward_obstacle((q.shape[-1], v.shape[-1]))):
-        if backend == "hopper":
-            raise ValueError(f"backend='hopper' is unavailable: {obstacle}; use backend='triton' or 'auto'")
-        return "triton"
-    return chosen
-
-
-def _hopper_backward_obstacle(dims: tuple[int, int]) -> str | None:
-    """Return the reason why the Hopper backward cannot run although the Hopper forward can, or None if it can run."""
-    if torch.are_deterministic_algorithms_enabled() and max(dims) <= NARROW_DIM:
-        return "the Hopper backward sums dq in no fixed order, and deterministic algorithms are required"
-    return None
 
 
 @cache
@@ -233,7 +217,7 @@ def forward(
     if precision == "fp8":
         validation.check_fp8(dropout is not None, blocks is not None)
         return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
-    chosen = _choose_forward(q, v, backend, dropout, blocks)
+    chosen = _choose(q, v, backend, dropout, blocks)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
         return _module("triton", "decode").decode(q, k, v, intervals.lo, intervals.hi, scale, final=True, return_lse=True)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
@@ -443,8 +427,8 @@ def backward(
     """Compute the gradients of one block of queries and one block of keys with the selected backend.
 
     For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq may differ from run to run. All
-    other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, "auto" never selects the Hopper
-    kernels for the backward of such head dims.
+    other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a
+    fixed order, which takes longer.
 
     Args:
         q, k, v, intervals, scale, backend, dropout, blocks, shares_sms: as for `forward`.
@@ -461,13 +445,12 @@ def backward(
         (dq, dk, dv). Each of them is either the accumulator or a new contiguous tensor.
 
     Raises:
-        ValueError: shapes, dtypes or devices do not match, the backend cannot run the call, or the backend is "hopper" while
-            deterministic algorithms are required and the head dims are at most 128.
+        ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
     """
     validation.check_inputs(q, k, v, intervals, dropout, blocks)
     validation.check_gradients(q, k, v, dout, lse, delta, (dq, dk, dv), grad_dtype)
     precision = "ieee" if precision == "fp8" else precision
-    chosen = _choose_backward(q, v, backend, dropout, blocks)
+    chosen = _choose(q, v, backend, dropout, blocks)
     # The Hopper kernels compute delta while they prepare the queries, which saves a launch. For all other backends, compute
     # delta here.
     if chosen != "hopper" and isinstance(delta, tuple):
@@ -527,7 +510,7 @@ class IncrementalBackward:
     def __init__(self, q, v, dout, lse, delta, scale, backend="auto", *, plain=True, precision="ieee", shares_sms=False):
         self._hopper = None
         self._dq: Tensor | None = None
-        if plain and _choose_backward(q, v, backend, None, None) == "hopper":
+        if plain and _choose(q, v, backend, None, None) == "hopper":
             kernels = _backward_module("hopper", q, v)
             self._hopper = kernels.IncrementalBackward(q, dout, lse, delta, scale, shares_sms)
         elif isinstance(delta, tuple):

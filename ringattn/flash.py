@@ -40,9 +40,9 @@ def flash_attention(
     """Compute softmax(scale * q k^T + mask) v tile by tile. The memory is linear in the number of tokens.
 
     The call is differentiable. The backward pass computes the gradients of q, k and v from the gradients of out and lse (Dao et
-    al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run,
-    unless `torch.use_deterministic_algorithms(True)` selects the slower kernels. All other results have the same bits in every
-    run.
+    al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run.
+    Under `torch.use_deterministic_algorithms(True)`, they have the same bits in every run, and the backward pass takes longer.
+    All other results always have the same bits in every run.
 
     This function differs from `scaled_dot_product_attention` in two ways. First, `scaled_dot_product_attention` expects tensors
     of the shape (B, H, N, D), in which heads come before tokens. Second, `is_causal` has a different meaning if there are fewer

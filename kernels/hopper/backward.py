@@ -57,6 +57,9 @@ TMA's reduce-add sums dQ over all programs in fp32. The elements of these sums a
 consumer hold dQ. This order avoids bank conflicts in shared memory, and the bandwidth of shared memory limits this kernel. All
 products of a step finish within the step. If a product were still in flight at the end of a loop iteration, ptxas would
 serialise all products.
+
+Under `torch.use_deterministic_algorithms(True)`, dQ is summed in a fixed order. Two more partitions then send the dQ of the
+consumers, see `ringattn.kernels.hopper.dq_order`.
 """
 
 from dataclasses import dataclass, replace
@@ -84,7 +87,16 @@ from ringattn.kernels.hopper.column_parts import (
     wait_for_parts,
     zero_parts,
 )
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, accumulator_layout, tile_view, tma_load, tma_reduce_add
+from ringattn.kernels.hopper.common import (
+    LOG2_E,
+    ROWS,
+    accumulator_layout,
+    allocate_barriers,
+    tile_view,
+    tma_load,
+    tma_reduce_add,
+)
+from ringattn.kernels.hopper.dq_order import HEADER, WRITER_REGISTERS, take_number, write_in_order
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Delta
 from ringattn.kernels.triton import common as triton_common
@@ -125,12 +137,19 @@ class Config(hopper_common.Config):
         head_dim: D, the head dim of q and k.
         add_dq, add_dk, add_dv: whether to add the gradient to an accumulator. Otherwise the gradient is written to a new
             tensor.
+        deterministic: whether dQ is summed in a fixed order.
     """
 
     head_dim: int
     add_dq: bool
     add_dk: bool
     add_dv: bool
+    deterministic: bool
+
+    @property
+    def entry_size(self) -> int:
+        """The number of integers that describe a work tile in the table of work tiles."""
+        return 12 if self.deterministic else 8
 
     @property
     def columns(self) -> int:
@@ -242,17 +261,25 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
     """Load the work tile with number `index` of this program.
 
-    Return (batch entry, key head, first key, end of the keys, first query tile, num_steps).
+    Return (batch entry, key head, first key, end of the keys, first query tile, num_steps, direction).
 
-    An end of 0 means that the program has no more work tiles, as in `ringattn.kernels.hopper.common.load_work_tile`.
+    The direction is 1 if each step goes on to the next query tile, and -1 if each step goes back to the previous query tile.
+    Only the deterministic backward goes back. An end of 0 means that the program has no more work tiles, as in
+    `ringattn.kernels.hopper.common.load_work_tile`.
     """
-    entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * 8
+    if CONFIG.deterministic:
+        # `_main_kernel` has already added the number of the program to the pointer.
+        entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
+        direction = gl.load(entry + 8)
+    else:
+        entry = work_tiles + (index * gl.num_programs(0) + gl.program_id(0)) * CONFIG.entry_size
+        direction = 1
     first, end, loop = load_tile(entry)
     begin, _, num_unmasked, num_masked = loop
     head, batch = gl.load(entry + 6), gl.load(entry + 7)
     # The number of steps is never 0. The `maximum` lets the compiler use this fact and remove a test in front of the loops.
     num_steps = gl.maximum(num_unmasked + num_masked, 1)
-    return batch, head, first, end, begin // CONFIG.queries, num_steps
+    return batch, head, first, end, begin // CONFIG.queries, num_steps, direction
 
 
 @gluon.jit
@@ -288,7 +315,7 @@ def _produce(arguments, CONFIG: gl.constexpr):
     queries, douts, row_scalars, keys, values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     index = gl.to_tensor(0)
-    batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
+    batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     # `previous_steps` is the number of steps of the previous work tile, summed over all heads of the group.
@@ -322,11 +349,11 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 stage ^= 1
                 if stage == 0:
                     phase ^= 1
-                row += QUERIES
-                packed += 2 * QUERIES
+                row += QUERIES * direction
+                packed += 2 * QUERIES * direction
         previous_steps = num_steps * CONFIG.group
         index += 1
-        batch, key_head, first, end, begin, num_steps = _load_work_tile(work_tiles, index, CONFIG)
+        batch, key_head, first, end, begin, num_steps, direction = _load_work_tile(work_tiles, index, CONFIG)
 
 
 @gluon.jit
@@ -361,7 +388,7 @@ def _key_bounds(work_tile, bounds, sizes, CONSUMER: gl.constexpr, CONFIG: gl.con
         its first query is in the range from first_unmasked to last_unmasked, because all of these keys then see all queries of
         the step. The range is empty if the consumer has fewer than 64 keys.
     """
-    batch, key_head, first, end, begin, num_steps = work_tile
+    batch, key_head, first, end, begin, num_steps, direction = work_tile
     query_lo, query_hi = bounds
     num_masks, num_tiles, num_keys = sizes
     own = first + CONSUMER * ROWS
@@ -414,13 +441,29 @@ def _issue_dq(ds_tiles, keys, stage, slot, CONSUMER: gl.constexpr, CONFIG: gl.co
 
 
 @gluon.jit
+def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait until TMA has read the last dQ of this consumer from its staging buffer. `stage` is that of the current step."""
+    if CONFIG.deterministic:
+        # In every step, a consumer sends one dQ. The phase therefore changes with the stage.
+        mbarrier.wait(staging[3].index(CONSUMER), stage ^ 1)
+    else:
+        hopper_common.tma_store_wait(0)
+
+
+@gluon.jit
 def _send_dq(grad_q, staging, dq_sums, chunk, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Start to add a chunk of dQ to the sums of dq. TMA must have read the previous content of `staging` before this call."""
+    """Start to add a chunk of dQ to the sums of dq. Call `_wait_for_staging` before.
+
+    In the deterministic backward, the writer of this consumer adds the chunk, and it finds the chunk's number itself.
+    """
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     fence_async_shared()
-    tma_reduce_add(dq_sums[CONSUMER], [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, dq_sums[CONSUMER]))
+    if CONFIG.deterministic:
+        mbarrier.arrive(staging[2].index(CONSUMER), count=1)
+    else:
+        tma_reduce_add(dq_sums[CONSUMER], [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, dq_sums[CONSUMER]))
 
 
 @gluon.jit
@@ -478,7 +521,7 @@ def _step(
     fence_async_shared()
     # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads to
     # this wait. At this place, the same barrier also serves for the stores of dS.
-    hopper_common.tma_store_wait(0)
+    _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     # Wait until only the product for dK is in flight. Send dQ while the tensor cores compute this product.
@@ -521,10 +564,23 @@ def _compute_work_tile(
         (grad_k, grad_v, previous chunk, previous slot, next stage, its phase). The previous chunk and the previous slot are
         those of the last step, whose dQ has not been computed yet.
     """
-    batch, key_head, first, end, begin, num_steps = work_tile
+    batch, key_head, first, end, begin, num_steps, direction = work_tile
     grad_k = zero_parts(CONFIG.columns)
     grad_v = zero_parts(CONFIG.columns)
     operands = _load_operands(slot, buffers, barriers, stage, phase, CONSUMER, CONFIG)
+    if CONFIG.deterministic and CONFIG.group == 1:
+        # The writer knows the chunks, so that a single loop suffices. It needs fewer registers than the loops below.
+        for step in range(num_steps + _opaque_zero()):
+            start = (begin + step * direction) * CONFIG.queries
+            grad_k, grad_v = _step(
+                operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers,
+                stage, phase, log2_scale, CONSUMER, CONFIG,
+            )  # fmt: skip
+            previous_slot = slot + 0
+            stage ^= 1
+            if stage == 0:
+                phase ^= 1
+        return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
     # The opaque zero hides the number of iterations from the compiler. If the compiler knew this number, every step would take
     # a few more instructions.
@@ -543,8 +599,8 @@ def _compute_work_tile(
             stage ^= 1
             if stage == 0:
                 phase ^= 1
-            start += CONFIG.queries
-            chunk += 2
+            start += CONFIG.queries * direction
+            chunk += 2 * direction
         first_chunk += 2 * num_tiles
     return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
 
@@ -570,13 +626,13 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
         # Load these four numbers a second time, so that they do not occupy registers during the steps.
-        batch, key_head, first, end, _, _ = _load_work_tile(work_tiles, index, CONFIG)
+        batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
         # Start to load the next work tile before the gradients of this work tile are written.
         work_tile = _load_work_tile(work_tiles, index, CONFIG)
         key_bounds = _key_bounds(work_tile, bounds, sizes, CONSUMER, CONFIG)
-        hopper_common.tma_store_wait(0)
+        _wait_for_staging(staging, stage, CONSUMER, CONFIG)
         own_staging = staging[CONSUMER]
         grad_v, grad_k = join_parts(grad_v, CONFIG.columns), join_parts(grad_k, CONFIG.columns) * scale
         _write_gradient(dv, grad_v, own_staging, row_range, num_keys, CONFIG.value_dim, CONFIG.add_dv, CONFIG)
@@ -585,11 +641,12 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_previous_step(empty, stage, phase)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
-    hopper_common.tma_store_wait(0)
+    _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, CONSUMER, CONFIG)
-    # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
-    # memory.
-    hopper_common.tma_store_wait(0)
+    if not CONFIG.deterministic:
+        # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
+        # memory. In the deterministic backward, the writer waits.
+        hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
@@ -640,7 +697,7 @@ def _allocate_staging(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["num_masks", "num_tiles", "num_keys"])
 def _main_kernel(
-    q, k, v, dout, scalars, first_dq_sums, second_dq_sums, dk, dv, query_lo, query_hi, work_tiles,
+    q, k, v, dout, scalars, first_dq_sums, second_dq_sums, dk, dv, query_lo, query_hi, work_tiles, progress,
     num_masks, num_tiles, num_keys, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of all work tiles, and sum dq. `IncrementalBackward.add` launches this kernel.
@@ -651,7 +708,9 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, for the chunks of each of the two consumers.
         dk, dv: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv). The kernel writes the gradients to these tensors, or adds them.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that see each key.
-        work_tiles: (n, programs, 8), see `Intervals.work_tiles`.
+        work_tiles: (n, programs, 8), see `Intervals.work_tiles`. In the deterministic backward (n, programs, 12), see
+            `Intervals.ordered_work_tiles`.
+        progress: zeros, int32, `HEADER` followed by two numbers per work tile, or None if the backward is not deterministic.
         num_masks: 1 if all batch entries have the same mask, else B.
         num_tiles: number of query tiles of a head.
         num_keys: Nk.
@@ -677,6 +736,11 @@ def _main_kernel(
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    if CONFIG.deterministic:
+        # One slot per consumer: the staging buffer of this consumer has been filled, and its writer has sent it.
+        staged, released = allocate_barriers(2, 1, 1)
+        staging = staging + (staged, released)
+        work_tiles += take_number(progress) * CONFIG.entry_size
     # Make the initialised barriers visible to TMA.
     fence_async_shared()
     # Pass each constant as a separate argument. If a constant is in a tuple that is a variable, Gluon turns it into a tensor.
@@ -686,11 +750,22 @@ def _main_kernel(
     loading = q, k, v, dout, scalars, work_tiles, num_tiles, buffers, barriers
     dq_sums = first_dq_sums, second_dq_sums
     computing = (query_lo, query_hi), work_tiles, sizes, dq_sums, dk, dv, scale, buffers, barriers
-    gl.warp_specialize(
-        [(_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG))],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
+    if CONFIG.deterministic:
+        writing = dq_sums, work_tiles, progress, num_tiles, staging
+        gl.warp_specialize(
+            [
+                (_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG)),
+                (write_in_order, (writing, 0, CONFIG)), (write_in_order, (writing, 1, CONFIG)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS, WRITER_REGISTERS, WRITER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(_consume, (computing, 0, CONFIG)), (_consume, (computing, 1, CONFIG)), (_produce, (loading, CONFIG))],
+            [4, 1],
+            [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        )
 
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
@@ -737,7 +812,7 @@ def backward(
     """Compute the gradients of one block of queries and one block of keys on one sm_90 GPU (Dao 2023, algorithm 2).
 
     dk and dv are bitwise identical in every run. dq is summed in no fixed order, so the last bits of its fp32 sums may differ
-    from run to run.
+    from run to run. Under `torch.use_deterministic_algorithms(True)`, dq is summed in a fixed order, which takes longer.
 
     This function does not check its arguments. Call `ringattn.kernels.dispatch.backward`, which checks them.
 
@@ -773,7 +848,8 @@ def backward(
 class IncrementalBackward:
     """The backward of the same queries over several blocks of keys, which a ring delivers one after another.
 
-    The queries are prepared once, before the first block. dq is finished once, after the last block.
+    The queries are prepared once, before the first block. dq is finished once, after the last block. dq is summed in a fixed
+    order if PyTorch's deterministic algorithms are enabled when the object is created.
 
     Args:
         q, dout, lse, delta, scale, shares_sms: as for `backward`. lse is over the keys of all blocks.
@@ -781,6 +857,7 @@ class IncrementalBackward:
 
     def __init__(self, q: Tensor, dout: Tensor, lse: Tensor, delta: Delta, scale: float, shares_sms: bool = False) -> None:
         self._queries, self._scale, self._shares_sms = (q, dout, lse, delta), float(scale), shares_sms
+        self._deterministic = torch.are_deterministic_algorithms_enabled()
         self._sums: tuple[Tensor, Tensor] | None = None
         self._config: Config | None = None
 
@@ -807,15 +884,13 @@ class IncrementalBackward:
             raise ValueError("the Hopper backward has no dropout: use dispatch.IncrementalBackward(..., plain=False)")
         q, dout, lse, delta = self._queries
         (batch, num_queries, num_heads, head_dim), (num_keys, num_key_heads, value_dim) = q.shape, v.shape[1:]
-        config = _configure(head_dim, value_dim, num_heads, num_key_heads, (False, dk is not None, dv is not None))
+        add = False, dk is not None, dv is not None
+        config = _configure(head_dim, value_dim, num_heads, num_key_heads, add, self._deterministic)
         _, *grads = triton_common.allocate_gradients(q, k, v, (q, dk, dv), grad_dtype)
         num_tiles = -(-num_queries // config.queries)
         by_key = intervals.transposed
-        num_head_groups = -(-batch * num_key_heads // _heads_per_group(num_queries))
         programs = hopper_common.num_programs(q.device, self._shares_sms)
-        work_tiles = by_key.work_tiles(
-            KEYS.value, config.queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
-        )
+        work_tiles, progress = _work_tiles(by_key, batch, num_key_heads, num_queries, programs, config)
         with torch.cuda.device_of(q):
             if self._sums is None:
                 self._sums, self._config = _prepare(q, dout, lse, delta, config), config
@@ -831,9 +906,11 @@ class IncrementalBackward:
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._sums, self._sums[1])),
             )
+            # If there is one program per SM, programs wait for each other in the deterministic backward. A cooperative launch
+            # guarantees that all programs run at the same time.
             launch(
-                _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles),
-                (by_key.batch, num_tiles, num_keys, self._scale), CONFIG=config,
+                _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
+                (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,
             )  # fmt: skip
         return tuple(grads)
 
@@ -874,10 +951,32 @@ def _scratch_descriptors(num_head_tiles: int, config: Config) -> list[TensorDesc
 
 
 @lru_cache(maxsize=256)
-def _configure(head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool]) -> Config:
+def _configure(
+    head_dim: int, value_dim: int, num_heads: int, num_key_heads: int, add: tuple[bool, bool, bool], deterministic: bool = False
+) -> Config:
     """Return the constants of the kernels for D, Dv, Hq and Hkv. `add` tells which of dq, dk and dv are accumulators."""
     dim = hopper_common.padded_dim(head_dim, value_dim)
-    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, head_dim, *add)
+    return Config(dim, value_dim, num_heads, num_heads // num_key_heads, head_dim, *add, deterministic)
+
+
+def _work_tiles(
+    by_key: Intervals, batch: int, num_key_heads: int, num_queries: int, programs: int, config: Config
+) -> tuple[Tensor, Tensor | None]:
+    """Return the table of work tiles for at most `programs` programs, and the progress of all work tiles.
+
+    The progress is None if the backward is not deterministic.
+    """
+    heads_per_group = _heads_per_group(num_queries)
+    if config.deterministic:
+        table = by_key.ordered_work_tiles(
+            KEYS.value, config.queries, batch, num_key_heads, heads_per_group, programs, config.group
+        )
+        return table, table.new_zeros(HEADER.value + 2 * table.shape[0] * table.shape[1])
+    num_head_groups = -(-batch * num_key_heads // heads_per_group)
+    table = by_key.work_tiles(
+        KEYS.value, config.queries, batch, num_key_heads, num_head_groups, programs, skip_empty=True, group=config.group
+    )
+    return table, None
 
 
 def _heads_per_group(num_queries: int) -> int:

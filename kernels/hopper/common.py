@@ -48,6 +48,9 @@ tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 
+# Triton 3.7 renames the barrier of all threads of a partition.
+thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
 
 @dataclass(frozen=True)
 class Config:

@@ -29,7 +29,7 @@ HEADS = 4
 # The number of rows of a consumer of the forward.
 ROWS = hopper_forward.ROWS.value
 # The kernel arguments that are pointers to int32.
-INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles")
+INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles", "progress")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -78,16 +78,19 @@ def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 
 
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
-    """Return the same for the main kernel of the backward; kind: fresh (new gradients) or add (accumulators)."""
-    add = kind == "add"
-    config = hopper_backward._configure(dim, dim, HEADS, HEADS // group, (add, add, add))
+    """Return the same for the main kernel of the backward.
+
+    kind: "fresh" (new gradients) or "add" (accumulators); "ordered" and "add-ordered" for the deterministic backward.
+    """
+    add, ordered = kind.startswith("add"), kind.endswith("ordered")
+    config = hopper_backward._configure(dim, dim, HEADS, HEADS // group, (add, add, add), ordered)
     rows = {"q": config.queries, "dout": config.queries, "k": hopper_backward.ROWS.value, "v": hopper_backward.ROWS.value}
     types = {name: descriptor(dtype, (1, n, 1, config.dim)) for name, n in rows.items()}
     for consumer, name in enumerate(("first_dq_sums", "second_dq_sums")):
         types[name] = descriptor("fp32", (2 * hopper_backward.dq_columns(config, consumer), 32))
     types["scalars"] = descriptor("fp32", (2 * config.queries,), hopper_backward.SCALARS_LAYOUT)
     types |= dict.fromkeys(("dk", "dv"), "*fp32" if add else f"*{dtype}")
-    return hopper_backward._main_kernel, config, types, []
+    return hopper_backward._main_kernel, config, types, [] if ordered else ["progress"]
 
 
 def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:

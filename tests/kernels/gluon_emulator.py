@@ -1,12 +1,14 @@
 """Run the source of warp-specialised Gluon kernels on the CPU in float64, to test their logic without a GPU.
 
 Triton has no interpreter for Gluon. This module executes the Python source of a kernel with PyTorch instead. Every partition of
-a program is a thread, and the programs of a launch run one after another. Asynchronous operations take effect at the most
-unfavourable time that the hardware allows:
+a program is a thread. The programs of a launch run at the same time if the launch is cooperative, and otherwise one after
+another. Asynchronous operations take effect at the most unfavourable time that the hardware allows:
 
 - TMA overwrites a tile of shared memory as soon as the load is issued. A tile that is released too early is therefore wrong.
 - A product reads its operands in shared memory only when a partition waits for this product. An operand that is released before
   this wait is therefore wrong, too.
+- TMA's reduce-add reads shared memory only when the thread waits for this, and it adds to global memory only when the thread
+  waits for the completion of its bulk operations.
 - Partitions pause at random times. Shared memory is filled with NaN at the start.
 
 A barrier that gets too many arrivals raises an error, and so does a wait of more than TIMEOUT seconds. The emulator ignores
@@ -19,6 +21,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
+from triton.runtime.jit import ConstexprFunction
 
 from ringattn.kernels.hopper import common as hopper_common
 
@@ -148,6 +152,10 @@ class Descriptor:
         self.tensor, self.block = tensor, block
         self.block_type = SimpleNamespace(shape=block, nbytes=torch.Size(block).numel())
 
+    def reduce_add(self, coordinates: list, source: Shared) -> None:
+        """Start to add a tile (64, n), in the order in which the registers of a warpgroup hold it, to rows of 32 numbers."""
+        _partition.sends.append([self.tensor.view(-1), int(coordinates[0]) * self.block[1], source])
+
     def load(self, coordinates: list, barrier: Barrier, destination: Shared) -> None:
         _pause()
         start = [int(x) for x in coordinates]
@@ -158,6 +166,24 @@ class Descriptor:
             tile[tuple(map(slice, sizes))] = part.to(FLOAT)
         destination.data.copy_(tile.view(destination.data.shape))
         barrier.arrive(0, -self.block_type.nbytes)
+
+
+def _wait_for_sources(in_flight: int) -> None:
+    """Wait until TMA has read shared memory."""
+    assert in_flight == 0
+    _pause()
+    for send in _partition.sends:
+        if isinstance(send[2], Shared):
+            send[2] = send[2].data.view(4, 2, 8, -1, 4, 2).permute(3, 0, 2, 4, 1, 5).flatten()
+
+
+def _wait_for_sends() -> None:
+    """Wait until TMA has added everything to global memory."""
+    _wait_for_sources(0)
+    for memory, offset, values in _partition.sends:
+        with _changed:
+            memory[offset : offset + len(values)] += values
+    _partition.sends.clear()
 
 
 class Product:
@@ -221,9 +247,10 @@ def _warp_specialize(partitions: list[tuple[Callable, tuple]], _warps: list[int]
     program, errors = vars(_partition).copy(), []
 
     def run(function: Callable, arguments: tuple) -> None:
-        vars(_partition).update(program, products=[])
+        vars(_partition).update(program, products=[], sends=[])
         try:
             function(*arguments)
+            _wait_for_sends()
             assert not _partition.products, "a partition ends before its products are complete"
         except BaseException as error:
             errors.append(error)
@@ -239,12 +266,39 @@ def _warp_specialize(partitions: list[tuple[Callable, tuple]], _warps: list[int]
 
 
 def _execute(assembly: str) -> int:
-    """Emulate the assembly instructions that the kernels execute: a move of 0, bar.sync and bar.arrive."""
-    if assembly.startswith("mov.b32 $0, 0"):
+    """Emulate the assembly instructions that the kernels execute: a move of 0, barriers, and the wait for TMA."""
+    if assembly.startswith("cp.async.bulk.wait_group 0"):
+        _wait_for_sends()
+    if assembly.startswith(("mov.b32 $0, 0", "cp.async.bulk.wait_group 0", "bar.warp.sync")):
         return 0
     operation, number = re.match(r"bar\.(sync|arrive) (\d+), 256", assembly).groups()
     _partition.named_barriers.arrive(int(number), operation == "sync")
     return 0
+
+
+def _reinterpret(buffer: Shared, _dtype: Any, shape: list[int], _layout: Any) -> Shared:
+    """Return a view of the start of a buffer. Changing the dtype is impossible, because all numbers are in float64."""
+    return Shared(buffer.data.view(-1)[: torch.Size(shape).numel()].view(shape))
+
+
+def _access(assembly: str, _constraints: str, operands: list, **_options: Any) -> Any:
+    """Emulate the assembly instructions that load and store a number in global memory."""
+    # A thread that polls a number must leave the processor to the thread that will change this number.
+    time.sleep(0.001)
+    memory, offset = operands[0].memory, int(operands[0].offset)
+    with _changed:
+        if assembly.startswith("st.release.gpu"):
+            memory[offset] = int(operands[1])
+        else:
+            assert assembly.startswith("ld.acquire.gpu")
+        return memory[offset].clone()
+
+
+def _atomic_add(pointer: Pointer, value: int, sem: str) -> Tensor:
+    with _changed:
+        before = pointer.memory[int(pointer.offset)].clone()
+        pointer.memory[int(pointer.offset)] += value
+    return before
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> None:
@@ -261,29 +315,36 @@ LANGUAGE = SimpleNamespace(
     full=lambda shape, value, _dtype, _layout: torch.full(shape, value, dtype=FLOAT),
     arange=lambda start, end, layout=None: torch.arange(start, end),
     convert_layout=lambda x, _layout: x, SliceLayout=_nothing, DotOperandLayout=_nothing,
-    NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing),
+    NVMMASharedLayout=SimpleNamespace(get_default_for=_nothing), SharedLinearLayout=_nothing, BlockedLayout=_nothing,
+    inline_asm_elementwise=_access, atomic_add=_atomic_add,
     program_id=lambda _axis: torch.tensor(_partition.program), num_programs=lambda _axis: torch.tensor(_partition.programs),
     allocate_shared_memory=_allocate, load=_load, store=_store, warp_specialize=_warp_specialize,
 )  # fmt: skip
 
 MBARRIER = SimpleNamespace(
     init=lambda barrier, count: barrier.init(count), wait=Barrier.wait, MBarrierLayout=_nothing,
-    arrive=lambda barrier, count: barrier.arrive(count, 0), expect=lambda barrier, size: barrier.arrive(1, size),
+    arrive=lambda barrier, count: barrier.arrive(count, 0),
+    # The predicate may be the inversion of a Python bool, which is -1 or -2.
+    expect=lambda barrier, size, pred=True: barrier.arrive(1, size) if pred & 1 else None,
 )  # fmt: skip
 
 
 def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
     """Return the kernels and the device functions of these modules, which use the emulator in place of Gluon."""
     names: dict[str, Any] = dict(
-        gl=LANGUAGE, tl=LANGUAGE, mbarrier=MBARRIER, hopper_common=SimpleNamespace(execute=_execute),
+        gl=LANGUAGE, tl=LANGUAGE, mbarrier=MBARRIER, hopper_common=SimpleNamespace(
+            execute=_execute, tma_store_wait=_wait_for_sources, thread_barrier=_nothing, reinterpret=_reinterpret
+        ),
         warpgroup_mma=_issue, warpgroup_mma_wait=_wait_for_products, fence_async_shared=_nothing, accumulator_layout=_nothing,
-        tma_load=Descriptor.load, tile_view=lambda buffer, _descriptor: buffer,
+        tma_load=Descriptor.load, tma_reduce_add=Descriptor.reduce_add, tile_view=lambda buffer, _descriptor: buffer,
     )  # fmt: skip
     emulated = set(names)
     for module in modules:
         for name, value in vars(module).items():
             if isinstance(value, gl.constexpr):
                 names[name] = value.value
+            elif isinstance(value, ConstexprFunction) and name not in emulated:
+                names[name] = value.fn
             elif hasattr(value, "fn") and name not in emulated:
                 source = inspect.getsource(value.fn)
                 exec(compile(source[source.index("def ") :], f"{module.__name__}.{name}", "exec"), names)
@@ -291,22 +352,27 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
 
 
 @contextmanager
-def emulated(module: ModuleType, programs: int) -> Iterator[None]:
+def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -> Iterator[None]:
     """Run the Gluon kernels that `module` launches in the emulator, with at most `programs` programs per launch.
 
-    The tensors must be on the CPU. Plain Triton kernels run as usual, in Triton's interpreter.
+    `others` are the modules whose device functions the kernels call. The tensors must be on the CPU. Plain Triton kernels run
+    as usual, in Triton's interpreter.
     """
-    functions = source_functions([hopper_common, module])
+    functions = source_functions([hopper_common, *others, module])
 
-    def run(kernel: Any, grid: int, operands: tuple, numbers: tuple, **constants: Any) -> None:
+    def run(kernel: Any, grid: int, operands: tuple, numbers: tuple, cooperative: bool = False, **constants: Any) -> None:
         if not isinstance(kernel, GluonJITFunction):
             kernel[(grid,)](*operands, *numbers, **constants)
             return
         arguments = [Descriptor(x.base, x.block) if hasattr(x, "block") else Pointer(x) for x in operands]
         numbers = [torch.tensor(x) if isinstance(x, int) else x for x in numbers]
-        for program in range(grid):
+
+        def run_program(program: int) -> None:
             vars(_partition).update(program=program, programs=grid, named_barriers=NamedBarriers())
             functions[kernel.fn.__name__](*arguments, *numbers, *constants.values())
+
+        with ThreadPoolExecutor(grid if cooperative else 1) as pool:
+            list(pool.map(run_program, range(grid)))
 
     def describe(x: Tensor, *block: int) -> SimpleNamespace:
         return SimpleNamespace(base=x, block=(1, block[0], 1, block[1]))

@@ -80,7 +80,7 @@ def test_triton_kernels_with_any_options_compile_without_spills(options):
 HOPPER_STACK = {
     "forward": {64: 64, 96: 64, 128: 64},
     "wide-forward": {256: 16},
-    "backward": {96: 8, 128: 8},
+    "backward": {64: 8, 96: 8, 128: 8},
     "wide-backward": {256: 24},
 }
 # How often an innermost loop of a Hopper kernel may load from or store to the stack. At head dim 256, the kernel for dq reloads
@@ -106,6 +106,7 @@ def test_hopper_kernels_overlap_products_with_softmax():
         "wide-forward:bf16:256:4:merge",
         "backward:bf16:128:1:fresh",
         "backward:bf16:96:1:fresh",
+        "backward:bf16:128:1:ordered",
     ]
     check_pipeline(run("compile_hopper", cases))
 
@@ -117,7 +118,7 @@ def test_wide_backward_kernels_overlap_products_with_softmax():
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
-    kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add")}[direction]
+    kinds = {"forward": ("final", "begin", "state", "merge", "few"), "backward": ("fresh", "add", "ordered")}[direction]
     # At head dim 64, calls with few rows use the same tiles as calls with many.
     cases = [f"{direction}:bf16:{dim}:1:{kind}" for dim in (64, 96, 128) for kind in kinds if (dim, kind) != (64, "few")]
     cases += [f"{direction}:fp16:{dim}:4:{kinds[0]}" for dim in (96, 128)]

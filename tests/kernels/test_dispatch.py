@@ -72,7 +72,7 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     simulate_gpu((9, 0), monkeypatch)
     q = SimpleNamespace(device=GPU, dtype=torch.bfloat16, shape=(1, 5, 4, 64))
     v = SimpleNamespace(shape=(1, keys, 2, value_dim))
-    assert dispatch._choose_forward(q, v, "auto", dropout, None) == backend
+    assert dispatch._choose(q, v, "auto", dropout, None) == backend
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
 def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits, monkeypatch):
     calls = []
     kernels = SimpleNamespace(decode=lambda *_, **__: calls.append(True), forward=lambda *_, **__: calls.append(False))
-    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_module", lambda backend, name: kernels)
     monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
     q, k = (torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta") for shape in shapes)
@@ -298,33 +298,19 @@ def test_tiled_is_a_deprecated_alias_of_blockwise():
     assert torch.equal(out, problem.forward(dispatch, final=True, backend="blockwise")[0])
 
 
-def test_deterministic_algorithms_exclude_the_hopper_backward(monkeypatch):
-    selected = []
-
-    class Kernels:
-        @staticmethod
-        def backward(*arguments, **options):
-            return None
-
-    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
-    monkeypatch.setattr(dispatch, "_module", lambda backend, name: selected.append(backend) or Kernels)
-    q, lse = torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1)
-    arguments = (q, q, q, q, lse, lse, full(2, 2), 1.0)
-    dispatch.backward(*arguments)
+def test_deterministic_algorithms_do_not_change_the_backend(monkeypatch):
+    simulate_gpu((9, 0), monkeypatch)
     torch.use_deterministic_algorithms(True)
     try:
-        dispatch.backward(*arguments)
-        with pytest.raises(ValueError, match="no fixed order"):
-            dispatch.backward(*arguments, backend="hopper")
+        assert dispatch.choose_backend(GPU, torch.bfloat16).backend == "hopper"
     finally:
         torch.use_deterministic_algorithms(False)
-    assert selected == ["hopper", "triton"]
 
 
 @pytest.mark.parametrize(
     ("dims", "name"), [((128, 128), "backward"), ((192, 128), "backward_wide"), ((64, 136), "backward_wide")], ids=str
 )
-def test_hopper_backward_of_large_head_dims_is_deterministic_and_has_its_own_module(dims, name, monkeypatch):
+def test_hopper_backward_of_large_head_dims_has_its_own_module(dims, name, monkeypatch):
     simulate_gpu((9, 0), monkeypatch)
     selected = []
 
@@ -337,17 +323,12 @@ def test_hopper_backward_of_large_head_dims_is_deterministic_and_has_its_own_mod
         def IncrementalBackward(*arguments):
             return None
 
-    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_module", lambda *module: selected.append(module) or Kernels)
     q, v, lse = torch.zeros(1, 2, 1, dims[0]), torch.zeros(1, 2, 1, dims[1]), torch.zeros(1, 2, 1)
     dispatch.backward(q, q, v, v, lse, lse, full(2, 2), 1.0)
     dispatch.IncrementalBackward(q, v, v, lse, lse, 1.0)
     assert selected == [("hopper", name)] * 2
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert dispatch._choose_backward(q, v, "auto", None, None) == ("triton" if name == "backward" else "hopper")
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
@@ -358,7 +339,7 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
         def forward(*arguments, shares_sms, **options):
             received.append(shares_sms)
 
-    monkeypatch.setattr(dispatch, "_choose_forward", lambda *_: "hopper")
+    monkeypatch.setattr(dispatch, "_choose", lambda *_: "hopper")
     monkeypatch.setattr(dispatch, "_module", lambda backend, name: Kernels)
     q = torch.zeros(1, 2, 1, 8)
     dispatch.forward(q, q, q, full(2, 2), 1.0)

@@ -134,11 +134,6 @@ INVALID = {
     "held-out files of the standard library": (dict(data__eval_path="a"), 1, ["data.eval_path=a", "data.source=stdlib"]),
     "subset of files": (dict(data__source="text", data__subset="en"), 1, ["data.subset=en", "data=hub"]),
     "column of text files": (dict(data__source="text", data__column="body"), 1, ["data.column=body", "data.source=text"]),
-    "deterministic with kernels that are not": (
-        dict(trainer__deterministic=True, parallel__kernel="hopper"),
-        1,
-        ["trainer.deterministic=true", "parallel.kernel=hopper", "parallel.kernel=auto"],
-    ),
     "initial weights and a checkpoint": (
         dict(trainer__init_from="a", trainer__resume="b"),
         1,

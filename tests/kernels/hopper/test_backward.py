@@ -1,4 +1,8 @@
-"""The Hopper backward against the float64 reference on an sm_90 GPU. Its plain Triton kernels also run in the interpreter."""
+"""The Hopper backward against the float64 reference on an sm_90 GPU.
+
+Without a GPU, its plain Triton kernels run in Triton's interpreter, and its Gluon kernel runs in an emulator, see
+`tests.kernels.gluon_emulator`.
+"""
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import column_parts, dq_order
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import (
@@ -17,6 +22,7 @@ from tests.kernels.contract import (
     check_incremental,
     make_strided,
 )
+from tests.kernels.gluon_emulator import emulated
 from tests.kernels.hopper.conftest import DTYPES, SHAPES
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import GRADIENTS, STRIDED, make_problem, strided
@@ -128,6 +134,16 @@ def test_finish_restores_the_order_of_rows(dims, add, device):
 
     expected = scale * expected[:, :, :num_queries, : dims[0]].transpose(1, 2) + (start if add else 0)
     torch.testing.assert_close(dq, expected)
+
+
+@pytest.mark.parametrize("dim, mask", [(64, "causal"), (96, "documents"), (128, "full")])
+def test_source_of_the_kernels_computes_the_gradients(dim, mask):
+    """In float64, a missing key or a tile that is overwritten too early would change a gradient by far more than 1e-9."""
+    problem = make_problem(*intervals_of(mask, 140, 260), 260, torch.float16, 1, (4, 2), (dim, dim)).double()
+    with emulated(hopper_backward, 3, [column_parts, dq_order]):
+        actual = problem.gradients(hopper_backward, grad_dtype=torch.float64)
+    for name, x, expected in zip(GRADIENTS, actual, problem.backward(reference), strict=True):
+        torch.testing.assert_close(x, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def test_short_sequences_have_many_heads_per_group():

@@ -1,0 +1,132 @@
+"""Sums of dq in a fixed order, for the deterministic backward of `ringattn.kernels.hopper.backward`.
+
+The sum of floating-point numbers depends on their order. TMA's reduce-add is atomic, but programs reach it in any order. With
+deterministic algorithms, the host therefore fixes the order in which work tiles add to a query tile, see
+`ringattn.kernels.tile_order`. A program has two more partitions, the writers, so that its consumers rarely wait for other
+programs. Each writer is a single warp, which sends the dQ of one consumer:
+
+      CONSUMER                        WRITER OF THIS CONSUMER
+
+                                      wait until the predecessor has added to the same query tile
+      store dQ in `staging`
+      arrive at `staged` -----------> wait for `staged`
+                                      send dQ by TMA's reduce-add, and wait until TMA has read `staging`
+      wait for `released` <---------- arrive at `released`
+      store the next dQ               wait until the additions are complete
+                                      publish the progress of the work tile
+
+The predecessor is the work tile that comes before this work tile in the order. Each work tile has a number in global memory,
+its progress, which only ever grows. Its writer increases the progress after every step, and the writer of the next work tile
+polls it. The two writers of a program are independent of each other, because they add to different elements of dq.
+
+No program waits for a work tile that comes later in the table of work tiles, and a program computes its work tiles in the order
+of the table. Hence there is no deadlock if all programs run at the same time, or if programs start in the order of the table.
+Usually the programs run at the same time, because the launch is cooperative. If every work tile has its own program, there are
+more programs than SMs. `take_number` then makes the programs start in the order of the table.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
+
+# The number of integers in front of the progress of the first work tile. The first of them counts the programs that have
+# started, and the second is not used.
+HEADER = gl.constexpr(2)
+
+# The progress of a work tile is the number of finished steps of the current query head, plus this number for each query head of
+# the group that is finished. It exceeds the number of steps of a query head.
+PER_HEAD = gl.constexpr(2**20)
+
+# The number of registers per thread of a writer. The producer and the writers are warps of the same warpgroup.
+WRITER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def take_number(progress):
+    """Return how many programs have started before this program. The number replaces the program's index in the grid.
+
+    The GPU may start programs in any order. With these numbers, a program never waits for a program that starts later.
+    """
+    number = gl.atomic_add(progress, 1, sem="relaxed")
+    # Triton sends the number to all threads through shared memory. Without this barrier, a fast thread would overwrite that
+    # memory with the arguments of the partitions before a slow thread has read the number.
+    hopper_common.thread_barrier()
+    return number
+
+
+@gluon.jit
+def _load_progress(pointer):
+    """Load the progress of a work tile. No later access to memory comes before this load."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [pointer], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _publish(pointer, progress):
+    """Store the progress of a work tile after everything that this warp has sent has been added to dq.
+
+    `wait_group` alone does not suffice: without the release, the store became visible before the additions, and the sums had
+    different bits in almost every run. The release makes the store wait for them.
+    """
+    hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
+    # All threads store the progress, but only one of them has sent the additions and has waited for them.
+    hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
+    gl.inline_asm_elementwise(
+        "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_order(work_tiles, index, CONFIG: gl.constexpr):
+    """Load what a writer needs to know about the work tile with number `index` of this program.
+
+    Returns:
+        (end of the keys, first query head of the batch, first query tile, number of steps of a query head, order), where
+        `order` is (direction, number of the work tile, number of the predecessor, number of steps without a predecessor). The
+        end is 0 if the program has no more work tiles.
+    """
+    entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
+    end, begin, num_steps = gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 4) + gl.load(entry + 5)
+    first_head = gl.load(entry + 7) * CONFIG.num_heads + gl.load(entry + 6) * CONFIG.group
+    order = gl.load(entry + 8), gl.load(entry + 9), gl.load(entry + 10), gl.load(entry + 11)
+    return end, first_head, begin // CONFIG.queries, num_steps, order
+
+
+@gluon.jit
+def write_in_order(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Run the writer of consumer CONSUMER, which is a single warp: add the dQ of all steps of this program to dq."""
+    dq_sums, work_tiles, progress, num_tiles, staging = arguments
+    sums, own_staging = dq_sums[CONSUMER], staging[CONSUMER].index(0)
+    staged, released = staging[2].index(CONSUMER), staging[3].index(CONSUMER)
+    progress += HEADER + CONSUMER
+    # The first dQ of a program is the product of uninitialised memory.
+    mbarrier.wait(staged, 0)
+    mbarrier.arrive(released, count=1)
+    phase = gl.to_tensor(1)
+    index = gl.to_tensor(0)
+    end, first_head, tile, num_steps, order = _load_order(work_tiles, index, CONFIG)
+    while end > 0:
+        direction, own, predecessor, num_free = order
+        seen = gl.to_tensor(0)
+        for member in range(CONFIG.group):
+            # A chunk is half of a query tile. The spare chunk precedes the chunks of the query tiles.
+            chunk = ((first_head + member) * num_tiles + tile) * 2 + CONSUMER + 1
+            for step in range(num_steps):
+                finished = member * PER_HEAD + step + 1
+                if step >= num_free:
+                    while seen < finished - num_free:
+                        seen = _load_progress(progress + 2 * predecessor)
+                mbarrier.wait(staged, phase)
+                tma_reduce_add(sums, [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, sums))
+                hopper_common.tma_store_wait(0)
+                mbarrier.arrive(released, count=1)
+                _publish(progress + 2 * own, finished)
+                phase ^= 1
+                chunk += 2 * direction
+        index += 1
+        end, first_head, tile, num_steps, order = _load_order(work_tiles, index, CONFIG)
