@@ -163,7 +163,9 @@ class Intervals:
         if "transposed" in vars(other):
             self.transposed.prepare_like(other.transposed)
 
-    def work_tiles(self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None) -> Tensor:
+    def work_tiles(
+        self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None, aligned=False
+    ) -> Tensor:
         """Assign the tiles of all heads to programs with `ringattn.kernels.tile_scheduler.assign_work_tiles`.
 
         Args:
@@ -175,15 +177,16 @@ class Intervals:
             programs: the maximal number of programs.
             skip_empty: whether to leave out tiles in which all intervals are empty.
             group: None in the forward. In the backward, the number of query heads per key head. Each of these heads needs all
-                steps of a work tile. The loops of the backward are aligned.
+                steps of a work tile.
+            aligned: whether every loop begins at a multiple of `step`. In the backward, this is always the case.
 
         Returns:
             int32 (n, programs, 8), on the device. Each entry is (first, end, begin, num_masked_prefix, num_unmasked,
             num_masked, head, batch entry).
         """
-        key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group
+        key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group, aligned
         if key not in self._tables:
-            tiles = self._tiles_on_host(rows, step, aligned=group is not None)
+            tiles = self._tiles_on_host(rows, step, aligned=aligned or group is not None)
             work_tiles = tile_scheduler.order_by_head_group(tiles.expand(batch, -1, -1), heads, num_head_groups)
             # Columns 4 and 5 are num_unmasked and num_masked. Their sum is the number of steps.
             if skip_empty:

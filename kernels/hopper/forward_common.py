@@ -176,8 +176,14 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
     return batch, head, first_row, end, loop, (row_lo, row_hi, all_initialised, ref_max)
 
 
-def assign_work_tiles(config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool) -> Tensor:
-    """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8). The arguments are those of `forward`."""
+def assign_work_tiles(
+    config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
+) -> Tensor:
+    """Return the table of `Intervals.work_tiles` for a call, int32 (n, programs, 8).
+
+    `aligned` tells whether every loop begins at a multiple of `config.keys`. The other arguments are those of `forward`. Of v,
+    only the shape matters, so k may be passed instead if both have the same head dim.
+    """
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
@@ -185,4 +191,4 @@ def assign_work_tiles(config: ForwardConfig, intervals: Intervals, q: Tensor, v:
     programs = hopper_common.num_programs(q.device, shares_sms)
     # An in-place update does not change the state of a row that sees no key, so work tiles without keys are skipped.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
-    return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state)
+    return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)
