@@ -33,6 +33,9 @@ MAX_DIM = 256
 # The dtypes of q, k and v, and their names in Gluon.
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
+# The names in Gluon of all dtypes that TMA copies. States are in fp32, and `ringattn.kernels.fp8` explains e4m3 inputs.
+TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
+
 # The number of rows that one wgmma computes. A consumer warpgroup therefore computes this number of rows of a tile.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
@@ -84,9 +87,12 @@ class Config:
 
 
 @gluon.constexpr_function
-def accumulator_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """Return the layout in which wgmma leaves a product (64, columns) in the registers of a consumer."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
+    """Return the layout in which wgmma leaves a product (64, columns) in the registers of a consumer.
+
+    `bits` is the number of bits of an element of the operands. It does not affect where the numbers of the product are.
+    """
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
 def padded_dim(head_dim: int, value_dim: int) -> int:
@@ -149,24 +155,24 @@ def num_programs(device: torch.device, shares_sms: bool) -> int:
 @lru_cache(maxsize=64)
 def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the swizzled layout of a tile in shared memory that both TMA and wgmma understand."""
-    return gl.NVMMASharedLayout.get_default_for(list(block), DTYPES.get(dtype, gl.float32))
+    return gl.NVMMASharedLayout.get_default_for(list(block), TMA_DTYPES[dtype])
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) itself if TMA can address it, or else a contiguous copy. D must be a multiple of 8."""
-    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride())):
+    """Return x itself if TMA can address it, or else a contiguous copy. A row of x must have a multiple of 16 bytes."""
+    if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride(), 16 // x.element_size())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=1024)
-def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether TMA accepts these strides of a 16-bit tensor.
+def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
+    """Return whether TMA accepts these strides of a tensor, of which `unit` elements have 16 bytes.
 
-    The last stride must be 1, and all other strides must be positive multiples of 8.
+    The last stride must be 1, and all other strides must be positive multiples of `unit`.
     """
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
-    return strides[-1] == 1 and all(stride > 0 and stride % 8 == 0 for stride in outer)
+    return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
@@ -182,12 +188,12 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 
 @lru_cache(maxsize=1024)
 def _descriptor_template(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, rows: int, dim: int
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    block = (1, rows, 1, dim)
     # The stride of a dimension of size 1 is never used, but PyTorch may report a value that TMA rejects. Replace such a value
-    # by 8.
-    strides = [stride if stride > 0 and stride % 8 == 0 else 8 for stride in strides[:-1]] + [1]
+    # by 16 bytes.
+    unit = 16 // dtype.itemsize
+    strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
         torch.empty(1, dtype=dtype, device="cpu"), list(shape), strides, list(block), shared_layout(block, dtype)
     )
@@ -201,7 +207,12 @@ def tma_descriptor(x: Tensor, rows: int, dim: int) -> TensorDescriptor:
         rows, dim: the size of a tile. If a tile extends beyond `x`, TMA loads 0 for the missing rows and columns and never
             stores them.
     """
-    return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, rows, dim), x)
+    return block_descriptor(x, (1, rows, 1, dim))
+
+
+def block_descriptor(x: Tensor, block: tuple[int, ...]) -> TensorDescriptor:
+    """Return the descriptor with which TMA copies blocks of this shape. `x` must come from `as_addressable`."""
+    return with_base(_descriptor_template(x.shape, x.stride(), x.dtype, block), x)
 
 
 @_core.builtin
