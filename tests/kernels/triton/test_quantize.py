@@ -1,0 +1,71 @@
+"""The launch that converts q, k and v to e4m3, compared with the PyTorch version."""
+
+import pytest
+import torch
+
+from ringattn.kernels import fp8
+from ringattn.kernels.triton import quantize as triton_quantize
+
+pytestmark = pytest.mark.gpu
+SHAPES = {"short": (1, 1, (1, 1)), "uneven": (130, 257, (4, 2)), "blocks": (256, 384, (2, 2))}
+
+
+@pytest.fixture
+def device() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a GPU that converts to e4m3")
+    return torch.device("cuda")
+
+
+def inputs(shape: str, dim: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+    """Return q, k and v with rows of very different magnitude."""
+    generator = torch.Generator().manual_seed(0)
+    num_queries, num_keys, heads = SHAPES[shape]
+    sizes = (num_queries, heads[0]), (num_keys, heads[1]), (num_keys, heads[1])
+    tensors = [torch.randn(2, tokens, number, dim, generator=generator) for tokens, number in sizes]
+    for x in tensors:
+        x *= torch.logspace(-2, 2, x.shape[1])[:, None, None]
+        x[1, : x.shape[1] // 3] = 0
+    return [x.to(device, dtype) for x in tensors]
+
+
+@pytest.mark.parametrize("dim", triton_quantize.HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_results_are_those_of_pytorch(shape, dtype, dim, device):
+    q, k, v = inputs(shape, dim, dtype, device)
+    expected, actual = fp8.quantize(q, k, v), triton_quantize.quantize(q, k, v)
+    # Values are not rotated, so all bits are equal.
+    assert torch.equal(actual[2].data.view(torch.uint8), expected[2].data.view(torch.uint8))
+    assert torch.equal(actual[2].scales, expected[2].scales) and actual[2].data.stride() == expected[2].data.stride()
+    for x, y in zip(actual[:2], expected[:2], strict=True):
+        # The sums of the rotation have another order. They are rounded to another number only if they are nearly equal to the
+        # limit between two numbers.
+        assert torch.equal(x.scales, y.scales)
+        a, b = x.data.float(), y.data.float()
+        assert ((a - b).abs() <= 0.125 * torch.maximum(a.abs(), b.abs()).clamp(min=2**-6)).all()
+        assert (a != b).float().mean().item() < 1e-3
+
+
+@pytest.mark.parametrize("dim", triton_quantize.HEAD_DIMS)
+def test_strided_inputs(dim, device):
+    q, k, v = inputs("uneven", dim, torch.bfloat16, device)
+    packed = torch.cat((k, v), dim=3).transpose(1, 2).contiguous().transpose(1, 2)
+    strided = q.transpose(2, 3).contiguous().transpose(2, 3), packed[..., :dim], packed[..., dim:]
+    for x, y in zip(triton_quantize.quantize(*strided), triton_quantize.quantize(q, k, v), strict=True):
+        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8)) and torch.equal(x.scales, y.scales)
+
+
+def test_elements_that_are_not_finite_become_nan(device):
+    q, k, v = inputs("uneven", 64, torch.bfloat16, device)
+    q[0, 3, 1, 5], v[0, 7, 0, 2], v[0, 9, 1, 3] = float("nan"), float("inf"), float("-inf")
+    rows, _, values = triton_quantize.quantize(q, k, v)
+    # The rotation spreads an element over its whole row.
+    assert rows.data[0, 3, 1].float().isnan().all() and not rows.data[0, 4].float().isnan().any()
+    assert values.data.float().isnan().sum().item() == 2
+
+
+def test_other_head_dims_use_pytorch(device):
+    q, k, v = inputs("uneven", 96, torch.bfloat16, device)
+    for x, y in zip(triton_quantize.quantize(q, k, v), fp8.quantize(q, k, v), strict=True):
+        assert torch.equal(x.data.view(torch.uint8), y.data.view(torch.uint8))
