@@ -143,7 +143,7 @@ def rescale(o, alpha):
 
 
 @gluon.constexpr_function
-def _raise_assembly():
+def raise_assembly():
     # A thread has two rows, so there are two operands of each kind. $0 and $1 are the new reference maxima, and $2 and $3 are
     # the maxima of the thread's scores. $4 and $5 are the old reference maxima, and $6 and $7 are the thresholds.
     exchange, choose = "", ""
@@ -168,7 +168,7 @@ def _raise_ref_max(ref_max, thread_max):
     `thread_max` (64, 4) holds the maximum of the scores of each row in each thread. If no maximum in a warp exceeds its
     threshold, the warp skips the exchange between threads.
     """
-    ASSEMBLY: gl.constexpr = _raise_assembly()
+    ASSEMBLY: gl.constexpr = raise_assembly()
     operands = [thread_max, ref_max, ref_max + RESCALE_THRESHOLD]
     return gl.inline_asm_elementwise(ASSEMBLY, "=&f,=&f,f,f,f,f,f,f", operands, dtype=gl.float32, is_pure=True, pack=2)
 

@@ -134,16 +134,18 @@ def as_addressable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
 
 
-def allocate_results(q: Tensor, v: Tensor, state: State | None, final: bool) -> tuple[Tensor | None, ...]:
+def allocate_results(
+    q: Tensor, v: Tensor, state: State | None, final: bool, dtype: torch.dtype | None = None
+) -> tuple[Tensor | None, ...]:
     """Return (m, l, o, out, lse) for a forward call, with None for tensors that the call neither reads nor writes.
 
     If there is a `state`, m, l and o are its tensors. If the call starts from the empty state and returns a state, m, l and o
-    are new tensors. If `final` is true, out and lse are new tensors.
+    are new tensors. If `final` is true, out and lse are new tensors. `dtype` is the dtype of out, by default that of q.
     """
     rows, value_dim = q.shape[:3], v.shape[-1]
     m, l, o = (None, None, None) if state is None else state
     if final:
-        return m, l, o, q.new_empty(*rows, value_dim), q.new_empty(*rows, dtype=torch.float32)
+        return m, l, o, q.new_empty(*rows, value_dim, dtype=dtype), q.new_empty(*rows, dtype=torch.float32)
     if state is None:
         m, l = q.new_empty(*rows, dtype=torch.float32), q.new_empty(*rows, dtype=torch.float32)
         o = q.new_empty(*rows, value_dim, dtype=torch.float32)

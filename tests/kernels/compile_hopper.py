@@ -19,7 +19,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import backward_wide, forward_wide
+from ringattn.kernels.hopper import backward_wide, forward_fp8, forward_wide
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from tests.kernels.compile_sm90 import resources
@@ -30,7 +30,7 @@ HEADS = 4
 ROWS = hopper_forward.ROWS.value
 # The kernel arguments that are pointers to int32.
 INTEGERS = ("lo", "hi", "query_lo", "query_hi", "work_tiles", "progress")
-TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8e4nv": torch.float8_e4m3fn}
 
 
 def descriptor(dtype: str, block: tuple[int, ...], layout=None) -> str:
@@ -75,6 +75,17 @@ def wide_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     absent += [] if has_state or not final else ["state_m", "state_l", "state_o"]
     absent += [] if final else ["out", "lse"]
     return forward_wide._forward_kernel, config, types | {"out": f"*{dtype}"}, absent
+
+
+def fp8_forward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
+    """Return the same for the forward with FP8 inputs. kind: final, begin, state or merge. `dtype` is the dtype of out."""
+    has_state, final = kind in ("state", "merge"), kind not in ("begin", "state")
+    config = forward_fp8.configure(dim, (HEADS, HEADS // group), has_state, final)
+    blocks = {"q": (1, ROWS, 1, dim), "k": (1, config.keys, 1, dim), "v": (1, 1, 1, dim, config.keys)}
+    types = {name: descriptor("fp8e4nv", block) for name, block in blocks.items()} | {"out": f"*{dtype}"}
+    types |= dict.fromkeys(("q_scales", "k_scales", "v_scales"), "*fp32")
+    absent = [] if has_state or not final else ["state_m", "state_l", "state_o"]
+    return forward_fp8._forward_kernel, config, types, absent + ([] if final else ["out", "lse"])
 
 
 def backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
@@ -142,8 +153,8 @@ def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
         lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     labels = {line[:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L\w+:", line)}
     jumps = [(labels[found[1]], i) for i, line in enumerate(lines) if (found := re.search(r"BRA `\((\.L\w+)\)", line))]
-    # HGMMA is the wgmma instruction. LDL and STL load from and store to the stack.
-    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    # HGMMA and QGMMA are wgmma instructions. LDL and STL load from and store to the stack.
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line or "QGMMA" in line]
     loops = [(first, last) for first, last in jumps if any(first < i < last for i in products)]
     inner = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
     return [sum("LDL" in line or "STL" in line for line in lines[a:b]) for a, b in inner]
@@ -155,6 +166,7 @@ def main() -> None:
         make_case = {
             "forward": forward_case,
             "wide-forward": wide_forward_case,
+            "fp8-forward": fp8_forward_case,
             "backward": backward_case,
             "wide-backward": wide_backward_case,
         }[name]

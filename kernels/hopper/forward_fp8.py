@@ -1,0 +1,643 @@
+"""The forward kernel for Hopper GPUs (sm_90) with FP8 inputs, for head dims 64, 128 and 256.
+
+Read `ringattn.kernels.hopper.forward` first, which explains work tiles, partitions, barriers and ping-pong, and
+`ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers with up to 240 registers per
+thread. A step of the KV loop processes one block of 128 keys, which has one scale for K and one scale for V.
+
+      PRODUCER                          SHARED MEMORY                      CONSUMERS
+
+      load Q ------- q_full --------> [ queries: 1 slot           ] -----> S(j) = Q K(j)^T in every step
+               <---- q_empty -------                              <------ release the slot after the last S of a work tile
+      load K(j) ---- full[s] -------> [ ring of stages            ] -----> S(j) = Q K(j)^T
+      load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
+               <---- empty[s] ------                              <------ release the stage
+
+A stage holds one tile K (128, D) or one tile V (D, 128). As in `ringattn.kernels.hopper.forward_wide`, there are two orders:
+
+      overlap      issue S(j) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | O += P(j-1) V(j-1)
+      no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
+
+Accumulation in fp32. The tensor cores keep only about 14 bits of a sum of FP8 products. If they added the products of all steps
+to O, positive values would lose several percent over 65,536 keys. The tensor cores therefore add only the products of one step,
+and the threads add the result to O in fp32. O of D = 256 needs 128 registers per thread. P V is therefore split into products
+of PART_COLUMNS columns. At most two of them are in flight, and the last one is in flight together with S.
+
+Probabilities. `ringattn.kernels.hopper.softmax_fp8` rounds them to e4m3 in the registers of their threads. The tensor cores
+also compute the row sums, as a product of P and a tile of ones, so that the sums contain the rounded probabilities.
+
+Scales. The score of a query and a key is q k^T times both scales. The scale of a block of V is a power of two, and its exponent
+is added to the scores of the block. P V then needs no other factor, and the row sums of the block are divided by the scale.
+
+Results. The threads write o from registers to global memory, see `ringattn.kernels.hopper.epilogue_wide`.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from ringattn.kernels import fp8
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper import softmax, softmax_fp8
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.epilogue import load_state_scalars
+from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
+from ringattn.kernels.hopper.forward_common import (
+    FENCE_SOFTMAX,
+    PRODUCER_REGISTERS,
+    ForwardConfig,
+    advance_stage,
+    assign_work_tiles,
+    load_consumer_tile,
+    pass_ping_pong,
+    wait_for_ping_pong,
+)
+from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.reference import State
+from ringattn.kernels.triton import common as triton_common
+from ringattn.kernels.triton.launcher import launch
+
+BLOCK = gl.constexpr(fp8.BLOCK)
+E4M3 = gl.constexpr(gl.float8e4nv)
+
+
+@dataclass(frozen=True)
+class Config(ForwardConfig):
+    """The constants for which a kernel is compiled.
+
+    Args:
+        dim: the head dim of q, k and v.
+        part_columns: the number of columns of one product P V.
+        overlap: whether the softmax of a step overlaps with P V of the previous step. O then has one part.
+
+    `ForwardConfig` explains the other arguments.
+    """
+
+    part_columns: int
+    overlap: bool
+
+    @property
+    def num_parts(self) -> int:
+        """The number of products P V of a step, and of parts into which o is split."""
+        return self.dim // self.part_columns
+
+    @property
+    def scores_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's scores (64, keys) in registers."""
+        return hopper_common.accumulator_layout(self.keys, 8)
+
+    @property
+    def output_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of a consumer's o (64, dim) in registers."""
+        return hopper_common.accumulator_layout(self.dim, 8)
+
+    @property
+    def p_layout(self) -> gl.DotOperandLayout:
+        """The layout of probabilities as the left operand of P V.
+
+        The registers of a thread do not depend on the number of columns of the product.
+        """
+        return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
+
+    @property
+    def part_layout(self) -> gl.NVMMADistributedLayout:
+        """The layout of one part (64, part_columns) of o in registers."""
+        return hopper_common.accumulator_layout(self.part_columns, 8)
+
+
+# The number of columns of the tile of ones. A wgmma has at least 8 columns.
+SUM_COLUMNS = gl.constexpr(8)
+
+# These settings were the fastest on an H100. The keys are head dims.
+TILES = {
+    64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True, fence_softmax=False),
+    128: dict(stages=8, part_columns=128, overlap=True, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
+    256: dict(stages=6, part_columns=32, overlap=False, ping_pong=True, fence_softmax=False),
+}
+
+# The settings that all head dims have in common.
+COMMON_SETTINGS = dict(consumers=2, keys=fp8.BLOCK, registers=240, update_ref_max=True)
+
+
+@gluon.jit
+def _load_tile(desc, coordinates, buffer, barriers, position, CONFIG: gl.constexpr):
+    """Load a tile of K or V into the next stage. Return the next position, which is (stage, phase)."""
+    q_full, q_empty, full, empty = barriers
+    stage, phase = position
+    mbarrier.wait(empty.index(stage), phase)
+    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
+    tma_load(desc, coordinates, full.index(stage), tile_view(buffer.index(stage), desc))
+    return advance_stage(stage, phase, CONFIG)
+
+
+@gluon.jit
+def _produce(arguments, CONFIG: gl.constexpr):
+    """Run the producer partition, which is a single warp: load Q, K and V of all work tiles."""
+    CONSUMERS: gl.constexpr = CONFIG.consumers
+    tiles, work_tiles, buffers, barriers = arguments
+    q, k, v = tiles
+    queries, ring, ones = buffers
+    q_full, q_empty, full, empty = barriers
+    # A wait for phase 1 of a new barrier returns at once, so the producer finds all buffers empty.
+    q_phase = gl.to_tensor(1)
+    position = gl.to_tensor(0), gl.to_tensor(1)
+    index = gl.program_id(0)
+    batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
+    while end > 0:
+        _, _, num_unmasked, num_masked = loop
+        key_head = head // CONFIG.group
+        mbarrier.wait(q_empty, q_phase)
+        mbarrier.expect(q_full, CONSUMERS * q.block_type.nbytes)
+        for c in gl.static_range(CONSUMERS):
+            tma_load(q, [batch, first + c * ROWS, head, 0], q_full, tile_view(queries.index(c), q))
+        # Even a work tile whose rows see no key has one step, so that the consumers need no special case. If the keys of this
+        # step lie beyond the last key, TMA loads zeros.
+        start = step_start(loop, 0, CONFIG.keys)
+        position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
+        for step in range(1, num_masked + num_unmasked):
+            block = start // BLOCK
+            start = step_start(loop, step, CONFIG.keys)
+            if CONFIG.overlap:
+                position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
+                position = _load_tile(v, [batch, key_head, block, 0, 0], ring, barriers, position, CONFIG)
+            else:
+                position = _load_tile(v, [batch, key_head, block, 0, 0], ring, barriers, position, CONFIG)
+                position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
+        position = _load_tile(v, [batch, key_head, start // BLOCK, 0, 0], ring, barriers, position, CONFIG)
+        q_phase ^= 1
+        index += gl.num_programs(0)
+        batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
+
+
+@gluon.jit
+def _issue_scores(query, ring, full, position, CONFIG: gl.constexpr):
+    """Issue the product S = Q K^T with the K of the next stage. Return (S, next position)."""
+    stage, phase = position
+    mbarrier.wait(full.index(stage), phase)
+    scores = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
+    scores = warpgroup_mma(query, ring.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
+    return scores, advance_stage(stage, phase, CONFIG)
+
+
+@gluon.jit
+def _multiply(p, tile, product):
+    """Issue the product of p (64, keys) in registers and the transposed tile (columns, keys) in shared memory.
+
+    `product` has the registers of the result. Its numbers do not matter.
+    """
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
+    return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _zeros(COLUMNS: gl.constexpr):
+    """Return the registers of a product (64, COLUMNS)."""
+    return gl.full([ROWS, COLUMNS], 0.0, gl.float32, hopper_common.accumulator_layout(COLUMNS, 8))
+
+
+@gluon.jit
+def _values(ring, stage, CONFIG: gl.constexpr):
+    """Return the tile V (dim, keys) of a stage."""
+    VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.dim, CONFIG.keys], E4M3)
+    return hopper_common.reinterpret(ring.index(stage), E4M3, [CONFIG.dim, CONFIG.keys], VALUES)
+
+
+@gluon.jit
+def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
+    """Issue the product of P and ones, and P V with the V of the next stage. Add all parts of P V except for the last to O.
+
+    Return (parts of O, last part of P V, row sums, next position). The last part may still be in flight. If it is the only
+    part, the row sums may be in flight as well.
+    """
+    queries, ring, ones = buffers
+    stage, phase = position
+    PARTS: gl.constexpr = CONFIG.num_parts
+    COLUMNS: gl.constexpr = CONFIG.part_columns
+    mbarrier.wait(full.index(stage), phase)
+    values = _values(ring, stage, CONFIG)
+    sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
+    pending = _multiply(p, values.slice(0, COLUMNS, dim=0), _zeros(COLUMNS))
+    parts = ()
+    for i in gl.static_range(1, PARTS):
+        following = _multiply(p, values.slice(i * COLUMNS, COLUMNS, dim=0), _zeros(COLUMNS))
+        if i == 1:
+            complete, sums = warpgroup_mma_wait(1, deps=(pending, sums))
+        else:
+            complete = warpgroup_mma_wait(1, deps=(pending,))
+        parts = parts + (o[i - 1] + complete,)
+        pending = following
+    return parts, pending, sums, advance_stage(stage, phase, CONFIG)
+
+
+@gluon.jit
+def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
+    """Wait for the last part of P V, and add it to O. Return (parts of O, row sums).
+
+    The first three arguments are results of `_issue_output`. IN_FLIGHT is the number of later products that may be in flight.
+    """
+    LAST: gl.constexpr = CONFIG.num_parts - 1
+    if LAST == 0:
+        pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
+    else:
+        pending = warpgroup_mma_wait(IN_FLIGHT, deps=(pending,))
+    return parts + (o[LAST] + pending,), sums
+
+
+@gluon.jit
+def _zero_parts(CONFIG: gl.constexpr):
+    """Return an O of zeros, as a tuple of its parts."""
+    PARTS: gl.constexpr = CONFIG.num_parts
+    parts = ()
+    for _part in gl.static_range(PARTS):
+        parts = parts + (gl.full([ROWS, CONFIG.part_columns], 0.0, gl.float32, CONFIG.part_layout),)
+    return parts
+
+
+@gluon.jit
+def _rescale_parts(o, alpha, CONFIG: gl.constexpr):
+    """Multiply each row of all parts of O by its factor in alpha (64, 4)."""
+    PARTS: gl.constexpr = CONFIG.num_parts
+    parts = ()
+    for i in gl.static_range(PARTS):
+        parts = parts + (softmax.rescale(o[i], alpha),)
+    return parts
+
+
+@gluon.jit
+def _join_parts(parts, FIRST: gl.constexpr, NUMBER: gl.constexpr):
+    """Return NUMBER parts, beginning with part FIRST, as one tensor, without moving numbers between threads."""
+    if NUMBER == 1:
+        return parts[FIRST]
+    else:
+        HALF: gl.constexpr = NUMBER // 2
+        halves = gl.join(_join_parts(parts, FIRST, HALF), _join_parts(parts, FIRST + HALF, HALF))
+        return halves.permute((0, 2, 1)).reshape([ROWS, 2 * halves.shape[1]])
+
+
+@gluon.jit
+def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
+    """Return (scale of K, bits of the scale of V) of the block that begins with key `start`."""
+    q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks = operands
+    # A work tile whose rows see no key has a step whose block may not exist.
+    block = gl.minimum(start // BLOCK, num_key_blocks - 1)
+    index = (batch * num_key_blocks + block) * (CONFIG.num_heads // CONFIG.group) + key_head
+    return gl.load(k_scales + index), gl.load(v_scales + index).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
+    """Return the factor (64,) of every row that converts q k^T, times the scale of K, to scores in log2 units."""
+    q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks = operands
+    batch, head, first_row, end = row_range
+    rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
+    index = (batch * num_query_blocks + rows // BLOCK) * CONFIG.num_heads + head
+    return gl.load(q_scales + index, mask=rows < end, other=0.0) * log2_scale
+
+
+@gluon.jit
+def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG: gl.constexpr):
+    """Compute the probabilities of a step. Return (probabilities as `softmax_fp8.pack` expects them, ref_max, alpha)."""
+    lo, hi, _, _ = row_bounds
+    _, _, num_unmasked, num_masked = loop
+    k_scale, v_scale_bits = block_scales
+    # The mantissa of the scale of V is 0.
+    v_exponent = ((v_scale_bits >> 23) - 127).to(gl.float32)
+    # A work tile in which no row sees a key has one step, in which all scores are masked.
+    if (step < num_masked) | (num_masked + num_unmasked == 0):
+        scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
+    factors *= k_scale
+    ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
+    return softmax_fp8.round_probabilities(scores, ref_max, factors, v_exponent, CONFIG), ref_max, alpha
+
+
+@gluon.jit
+def _add_sums(l, sums, block_scales):
+    """Add the row sums (64, SUM_COLUMNS) of a step to l (64, 4), in which every thread has the sum of the whole row."""
+    _, v_scale_bits = block_scales
+    # If a power of two has the exponent e + 127 in its bits, its inverse has the exponent 127 - e.
+    inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
+    sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
+    return l + gl.convert_layout(sums, l.type.layout) * inverse_v_scale
+
+
+@gluon.jit
+def _overlapped_steps(
+    scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute all steps of a work tile, in the order with overlap. The arguments are explained at `_sequential_steps`."""
+    queries, ring, ones = buffers
+    q_full, q_empty, full, empty = barriers
+    batch, key_head = heads
+    _, _, num_unmasked, num_masked = loop
+    rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, 0, factors, block_scales, CONFIG)
+    words = softmax_fp8.pack(rounded)
+    l = gl.zeros_like(alpha)
+    o = _zeros(CONFIG.dim)
+    product, sums = _zeros(CONFIG.dim), _zeros(SUM_COLUMNS)
+    for step in range(1, num_masked + num_unmasked):
+        previous_scales = block_scales
+        block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step, CONFIG.keys), CONFIG)
+        p = softmax_fp8.as_left_operand(words, CONFIG)
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        key_stage, _ = position
+        scores, position = _issue_scores(query, ring, full, position, CONFIG)
+        value_stage, phase = position
+        mbarrier.wait(full.index(value_stage), phase)
+        sums = _multiply(p, ones, sums)
+        product = _multiply(p, _values(ring, value_stage, CONFIG), product)
+        position = advance_stage(value_stage, phase, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
+        # Of several products in flight, the first issued is the first to finish.
+        scores = warpgroup_mma_wait(2, deps=(scores,))
+        mbarrier.arrive(empty.index(key_stage), count=1)
+        rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
+        if CONFIG.fence_softmax:
+            alpha = softmax_fp8.fence_softmax(alpha, rounded)
+        product, sums = warpgroup_mma_wait(0, deps=(product, sums))
+        mbarrier.arrive(empty.index(value_stage), count=1)
+        # The product and the sums of the previous step are relative to the previous reference max.
+        l = _add_sums(l, sums, previous_scales) * alpha
+        o = softmax.rescale(o + product, alpha)
+        words = softmax_fp8.pack(rounded)
+    mbarrier.arrive(q_empty, count=1)
+    wait_for_ping_pong(CONSUMER, CONFIG)
+    stage, _ = position
+    p = softmax_fp8.as_left_operand(words, CONFIG)
+    parts, pending, sums, position = _issue_output(p, (o,), buffers, full, position, CONFIG)
+    pass_ping_pong(CONSUMER, CONFIG)
+    parts, sums = _finish_output(parts, pending, sums, (o,), 0, CONFIG)
+    mbarrier.arrive(empty.index(stage), count=1)
+    return ref_max, _add_sums(l, sums, block_scales), parts, position
+
+
+@gluon.jit
+def _sequential_steps(
+    scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute all steps of a work tile, in the order without overlap.
+
+    Args:
+        scores: the scores (64, keys) of the first step.
+        query: the Q of this consumer in shared memory.
+        buffers: (queries, ring of stages, tile of ones).
+        barriers: (q_full, q_empty, full, empty).
+        row_bounds: from `load_consumer_tile`.
+        loop: from `ringattn.kernels.hopper.common.load_work_tile`.
+        operands: see `_load_block_scales`.
+        heads: (batch entry, key head).
+        ref_max: (64, 4), the initial reference max.
+        factors: (64, 4), from `_row_factors`.
+        block_scales: the scales of the first block, from `_load_block_scales`.
+        position: the next position in the ring of stages.
+
+    Returns:
+        (ref_max, l, parts of o, next position). ref_max and l are (64, 4), and every thread of a row has the same numbers.
+    """
+    queries, ring, ones = buffers
+    q_full, q_empty, full, empty = barriers
+    batch, key_head = heads
+    _, _, num_unmasked, num_masked = loop
+    last = gl.maximum(num_masked + num_unmasked, 1) - 1
+    l = gl.zeros_like(ref_max)
+    o = _zero_parts(CONFIG)
+    for step in range(last):
+        rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
+        p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
+        o = _rescale_parts(o, alpha, CONFIG)
+        # Load the scales of the next step early, because they arrive only after hundreds of cycles.
+        previous_scales = block_scales
+        block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        value_stage, _ = position
+        parts, pending, sums, position = _issue_output(p, o, buffers, full, position, CONFIG)
+        key_stage, _ = position
+        scores, position = _issue_scores(query, ring, full, position, CONFIG)
+        o, sums = _finish_output(parts, pending, sums, o, 1, CONFIG)
+        mbarrier.arrive(empty.index(value_stage), count=1)
+        pass_ping_pong(CONSUMER, CONFIG)
+        l = _add_sums(l * alpha, sums, previous_scales)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(empty.index(key_stage), count=1)
+    mbarrier.arrive(q_empty, count=1)
+    rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, last, factors, block_scales, CONFIG)
+    p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
+    o = _rescale_parts(o, alpha, CONFIG)
+    wait_for_ping_pong(CONSUMER, CONFIG)
+    stage, _ = position
+    parts, pending, sums, position = _issue_output(p, o, buffers, full, position, CONFIG)
+    pass_ping_pong(CONSUMER, CONFIG)
+    o, sums = _finish_output(parts, pending, sums, o, 0, CONFIG)
+    mbarrier.arrive(empty.index(stage), count=1)
+    return ref_max, _add_sums(l * alpha, sums, block_scales), o, position
+
+
+@gluon.jit
+def _compute_tile(
+    query, buffers, barriers, row_bounds, loop, operands, row_range, position, log2_scale,
+    CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute this consumer's rows of a work tile. Return (reference max (64,), l (64,), o (64, dim), next position)."""
+    BY_ROW: gl.constexpr = gl.SliceLayout(1, CONFIG.scores_layout)
+    queries, ring, ones = buffers
+    q_full, q_empty, full, empty = barriers
+    batch, head, first_row, end = row_range
+    heads = batch, head // CONFIG.group
+    block_scales = _load_block_scales(operands, batch, head // CONFIG.group, step_start(loop, 0, CONFIG.keys), CONFIG)
+    stage, _ = position
+    wait_for_ping_pong(CONSUMER, CONFIG)
+    scores, position = _issue_scores(query, ring, full, position, CONFIG)
+    pass_ping_pong(CONSUMER, CONFIG)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    mbarrier.arrive(empty.index(stage), count=1)
+    BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(scores, CONFIG.keys).type.layout))
+    zeros = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
+    ref_max = gl.convert_layout(row_bounds[3], gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zeros
+    factors = _row_factors(operands, row_range, log2_scale, CONFIG)
+    factors = gl.convert_layout(factors, gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zeros
+    if CONFIG.overlap:
+        ref_max, l, o, position = _overlapped_steps(
+            scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
+            CONSUMER, CONFIG,
+        )  # fmt: skip
+    else:
+        ref_max, l, o, position = _sequential_steps(
+            scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
+            CONSUMER, CONFIG,
+        )  # fmt: skip
+    l = gl.convert_layout(gl.max(l, axis=1), BY_ROW)
+    ref_max = softmax_fp8.plain_ref_max(gl.convert_layout(gl.max(ref_max, axis=1), BY_ROW))
+    return ref_max, l, gl.convert_layout(_join_parts(o, 0, CONFIG.num_parts), CONFIG.output_layout), position
+
+
+@gluon.jit
+def _skip_tile(barriers, num_steps, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Skip a work tile in which this consumer has no rows. Return the next position.
+
+    The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore takes all turns and
+    releases all stages without computing anything. The first turn uses one tile, K(0). The last turn uses one tile, the last V.
+    """
+    q_full, q_empty, full, empty = barriers
+    stage, phase = position
+    mbarrier.arrive(q_empty, count=1)
+    for index in range(num_steps + 1):
+        wait_for_ping_pong(CONSUMER, CONFIG)
+        pass_ping_pong(CONSUMER, CONFIG)
+        for _tile in range(gl.where((index == 0) | (index == num_steps), 1, 2)):
+            mbarrier.wait(full.index(stage), phase)
+            mbarrier.arrive(empty.index(stage), count=1)
+            stage, phase = advance_stage(stage, phase, CONFIG)
+    return stage, phase
+
+
+@gluon.jit
+def _consume(arguments, operands, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Run a consumer partition, which computes 64 rows of every work tile."""
+    lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale = arguments
+    queries, ring, ones = buffers
+    q_full, q_empty, full, empty = barriers
+    if CONSUMER == CONFIG.consumers - 1:
+        # The last consumer starts the ping-pong by letting consumer 0 issue its products.
+        pass_ping_pong(CONSUMER, CONFIG)
+    q_phase = gl.to_tensor(0)
+    position = gl.to_tensor(0), gl.to_tensor(0)
+    index = gl.program_id(0)
+    batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
+    while end > 0:
+        _, _, num_unmasked, num_masked = loop
+        mbarrier.wait(q_full, q_phase)
+        if first_row < end:
+            row_range = batch, head, first_row, end
+            ref_max, l, o, position = _compute_tile(
+                queries.index(CONSUMER), buffers, barriers, row_bounds, loop, operands, row_range, position, log2_scale,
+                CONSUMER, CONFIG,
+            )  # fmt: skip
+            incoming = load_state_scalars(results, row_range, CONFIG)
+            finish_work_tile(ref_max, l, o, incoming, results, row_range, True, CONFIG)
+        else:
+            position = _skip_tile(barriers, gl.maximum(num_masked + num_unmasked, 1), position, CONSUMER, CONFIG)
+        index += gl.num_programs(0)
+        batch, head, first_row, end, loop, row_bounds = load_consumer_tile(arguments, index, CONSUMER, CONFIG)
+        q_phase ^= 1
+
+
+@gluon.jit(do_not_specialize=["num_masks", "num_queries", "num_query_blocks", "num_key_blocks"])
+def _forward_kernel(
+    q, k, v, q_scales, k_scales, v_scales, lo, hi, work_tiles, state_m, state_l, state_o, lse, out,
+    num_masks, num_queries, num_query_blocks, num_key_blocks, log2_scale, CONFIG: gl.constexpr,
+):  # fmt: skip
+    """Compute all work tiles. The function `forward` launches this kernel.
+
+    Args:
+        q, k, v: TMA descriptors of the e4m3 tensors (B, Nq, Hq, D), (B, Nk, Hkv, D) and (B, Hkv, C, D, 128).
+        q_scales, k_scales, v_scales: (B, ceil(Nq / 128), Hq), (B, C, Hkv) and (B, C, Hkv).
+        lo, hi: (num_masks, Nq), the interval of each query.
+        work_tiles: (n, programs, 8), see `Intervals.work_tiles`. Every loop begins at a multiple of 128.
+        state_m, state_l, state_o: the state, which is read, written or both. They are None if no state comes in and none is
+            returned.
+        lse, out: (B, Nq, Hq) and (B, Nq, Hq, D), which are written. They are None if a state is returned.
+        num_masks: 1 if all batch entries have the same mask, else B.
+        num_queries: Nq.
+        num_query_blocks, num_key_blocks: ceil(Nq / 128) and C = ceil(Nk / 128).
+        log2_scale: the factor that converts q k^T to scores in log2 units.
+    """
+    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], E4M3)
+    ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, CONFIG.keys], E4M3)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    STAGES: gl.constexpr = CONFIG.stages
+    queries = gl.allocate_shared_memory(E4M3, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)
+    ring = gl.allocate_shared_memory(E4M3, [CONFIG.stages, CONFIG.keys, CONFIG.dim], TILE)
+    ones = gl.allocate_shared_memory(E4M3, [SUM_COLUMNS, CONFIG.keys], ONES)
+    # The byte 0x38 is 1.0 in e4m3.
+    WORDS: gl.constexpr = SUM_COLUMNS * CONFIG.keys // 4
+    words = hopper_common.reinterpret(ones, gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    words.store(gl.full([WORDS], 0x38383838, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
+    full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
+    # An arrival acts for a whole partition, so the counts are numbers of partitions.
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=CONFIG.consumers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=CONFIG.consumers)
+    # Make the initialised barriers visible to TMA, and the tile of ones to the tensor cores.
+    fence_async_shared()
+    buffers = queries, ring, ones
+    barriers = q_full, q_empty, full, empty
+    loading = (q, k, v), work_tiles, buffers, barriers
+    # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
+    results = state_m, state_l, state_o, None, lse, out, None, num_queries
+    computing = lo, hi, work_tiles, num_masks, num_queries, results, buffers, barriers, log2_scale
+    operands = q_scales, k_scales, v_scales, num_query_blocks, num_key_blocks
+    # The first partition is Gluon's default partition, see `ringattn.kernels.hopper.forward`.
+    gl.warp_specialize(
+        [
+            (_consume, (computing, operands, i, CONFIG)) if i < CONFIG.consumers else (_produce, (loading, CONFIG))
+            for i in CONFIG.partitions
+        ],
+        [4] * (CONFIG.consumers - 1) + [1],
+        [CONFIG.registers] * (CONFIG.consumers - 1) + [PRODUCER_REGISTERS],
+    )
+
+
+@lru_cache(maxsize=64)
+def configure(dim: int, heads: tuple[int, int], has_state: bool, final: bool) -> Config:
+    """Return the constants of the kernel for a call with the head dim `dim`, a key of TILES.
+
+    `heads` is (Hq, Hkv), and the other arguments are as for `ringattn.kernels.hopper.forward.configure`.
+    """
+    call = dict(dim=dim, value_dim=dim, num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
+    return Config(**call, **TILES[dim], **COMMON_SETTINGS)
+
+
+def forward(
+    q: fp8.QuantizedRows,
+    k: fp8.QuantizedRows,
+    v: fp8.QuantizedValues,
+    intervals: Intervals,
+    scale: float,
+    state: State | None = None,
+    final: bool = False,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    shares_sms: bool = False,
+) -> State | tuple[Tensor, Tensor]:
+    """Compute attention of one block of FP8 queries to one block of FP8 keys and values on one sm_90 GPU.
+
+    This function does not check its arguments. Call `ringattn.kernels.dispatch.forward_fp8`, which checks them.
+
+    Args:
+        q: (B, Nq, Hq, D), where D is a key of TILES.
+        k: (B, Nk, Hkv, D); Hkv divides Hq, and Nk is at least 1.
+        v: (B, Hkv, ceil(Nk / 128), D, 128).
+        intervals, scale, state, final, shares_sms: as for `ringattn.kernels.hopper.forward.forward`.
+        dtype: the dtype of `out`, fp16 or bf16.
+
+    Returns:
+        The state (m, l, o), or (out, lse), as for `ringattn.kernels.hopper.forward.forward`.
+    """
+    batch, num_queries, num_heads, dim = q.data.shape
+    m, l, o, out, lse = triton_common.allocate_results(q.data, k.data, state, final, dtype)
+    if q.data.numel() == 0:
+        return (out, lse) if final else (m, l, o)
+    config = configure(dim, (num_heads, k.data.shape[2]), state is not None, final)
+    blocks = (1, ROWS.value, 1, dim), (1, config.keys, 1, dim), (1, 1, 1, dim, config.keys)
+    data = [hopper_common.as_addressable(x.data) for x in (q, k, v)]
+    descriptors = [hopper_common.block_descriptor(x, block) for x, block in zip(data, blocks, strict=True)]
+    scales = [x.scales.contiguous() for x in (q, k, v)]
+    work_tiles = assign_work_tiles(config, intervals, q.data, k.data, shares_sms, aligned=True)
+    with torch.cuda.device_of(q.data):
+        launch(
+            _forward_kernel, work_tiles.shape[1],
+            (*descriptors, *scales, intervals.lo, intervals.hi, work_tiles, m, l, o, lse, out),
+            (intervals.batch, num_queries, scales[0].shape[1], scales[1].shape[1], float(scale) * LOG2_E.value),
+            CONFIG=config,
+        )  # fmt: skip
+    return (out, lse) if final else (m, l, o)
