@@ -17,7 +17,6 @@ rounded inputs from `round_to_fp8`, so that its probabilities are those of the f
 """
 
 import importlib
-import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -139,8 +138,6 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int
     if dims[0] != dims[1] or dims[0] not in FP8_DIMS:
         supported = ", ".join(map(str, FP8_DIMS))
         return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
-    if not _has_module("hopper.forward_fp8"):
-        return "this version has no such kernel"
     return None
 
 
@@ -154,12 +151,6 @@ def _module(backend: str, name: str) -> ModuleType:
     """Import a module of a backend when it is first used, so that a rank on a CPU never loads Triton."""
     path = backend if backend in ("blockwise", "reference") else f"{backend}.{name}"
     return importlib.import_module(f"ringattn.kernels.{path}")
-
-
-@cache
-def _has_module(name: str) -> bool:
-    """Return whether this version contains the module `name` of the kernels."""
-    return importlib.util.find_spec(f"ringattn.kernels.{name}") is not None
 
 
 def _backward_module(backend: str, q: Tensor, v: Tensor) -> ModuleType:
@@ -253,7 +244,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
     """
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in FP8_DIMS
     # A rank of a ring may hold no tokens.
-    if is_supported and 0 not in (*q.shape, *k.shape) and _has_module("triton.quantize"):
+    if is_supported and 0 not in (*q.shape, *k.shape):
         return _module("triton", "quantize").quantize(q, k, v)
     return fp8.quantize(q, k, v)
 

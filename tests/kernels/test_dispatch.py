@@ -109,27 +109,21 @@ def test_few_queries_on_a_gpu(queries, heads, dims):
     check_forward(make_problem(lo, hi, 4097, torch.bfloat16, 2, heads, dims, "cuda"), dispatch)
 
 
-def simulate_fp8_kernel(monkeypatch: pytest.MonkeyPatch, exists: bool = True) -> None:
-    monkeypatch.setattr(dispatch, "_has_module", lambda name: exists)
-
-
 @pytest.mark.parametrize(
-    ("capability", "exists", "dtype", "dims", "backend", "reason"),
+    ("capability", "dtype", "dims", "backend", "reason"),
     [
-        ((9, 0), True, torch.float16, (64, 64), "hopper", None),
-        ((9, 0), True, torch.bfloat16, (256, 256), "hopper", None),
-        ((9, 0), True, torch.bfloat16, (96, 96), "hopper", "head dims 96 and 96"),
-        ((9, 0), True, torch.bfloat16, (256, 128), "hopper", "head dims 256 and 128"),
-        ((9, 0), True, torch.float32, (128, 128), "triton", "torch.float32"),
-        ((8, 0), True, torch.bfloat16, (128, 128), "triton", "sm_80"),
-        ((9, 0), False, torch.bfloat16, (128, 128), "hopper", "no such kernel"),
+        ((9, 0), torch.float16, (64, 64), "hopper", None),
+        ((9, 0), torch.bfloat16, (256, 256), "hopper", None),
+        ((9, 0), torch.bfloat16, (96, 96), "hopper", "head dims 96 and 96"),
+        ((9, 0), torch.bfloat16, (256, 128), "hopper", "head dims 256 and 128"),
+        ((9, 0), torch.float32, (128, 128), "triton", "torch.float32"),
+        ((8, 0), torch.bfloat16, (128, 128), "triton", "sm_80"),
     ],
-    ids=["64", "256", "96", "different-dims", "fp32", "ampere", "no-kernel"],
+    ids=["64", "256", "96", "different-dims", "fp32", "ampere"],
 )
-def test_fp8_kernel_is_selected_where_it_can_run(capability, exists, dtype, dims, backend, reason, monkeypatch):
+def test_fp8_kernel_is_selected_where_it_can_run(capability, dtype, dims, backend, reason, monkeypatch):
     """Elsewhere, the usual kernels compute the call on rounded inputs, and the reason says so."""
     simulate_gpu(capability, monkeypatch)
-    simulate_fp8_kernel(monkeypatch, exists)
     choice = dispatch.choose_backend(GPU, dtype, "auto", dims, precision="fp8")
     assert (choice.backend, choice.reads_fp8) == (backend, reason is None)
     assert dispatch.choose_backend(GPU, dtype, "triton", dims, precision="fp8") == dispatch.Choice("triton", "requested")
@@ -155,20 +149,18 @@ def test_fp8_forward_equals_attention_on_rounded_inputs(backend, device):
 
 
 @pytest.mark.parametrize(
-    ("is_cuda", "dtype", "dims", "exists", "fused"),
+    ("is_cuda", "dtype", "dims", "fused"),
     [
-        (True, torch.bfloat16, (128, 128), True, True),
-        (True, torch.float32, (64, 64), True, True),
-        (True, torch.float64, (128, 128), True, False),
-        (True, torch.bfloat16, (96, 96), True, False),
-        (True, torch.bfloat16, (128, 64), True, False),
-        (True, torch.bfloat16, (128, 128), False, False),
-        (False, torch.bfloat16, (128, 128), True, False),
+        (True, torch.bfloat16, (128, 128), True),
+        (True, torch.float32, (64, 64), True),
+        (True, torch.float64, (128, 128), False),
+        (True, torch.bfloat16, (96, 96), False),
+        (True, torch.bfloat16, (128, 64), False),
+        (False, torch.bfloat16, (128, 128), False),
     ],
-    ids=["bf16", "fp32", "fp64", "96", "different-dims", "no-kernel", "cpu"],
+    ids=["bf16", "fp32", "fp64", "96", "different-dims", "cpu"],
 )
-def test_one_kernel_rounds_the_inputs_on_a_gpu(is_cuda, dtype, dims, exists, fused, monkeypatch):
-    simulate_fp8_kernel(monkeypatch, exists)
+def test_one_kernel_rounds_the_inputs_on_a_gpu(is_cuda, dtype, dims, fused, monkeypatch):
     monkeypatch.setattr(dispatch, "_module", lambda *name: SimpleNamespace(quantize=lambda *_: name))
     monkeypatch.setattr(fp8, "quantize", lambda *_: "PyTorch")
     q, v = (SimpleNamespace(is_cuda=is_cuda, dtype=dtype, shape=(1, 5, 2, dim)) for dim in dims)
