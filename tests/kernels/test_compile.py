@@ -150,17 +150,17 @@ def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
 @pytest.mark.parametrize("dim", [192, 256])
 def test_wide_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
     kinds = ("final", "begin", "state", "merge")
-    cases = [f"wide-forward:{dtype}:{dim}:4:{kind}" for dtype in ("bf16", "fp16") for kind in kinds]
-    check_pipeline(compile_cases("compile_hopper", [*cases, f"wide-forward:bf16:{dim}:1:irregular"]))
+    cases = [f"wide-forward:bf16:{dim}:4:{kind}" for kind in kinds]
+    cases += [f"wide-forward:fp16:{dim}:4:final", f"wide-forward:bf16:{dim}:1:irregular"]
+    check_pipeline(compile_cases("compile_hopper", cases))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [192, 256])
 def test_wide_backward_kernels_of_all_cases_overlap_products_with_softmax(dim):
-    kinds = ("keys", "queries", "add-keys", "add-queries")
-    check_pipeline(
-        compile_cases("compile_hopper", [f"wide-backward:{x}:{dim}:4:{kind}" for x in ("bf16", "fp16") for kind in kinds])
-    )
+    cases = [f"wide-backward:bf16:{dim}:4:{kind}" for kind in ("keys", "queries", "add-keys", "add-queries")]
+    cases += [f"wide-backward:fp16:{dim}:4:{kind}" for kind in ("keys", "queries")]
+    check_pipeline(compile_cases("compile_hopper", cases))
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def test_dropout_raises_an_error() -> None:
         case.on_ring(layout, Mask.causal(), precision="fp8", dropout_p=0.1)
 
 
-@pytest.mark.parametrize("ulysses, ring", ((4, 1), (2, 2)), ids=str)
+@pytest.mark.parametrize("ulysses, ring", (pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)), ids=str)
 def test_ulysses(ulysses: int, ring: int, tmp_path: Path) -> None:
     """The ranks of a Ulysses group round the tokens of the whole group, in blocks of 128."""
     run_ranks(check_ulysses, ulysses * ring, tmp_path / "ranks", ulysses)
@@ -225,7 +225,7 @@ def check_ulysses(ulysses: int) -> None:
         assert_close([split.unshard(x) for x in got], expected_results(case, layout, mask), 1e-10)
 
 
-@pytest.mark.parametrize("ranks", (2, 3))
+@pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow)))
 def test_processes_over_gloo(ranks: int, tmp_path: Path) -> None:
     """Every pair of mask, layout and schedule."""
     run_ranks(check_gloo, ranks, tmp_path / "ranks")
