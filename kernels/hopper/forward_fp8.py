@@ -43,7 +43,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ringattn.kernels import fp8
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import softmax, softmax_fp8
-from ringattn.kernels.hopper.common import LOG2_E, ROWS, step_start, tile_view, tma_load
+from ringattn.kernels.hopper.common import LOG2_E, ROWS, allocate_barriers, step_start, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
@@ -548,8 +548,6 @@ def _forward_kernel(
     """
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], E4M3)
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, CONFIG.keys], E4M3)
-    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    STAGES: gl.constexpr = CONFIG.stages
     queries = gl.allocate_shared_memory(E4M3, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)
     ring = gl.allocate_shared_memory(E4M3, [CONFIG.stages, CONFIG.keys, CONFIG.dim], TILE)
     ones = gl.allocate_shared_memory(E4M3, [SUM_COLUMNS, CONFIG.keys], ONES)
@@ -557,20 +555,12 @@ def _forward_kernel(
     WORDS: gl.constexpr = SUM_COLUMNS * CONFIG.keys // 4
     words = hopper_common.reinterpret(ones, gl.int32, [WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     words.store(gl.full([WORDS], 0x38383838, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    q_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], BARRIER)
-    full = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    empty = gl.allocate_shared_memory(gl.int64, [CONFIG.stages, 1], BARRIER)
-    # An arrival acts for a whole partition, so the counts are numbers of partitions.
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=CONFIG.consumers)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=CONFIG.consumers)
+    q_full, q_empty = allocate_barriers(1, 1, CONFIG.consumers)
+    full, empty = allocate_barriers(CONFIG.stages, 1, CONFIG.consumers)
     # Make the initialised barriers visible to TMA, and the tile of ones to the tensor cores.
     fence_async_shared()
     buffers = queries, ring, ones
-    barriers = q_full, q_empty, full, empty
+    barriers = q_full.index(0), q_empty.index(0), full, empty
     loading = (q, k, v), work_tiles, buffers, barriers
     # `results` also contains the tensors of the state. The entries of the TMA descriptors of o and out are None.
     results = state_m, state_l, state_o, None, lse, out, None, num_queries

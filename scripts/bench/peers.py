@@ -81,7 +81,7 @@ class _WithoutBackward(torch.autograd.Function):
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Enable deterministic algorithms, but do not let PyTorch fill new tensors with NaN, which would take time."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -95,7 +95,7 @@ def _deterministic() -> Iterator[None]:
 
 def context(name: str) -> AbstractContextManager[None]:
     """Return the context manager in which the forward and backward passes of an implementation run."""
-    return _deterministic() if name == DETERMINISTIC else nullcontext()
+    return deterministic() if name == DETERMINISTIC else nullcontext()
 
 
 def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

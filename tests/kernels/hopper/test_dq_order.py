@@ -5,8 +5,6 @@ The tests on a GPU compare with the float64 reference. Without a GPU, the source
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -14,24 +12,11 @@ import torch
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
 from ringattn.kernels.hopper import column_parts, dq_order
+from scripts.bench.peers import deterministic
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.gluon_emulator import emulated
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals
 from tests.kernels.problems import GRADIENTS, Problem, make_problem
-
-
-@contextmanager
-def deterministic() -> Iterator[None]:
-    """Enable deterministic algorithms, without filling the memory of new tensors, which would take time."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
-
 
 # Masks, the number of keys, and the heads of each.
 EMULATED = {
