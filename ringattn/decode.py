@@ -302,10 +302,14 @@ def decode_attention(
     """
     if isinstance(sinks, Tensor) and bounds is None:
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
-    scale = resolve_scale(q, scale)
+    if scale is not None:
+        scale = resolve_scale(q, scale)
     call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
     call += (sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
+    if is_new or cache.ranks > 1:
+        # A repeated call on one rank does not need the default scale, which takes a microsecond to compute.
+        scale = resolve_scale(q, scale)
     if is_new:
         _check(q, cache, group, window, bounds, sinks, scale)
     if q.requires_grad and torch.is_grad_enabled():
