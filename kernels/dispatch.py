@@ -38,8 +38,6 @@ from ringattn.kernels.reference import Delta, Gradients, State
 
 BACKENDS = ("auto", "hopper", "triton", "blockwise", "reference")
 DEPRECATED_BACKENDS = {"tiled": "blockwise"}  # old name: new name
-# The head dims of `ringattn.kernels.hopper.forward_fp8`, which requires that D and Dv are equal.
-FP8_DIMS = (64, 128, 256)
 TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MIN_SPLIT_KEYS = 1024  # an estimate; with fewer keys, splitting is not worth a second launch
 
@@ -68,7 +66,7 @@ def choose_backend(
         backend: "auto", or the name of the backend to use.
         dims: head dims (D, Dv).
         plain: whether the call has at least one key, no dropout and no block mask. The Hopper kernels support only such calls.
-        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" stands for
+        precision: as for `forward`. With "fp8", the result is the backend of the forward, and the backend "hopper" is
             the kernel that reads FP8 inputs. If this kernel cannot run, "auto" selects the backend that computes the call on
             the rounded inputs.
 
@@ -135,8 +133,8 @@ def _fp8_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, int
     """Return the reason why the kernel that reads FP8 inputs cannot run, or None if it can run."""
     if obstacle := _hopper_obstacle(device, dtype, dims, plain):
         return obstacle
-    if dims[0] != dims[1] or dims[0] not in FP8_DIMS:
-        supported = ", ".join(map(str, FP8_DIMS))
+    if dims[0] != dims[1] or dims[0] not in fp8.HEAD_DIMS:
+        supported = ", ".join(map(str, fp8.HEAD_DIMS))
         return f"it requires equal head dims of queries and values, one of {supported}, not head dims {dims[0]} and {dims[1]}"
     return None
 
@@ -240,9 +238,9 @@ def _forward_rounded(
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
     """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
 
-    On a GPU, a single kernel rounds equal head dims of FP8_DIMS.
+    On a GPU, a single kernel rounds equal head dims of fp8.HEAD_DIMS.
     """
-    is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in FP8_DIMS
+    is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
     # A rank of a ring may hold no tokens.
     if is_supported and 0 not in (*q.shape, *k.shape):
         return _module("triton", "quantize").quantize(q, k, v)

@@ -41,6 +41,7 @@ from torch.nn.functional import pad
 from ringattn.kernels.reference import state_dtype
 
 BLOCK = 128  # tokens per scale
+HEAD_DIMS = (64, 128, 256)  # equal head dims D and Dv for which a GPU has special kernels
 DTYPE = torch.float8_e4m3fn
 # The largest e4m3 number is 448 = 0.875 * 2**9.
 _MAX_MANTISSA, _MAX_EXPONENT = 0.875, 9

@@ -15,15 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import fp8
-from ringattn.kernels.fp8 import QuantizedRows, QuantizedValues
+from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
 # The number of warps per program. On an H100, these settings were the fastest.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
-
-# The head dims that the kernel can convert.
-HEAD_DIMS = (64, 128, 256)
 
 # The largest Hadamard matrix that a program loads. For a larger head dim, the rotation of a row is computed from the rotations
 # of its two halves.
