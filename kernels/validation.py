@@ -162,7 +162,7 @@ def check_quantized(q: QuantizedRows, k: QuantizedRows, v: QuantizedValues, inte
         ("v", v, k.data.shape[:3]),
     ):
         _require(f"{name}.scales", x.scales, (entries, num_blocks(tokens), heads), torch.float32, device)
-    # The values are tiles, so a view of the keys stands for values (B, Nk, Hkv, Dv).
+    # The values are tiles, so a view of the keys takes the place of values (B, Nk, Hkv, Dv).
     check_inputs(q.data, k.data, k.data[..., :1].expand(-1, -1, -1, v.data.shape[3]), intervals)
 
 

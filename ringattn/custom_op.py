@@ -255,7 +255,7 @@ def _is_plain(*tensors: Tensor) -> bool:
 def _is_recorded(*tensors: Tensor) -> bool:
     """Return whether autograd has to see a call.
 
-    Otherwise, the call does without `torch.autograd.Function`, which takes as long on the host as a kernel for few queries.
+    Otherwise, the call does not use `torch.autograd.Function`, which takes as long on the host as a kernel for few queries.
     Forward-mode derivatives and the transforms of `torch.func` also need it, because it raises an error for them.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -37,7 +37,7 @@ def explain(
 
     Args:
         q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
-            matter, so the tensors may be on the "meta" device. Without a group, meta tensors stand for tensors on a GPU.
+            matter, so the tensors may be on the "meta" device. Without a group, meta tensors count as tensors on a GPU.
         group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
             NVLink, or by NCCL with transport="p2p" or route="relay".
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.

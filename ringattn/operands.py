@@ -48,7 +48,7 @@ class Operands(Protocol):
     ) -> State | tuple[Tensor, Tensor]:
         """Compute attention of some rows of a block of queries to some rows of a block of keys, see `dispatch.forward`.
 
-        None stands for all queries, or all keys, of this rank.
+        None selects all queries, or all keys, of this rank.
         """
 
 
