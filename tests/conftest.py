@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import PurePath
 
 import pytest
@@ -60,6 +61,14 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def device() -> torch.device:
     """The device on which kernels run."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def release_gpu_memory() -> Iterator[None]:
+    """Return the GPU memory that a test no longer uses, because several test processes share one GPU."""
+    yield
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
