@@ -3,7 +3,8 @@
 # make test-slow  runs only the tests that `make test` leaves out.
 # make test-all   runs every test.
 # make lint       checks the style of the code.
-# WORKERS is the number of pytest processes. The tests of one file run in the same process.
+# WORKERS is the number of pytest processes. The tests of one file run in the same process, and the files start in alphabetical
+# order. By default, pytest-xdist starts the files with few tests last, and would then wait for a single process that compiles.
 # ARGS adds Hydra overrides or pytest arguments: make train ARGS="trainer.steps=500", make test ARGS="-k mask".
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
 WORKERS ?= 2
 RANKS ?= $(if $(filter-out 0,$(GPUS)),$(GPUS),2)
 BIN := .venv/bin
-PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile
+PYTEST := $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: setup train test test-slow test-all lint
 
