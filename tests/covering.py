@@ -1,4 +1,4 @@
-"""Choose few combinations of parameters in which every two values of different parameters occur together.
+"""Choose few combinations of parameters in which every few values of different parameters occur together.
 
 Most faults need a particular value of one parameter, or of two at once, for example one mask under one schedule. A covering
 array finds such faults with far fewer tests than all combinations: 5 masks, 3 layouts, 2 schedules and 2 transports have 60
@@ -12,7 +12,7 @@ import pytest
 
 
 def pairs(**parameters: Iterable) -> list[tuple]:
-    """Return a covering array: combinations of values in which every pair of values of two parameters occurs at least once.
+    """Return combinations of values in which every pair of values of two parameters occurs at least once.
 
     Args:
         parameters: the values of each parameter, by its name.
@@ -21,29 +21,45 @@ def pairs(**parameters: Iterable) -> list[tuple]:
         Combinations, each with one value for each parameter in the order of the arguments; the same ones at every call.
     """
     values = [list(choices) for choices in parameters.values()]
+    cases = covering_array([len(choices) for choices in values], 2)
+    return [tuple(choices[index] for choices, index in zip(values, case, strict=True)) for case in cases]
+
+
+def covering_array(sizes: list[int], strength: int) -> list[tuple[int, ...]]:
+    """Return a covering array: combinations in which every choice of values for `strength` parameters occurs at least once.
+
+    Args:
+        sizes: the number of values of each parameter.
+        strength: how many parameters are combined: 2 for all pairs, 3 for all triples.
+
+    Returns:
+        Combinations, each with the index of one value for each parameter.
+    """
     # A choice is (parameter, index of its value). Dictionaries serve as ordered sets, so that the result is deterministic.
-    choices = [[(parameter, index) for index in range(len(values[parameter]))] for parameter in range(len(values))]
-    missing = {frozenset(pair): None for a, b in combinations(choices, 2) for pair in product(a, b)}
+    choices = [[(parameter, index) for index in range(size)] for parameter, size in enumerate(sizes)]
+    groups = combinations(choices, min(strength, len(sizes)))
+    missing = {frozenset(chosen): None for group in groups for chosen in product(*group)}
     cases = []
     while missing:
-        # Begin with a pair that is still missing. For every other parameter take the value that adds most missing pairs.
+        # Begin with choices that are still missing. For every other parameter take the value that adds most missing ones.
         case = dict(next(iter(missing)))
         for options in choices:
             if options[0][0] not in case:
-                case |= [max(options, key=lambda option: sum(frozenset((option, other)) in missing for other in case.items()))]
-        for pair in combinations(case.items(), 2):
-            missing.pop(frozenset(pair), None)
-        cases.append(tuple(values[parameter][case[parameter]] for parameter in range(len(values))))
+                others = list(combinations(case.items(), strength - 1))
+                case |= [max(options, key=lambda option: sum(frozenset((option, *other)) in missing for other in others))]
+        for chosen in combinations(case.items(), min(strength, len(sizes))):
+            missing.pop(frozenset(chosen), None)
+        cases.append(tuple(case[parameter] for parameter in range(len(sizes))))
     return cases
 
 
 def every_pair(**parameters: Iterable) -> pytest.MarkDecorator:
-    """Parametrize a test over all combinations of values, and mark those as slow that are not in the covering array."""
+    """Parametrize a test over combinations that contain every pair of values, and over slow ones that contain every triple."""
     values = [list(choices) for choices in parameters.values()]
-    indices = [range(len(choices)) for choices in values]
-    quick = set(pairs(**dict(zip(parameters, indices, strict=True))))
+    sizes = [len(choices) for choices in values]
+    quick, slow = (set(covering_array(sizes, strength)) for strength in (2, 3))
     cases = []
-    for case in product(*indices):
+    for case in sorted(quick | slow):
         marks = () if case in quick else (pytest.mark.slow,)
         chosen = [choices[i] for choices, i in zip(values, case, strict=True)]
         cases.append(pytest.param(*chosen, marks=marks, id="-".join(map(str, chosen)).replace("torch.", "")))
