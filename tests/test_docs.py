@@ -72,7 +72,9 @@ def check_the_training_loop(kind: str) -> None:
         torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", EXACT_MODELS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in EXACT_MODELS]
+)
 @pytest.mark.parametrize("ranks", (2, pytest.param(3, marks=pytest.mark.slow)), ids=lambda n: f"P{n}")
 def test_a_model_of_transformers_trains_on_a_ring(kind: str, ranks: int, tmp_path: Path) -> None:
     """The code of the page about your own training loop works as it is printed."""

@@ -101,6 +101,7 @@ def test_work_of_batch_entries_is_added() -> None:
     assert excess(work(mask, layout).sum(1)) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ("state", "kv"))
 def test_attention_with_an_assigned_layout(schedule: str) -> None:
     """A ring whose layout was chosen for its documents, and whose last chunk is short, equals one rank in fp64."""

@@ -74,7 +74,7 @@ def test_64_ranks_with_every_mask_and_layout(mask: str, layout: str, schedule: s
 
 TRITON = [("zigzag", mask) for mask in MASK_NAMES]
 TRITON += [("contiguous", "window+documents"), ("striped", "causal"), ("striped", "window")]
-QUICK_TRITON = {("zigzag", "causal", "state"), ("zigzag", "documents", "kv"), ("striped", "window", "kv")}
+QUICK_TRITON = {("zigzag", "causal", "state"), ("striped", "window", "kv")}
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_batch_entries_with_their_own_documents(layout: str, schedule: str, rout
     assert_close(got, case.unsharded(mask, scale=0.7), 1e-10)
 
 
-@pytest.mark.parametrize("ranks", (16, pytest.param(64, marks=pytest.mark.slow)))
+@pytest.mark.parametrize("ranks", (8, pytest.param(64, marks=pytest.mark.slow)))
 @every_pair(mask=("causal", "full"), schedule=SCHEDULES, route=ROUTES)
 def test_error_does_not_grow_with_the_ring(mask: str, schedule: str, route: str, ranks: int) -> None:
     """The fp32 error relative to fp64, over the whole tensor, is on many ranks at most 1.2 times that on one rank."""

@@ -107,6 +107,7 @@ def test_an_error_is_one_line(arguments: list[str], named: str, capsys: pytest.C
     assert exited.value.code == 2 and line.startswith("error: ") and named in line
 
 
+@pytest.mark.slow
 def test_the_module_runs_without_warnings_and_imports_matplotlib_only_to_draw() -> None:
     """`python -m ringattn.trace --help` is the first thing that a learner runs."""
     command = [sys.executable, "-W", "error", "-m", "ringattn.trace", "--help"]

@@ -124,7 +124,7 @@ def check_mesh(ulysses: int, quick: bool = True) -> None:
         check(recompute_all_to_all=recompute)
 
 
-@pytest.mark.parametrize("ulysses", (1, 2, 4), ids=lambda n: f"U{n}")
+@pytest.mark.parametrize("ulysses", (2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))), ids=lambda n: f"U{n}")
 def test_meshes_of_processes(ulysses: int, tmp_path: Path) -> None:
     """Four processes over gloo."""
     run_ranks(check_mesh, 4, tmp_path / "ranks", ulysses)

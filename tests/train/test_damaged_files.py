@@ -43,7 +43,7 @@ USES = {
     "completed run": ("hydra.run.dir=run", "run", ("summary.json",)),
 }
 CASES = [
-    pytest.param(arguments, f"{folder}/{file}", content, id=f"{use}: {file} {i}")
+    pytest.param(arguments, f"{folder}/{file}", content, id=f"{use}: {file} {i}", marks=() if i == 0 else pytest.mark.slow)
     for use, (arguments, folder, files) in USES.items()
     for file in files
     for i, content in enumerate(CONTENTS[file])

@@ -57,6 +57,7 @@ def test_facts_are_those_of_the_run(corpus):
     assert set(facts["versions"]) == {"python", "torch", "triton", "ringattn"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("route", "schedule"), [("auto", "auto"), ("relay", "kv")])
 def test_facts_name_the_transport_and_the_schedules_of_the_ring(route, schedule, corpus, tmp_path):
     run_ranks(check_communication_facts, 2, tmp_path / "store", corpus, route, schedule)

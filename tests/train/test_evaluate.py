@@ -42,7 +42,9 @@ def plain_losses(run: run_setup.Run, number: int) -> tuple[torch.Tensor, torch.T
     return losses, dense_mask(mask, 61)[0, 0].sum(-1) - 1
 
 
-@pytest.mark.parametrize("wanted", [5, 1000], ids=["five sequences", "all sequences"])
+@pytest.mark.parametrize(
+    "wanted", [pytest.param(5, id="five sequences"), pytest.param(1000, id="all sequences", marks=pytest.mark.slow)]
+)
 def test_losses_equal_those_of_plain_pytorch(wanted, config):
     config.trainer.eval_tokens = 61 * wanted - 60  # This includes one token of the last sequence, so all of it is evaluated.
     with one_rank():
@@ -72,12 +74,14 @@ def test_tokens_are_grouped_by_context_length():
     assert evaluate.context_groups(128) == evaluate.context_groups(1) == [0]
 
 
+@pytest.mark.slow
 def test_group_without_tokens_is_left_out(config):
     config.model.window, config.trainer.eval_tokens = 16, 1
     with one_rank():
         assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
 
 
+@pytest.mark.slow
 def test_evaluation_works_if_a_rank_has_no_tokens(tmp_path):
     """With the zigzag layout, one of four ranks has none of five tokens."""
     run_ranks(evaluate_five_tokens, 4, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)

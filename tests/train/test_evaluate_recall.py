@@ -112,6 +112,7 @@ def records(name: str) -> list[dict[str, float]]:
     return [json.loads(text) for text in Path("outputs", name, "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_training_writes_the_accuracies_and_resumes_exactly(run_command_line, only_error, monkeypatch):
     pictures = []
     monkeypatch.setattr(WandbRun, "log_picture", lambda self, name, step, path: pictures.append((name, step, path.name)))

@@ -30,6 +30,7 @@ def losses(corpus: str, use: str, steps: int = 2) -> tuple[list[float], float]:
     return train(run, steps), evaluate.evaluate(run)["eval_loss"]
 
 
+@pytest.mark.slow
 def test_fp8_hardly_changes_the_perplexity_of_a_trained_model(corpus):
     """The loss of the model falls by more than one nat in training, so attention matters."""
     config = job(corpus, 1)
@@ -47,6 +48,7 @@ def test_fp8_hardly_changes_the_perplexity_of_a_trained_model(corpus):
     assert perplexities["inference"] == pytest.approx(perplexities["never"], rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_setting_selects_the_passes_that_use_fp8(corpus):
     """With "inference", training is bitwise the same as without FP8. With "always", the losses hardly differ."""
     with one_rank():
@@ -72,6 +74,7 @@ def test_only_the_prompt_of_a_generation_uses_fp8(use, corpus, monkeypatch):
     assert [options["precision"] for options in received] == ["fp8" if use == "inference" else "ieee"] * config.model.layers
 
 
+@pytest.mark.slow
 def test_ranks_use_fp8(corpus, tmp_path):
     """A ring of two ranks and an all-to-all of two ranks."""
     run_ranks(check_ranks, 2, tmp_path / "store", corpus, tmp_path)

@@ -120,6 +120,7 @@ def test_other_text_is_evaluated(finished, run_script, capfd):
     assert "other.txt data.split=train," in output and "| evaluated tokens | 256 |" in output
 
 
+@pytest.mark.slow
 def test_generation_depends_on_its_options(finished, run_script, capfd):
     def text(*arguments: str) -> str:
         assert run_script(generate, "run=done", "prompt=a=b", "tokens=30", DEVICE, *arguments) == 0
@@ -199,6 +200,7 @@ def test_run_without_held_out_text_requires_a_text(corpus, run_command_line, run
     assert "data.path=" in only_error()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["64", "16,32"])
 def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_script, capfd):
     """At every sequence length, the evaluation uses the tokens that the training has held out."""
@@ -220,6 +222,7 @@ def test_folder_without_a_tokenizer_is_an_error(corpus, run_script, only_error, 
     assert "tokenizer.json" in only_error()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "evaluate"])
 def test_script_explains_every_option(name, tmp_path):
     """The script runs in any directory and imports this package, not the folders of train/ or other packages."""

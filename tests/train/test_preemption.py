@@ -87,6 +87,7 @@ def test_sigterm_to_one_rank_stops_all_and_resuming_is_exact(tmp_path):
     assert losses[0] == losses[1] and "eval_loss" in losses[0], "the next launch makes up for the evaluation"
 
 
+@pytest.mark.slow
 def test_sigterm_in_the_last_step_does_not_stop_the_run(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "take_step", receive_sigterm(4, rank=0))
     with one_rank():
@@ -106,6 +107,7 @@ def exceed_time_limit(step: int):
     return take_step_after_limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "message"), [(2, "step 2 is saved"), (4, "before ")], ids=["in a job", "between two jobs"])
 def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_line, monkeypatch, capfd):
     """If the limit passes in the last step of a job, this job is complete, and the next one does not start."""
@@ -122,12 +124,13 @@ def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_l
     assert "stopped" in (directory / "sweep.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_ranks"),
     [
         pytest.param(signal.SIGTERM, True, id="SIGTERM to torchrun and its ranks"),
         pytest.param(signal.SIGINT, False, id="Ctrl-C"),
-        pytest.param(signal.SIGKILL, False, id="torchrun is killed", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, False, id="torchrun is killed"),
     ],
 )
 def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
@@ -153,6 +156,7 @@ def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
     assert log.read_text().count("Ctrl-C:") == (number == signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_second_ctrl_c_ends_the_process_at_once():
     """The process ends even while it waits in a call that never returns to Python."""
     process = multiprocessing.get_context("forkserver").Process(target=ignore_requests)
@@ -170,6 +174,7 @@ def ignore_requests() -> None:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_launch_begins_when_the_process_starts():
     """Python and torch take seconds to start, which count as well."""
     code = "import time; start = time.monotonic(); time.sleep(1); from ringattn.train import preemption; "

@@ -50,6 +50,7 @@ def test_run_that_stops_early_writes_the_steps_so_far(tmp_path):
     assert profiled(trace) == ["step 2", "step 3"]
 
 
+@pytest.mark.slow
 def test_profile_of_a_run(run_command_line, corpus, tmp_path, capfd):
     """The console shows the file and a viewer. A resumed run may profile other steps."""
     settings = [*SMALL, f"data.path={corpus}", "name=a", "trainer.checkpoint_every=0"]

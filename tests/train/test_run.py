@@ -82,6 +82,7 @@ def test_hydra_selects_another_location(corpus, run_command_line, tmp_path):
     assert (tmp_path / "other" / "place" / "summary.json").exists() and not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_sweep_over_names_is_an_error(corpus, run_command_line, capfd):
     """Jobs with different names would have directories outside the directory of the sweep."""
     assert run_command_line("-m", *SMALL, f"data.path={corpus}", "name=a,b") == 1
@@ -89,6 +90,7 @@ def test_sweep_over_names_is_an_error(corpus, run_command_line, capfd):
     assert [re.search("name=(.)", text)[1] for text in errors] == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_sweep_continues_after_an_invalid_job(tmp_path):
     """The jobs of a sweep run on two ranks, one after another, each in its own directory. A table compares them at the end."""
     settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3"]
@@ -115,6 +117,7 @@ def test_sweep_continues_after_an_invalid_job(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_command_line, only_error, capfd):
     """The jobs of the second sweep have another order. The third sweep differs in settings that all jobs have in common."""
     settings = [*SMALL, f"data.path={corpus}", "name=a", "model.layers=1", "optim.lr=0.01", "parallel.layout=zigzag"]
@@ -137,6 +140,7 @@ def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_c
     assert all(path.read_bytes() == content for path, content in saved.items()) and (sweep / "seed=3" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_context_sweep_trains_on_the_same_tokens_at_every_length(corpus, run_command_line, tmp_path):
     """The experiment is a sweep without the option -m. A relaunch of a completed sweep writes the same table."""
     arguments = [*SMALL, f"data.path={corpus}", "data.seq_len=32,128", "data.eval_fraction=0.1", "name=a"]
@@ -151,6 +155,7 @@ def test_context_sweep_trains_on_the_same_tokens_at_every_length(corpus, run_com
     assert (tmp_path / "outputs" / "a" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_sweep_over_lengths_has_the_same_tokens_per_step(corpus, run_command_line, tmp_path):
     """SMALL has two sequences per step, so a step at the longest length has 256 tokens. The same command again resumes."""
     arguments = ["-m", *SMALL, f"data.path={corpus}", "data.seq_len=32,128", "name=a"]
@@ -164,6 +169,7 @@ def run_out_of_memory(*arguments: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
 
+@pytest.mark.slow
 def test_sweep_continues_after_a_job_that_runs_out_of_memory(corpus, run_command_line, only_error, monkeypatch, tmp_path):
     take_step = trainer.take_step
 
@@ -178,6 +184,7 @@ def test_sweep_continues_after_a_job_that_runs_out_of_memory(corpus, run_command
     assert [row[1] == "out of memory" for row in rows] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_estimate_that_exceeds_the_memory_is_a_row_of_the_sweep(corpus, run_command_line, only_error, tmp_path):
     arguments = [*SMALL, f"data.path={corpus}", "trainer.steps=1", "name=a", "model.vocab_size=1000000000,300"]
     assert run_command_line("-m", *arguments) == 1
@@ -192,6 +199,7 @@ def exhaust_memory_on_rank_1(rank: int) -> None:
         trainer.take_step = run_out_of_memory
 
 
+@pytest.mark.slow
 def test_one_of_several_ranks_runs_out_of_memory(tmp_path):
     """The launch ends, because rank 0 waits for rank 1. The table contains the job that ran out of memory."""
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3", "name=a", "data.seq_len=64,128"]
@@ -217,6 +225,7 @@ def fail_on_rank_1(rank: int) -> None:
         trainer.take_step = Mock(side_effect=RuntimeError("an unexpected error"))
 
 
+@pytest.mark.slow
 def test_only_the_first_failure_is_reported(tmp_path):
     """Rank 1 fails in its first step. Rank 0 then waits for it in vain and fails as well, without a message."""
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=3"]
@@ -277,6 +286,7 @@ def test_torchrun_runs_the_script(tmp_path):
     assert result.stdout.count("step 2/2") == 1, "only rank 0 writes to the console"
 
 
+@pytest.mark.slow
 def test_script_finds_this_package_before_others_of_the_same_name(tmp_path):
     """Packages named kernels, train or ringattn are not imported, and the folder train/data is not imported as "data"."""
     for name in ("kernels", "train", "ringattn"):

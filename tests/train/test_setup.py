@@ -66,6 +66,7 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
     assert (run.data.seed, run.held_out.seed) == (7, 0), "all runs are evaluated on the same text"
 
 
+@pytest.mark.slow
 def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
     monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
     with one_rank():

@@ -94,6 +94,7 @@ def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps(monkeypatch):
     assert ranges == {0: [[24, 25, 26], [30, 31, 32]], 1: [[27, 28, 29], [33, 34, 35]]}
 
 
+@pytest.mark.slow
 def test_any_rank_can_stop_all_ranks(tmp_path, corpus):
     run_ranks(check_stop_request, 2, tmp_path / "store", corpus, tmp_path / "cache")
 

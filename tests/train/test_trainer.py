@@ -52,6 +52,7 @@ def test_run_writes_its_files(corpus, outputs, run_command_line, capfd):
     assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
 
 
+@pytest.mark.slow
 def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_line, only_error):
     """Every message names the checkpoint, the setting, its earlier value and its value now."""
     settings = [*settings, "name=a", "trainer.steps=3", "trainer.batch_size=1"]
@@ -78,6 +79,7 @@ def test_settings_that_do_not_fit_the_checkpoint(settings, outputs, run_command_
     assert "step_00000003" in only_error()
 
 
+@pytest.mark.slow
 def test_completed_run_keeps_its_summary_and_writes_a_new_sample(settings, outputs, run_command_line, capfd):
     settings = [*settings, "name=a", "trainer.steps=2"]
     assert run_command_line(*settings) == 0
@@ -125,6 +127,7 @@ class Killed(BaseException):
     """Stands for SIGKILL: no code catches this exception."""
 
 
+@pytest.mark.slow
 def test_run_that_was_killed_before_its_summary_gets_one(settings, outputs, run_command_line, monkeypatch):
     """The run had been extended from one step to two, so the summary of one step must not remain."""
     settings = [*settings, "name=a"]
@@ -141,6 +144,7 @@ def test_run_that_was_killed_before_its_summary_gets_one(settings, outputs, run_
     assert (summary["steps"], summary["final_loss"]) == (2, last["loss"])
 
 
+@pytest.mark.slow
 def test_going_back_to_fewer_steps_restores_their_summary(settings, outputs, run_command_line):
     settings = [*settings, "name=a", "trainer.keep_checkpoints=9"]
     assert run_command_line(*settings, "trainer.steps=1") == 0
@@ -151,6 +155,7 @@ def test_going_back_to_fewer_steps_restores_their_summary(settings, outputs, run
     assert (restored["steps"], restored["final_loss"]) == (1, first["final_loss"])
 
 
+@pytest.mark.slow
 def test_more_steps_do_not_change_the_warmup(settings, outputs, run_command_line, capfd):
     settings = [*settings, "name=a", "trainer.checkpoint_every=0"]
     assert run_command_line(*settings, "trainer.steps=10") == 0
@@ -172,6 +177,7 @@ def test_steps_must_include_the_warmup_of_the_checkpoint(settings, run_command_l
     assert "trainer.steps=4" in error and "5" in error and "optim.warmup_steps" in error
 
 
+@pytest.mark.slow
 def test_branch_resumes_from_its_own_checkpoints(settings, outputs, run_command_line, only_error, monkeypatch, capfd):
     """Run b branches from a checkpoint of run a. The same command then resumes b, and b can go back to its own checkpoints."""
     settings = [*settings, "trainer.checkpoint_every=1", "trainer.keep_checkpoints=9"]
@@ -218,6 +224,7 @@ def parameters_of(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_run_from_weights_of_a_checkpoint(settings, outputs, tmp_path, run_command_line, only_error, capfd):
     settings = [*settings, "trainer.steps=2"]
     assert run_command_line(*settings, "name=a") == 0
@@ -257,6 +264,7 @@ def write_tokenizer(path: Path, letters: str) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_command_line, only_error):
     """A tokenizer is identified by its contents, not by its path."""
     own, other = (write_tokenizer(tmp_path / name, letters) for name, letters in (("own.json", "abc"), ("other.json", "acb")))
@@ -292,6 +300,7 @@ def test_divergence_is_reported_without_a_traceback(settings, run_command_line, 
     assert "step 2" in only_error()
 
 
+@pytest.mark.slow
 def test_checkpoint_without_a_newer_setting(settings, outputs, run_command_line, only_error):
     """If a checkpoint was saved before a setting existed, the setting had its default value."""
     settings = [*settings, "name=a"]
@@ -320,6 +329,7 @@ def test_full_disk_leaves_the_earlier_checkpoint(settings, outputs, run_command_
     assert run_command_line(*settings) == 0
 
 
+@pytest.mark.slow
 def test_disk_is_checked_before_the_first_step(settings, outputs, run_command_line, only_error, monkeypatch, capfd):
     settings = [*settings, "name=a", "trainer.checkpoint_every=1"]
     assert run_command_line(*settings, "trainer.steps=1") == 0

@@ -58,6 +58,7 @@ def as_json(value: object) -> object:
     return json.loads(json.dumps(value))
 
 
+@pytest.mark.slow
 def test_offline_run_contains_the_config_and_the_facts(tmp_path):
     with WandbRun(config(), tmp_path, {"kernel": "triton", "mesh": {"ring": 2}}) as wandb_run:
         wandb_run.add_facts({"transport": "gloo"})
@@ -138,6 +139,7 @@ def test_empty_id_is_replaced(tmp_path):
     assert only_segment(tmp_path).id == (tmp_path / "wandb_id").read_text() != ""
 
 
+@pytest.mark.slow
 def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_command_line, capfd):
     """The records, the facts, the tables and the summary of all launches can be read back from the files of W&B."""
     job = [*SMALL, f"data.path={corpus}", "data.eval_fraction=0.2", "trainer.sample_tokens=3", "logger=offline"]
@@ -176,6 +178,7 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
     assert last.config["run"]["parameters"] > 0 and last.config["run"]["transport"] is None
 
 
+@pytest.mark.slow
 def test_run_that_was_killed_before_its_summary_completes_it_in_its_wandb_run(corpus, tmp_path, run_command_line):
     job = [*SMALL, f"data.path={corpus}", "logger=offline", "name=a", "trainer.steps=1"]
     assert run_command_line(*job) == 0

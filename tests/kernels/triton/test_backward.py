@@ -42,6 +42,7 @@ def test_batch_entries_may_have_different_intervals(device):
     check_backward(problem, triton_backward, floor=1.0)
 
 
+@pytest.mark.slow
 def test_tiles_end_where_documents_end(device, monkeypatch):
     """The first of two batch entries has more tiles than the second."""
     monkeypatch.setattr(interval_mask, "DOCUMENT_JUMP", 1)

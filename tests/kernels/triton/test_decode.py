@@ -112,9 +112,15 @@ def test_documents_and_shared_bounds(device):
     check(call, torch.float32)
 
 
-@pytest.mark.parametrize("lengths, window, queries, sinks", pairs(
+SINKS = pairs(
     lengths=((67,), (0, 45, 3, 70)), window=(None, 1, 20), queries=(1, 3), sinks=((0,), (1,), (4,), (16,), (33,), (90,)),
-))  # fmt: skip
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "lengths, window, queries, sinks",
+    [pytest.param(*case, marks=() if case[-1] == (33,) else pytest.mark.slow) for case in SINKS],
+)
 def test_sinks(lengths, window, queries, sinks, device):
     """Sinks before, across and inside the window, on the borders of tiles, and beyond the end of the cache."""
     lo, hi = causal_bounds(lengths, queries, window)
@@ -134,7 +140,7 @@ def dense_output(call: SimpleNamespace, sinks: int) -> Tensor:
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
-@pytest.mark.parametrize("page_size", (16, 48))
+@pytest.mark.parametrize("page_size", (16, pytest.param(48, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("sinks", (None, 40))
 def test_pages(page_size, sinks, device):
     """Pages in any order, with NaN in all pages and rows that no entry uses."""
@@ -153,6 +159,7 @@ def test_pages(page_size, sinks, device):
         assert_rows_close(backend, out.cpu(), expected, TOLERANCE[torch.float32])
 
 
+@pytest.mark.slow
 def test_every_entry_has_its_own_sinks(device):
     lo, hi = causal_bounds((50, 70), 1, 8)
     check(random_call((lo, hi), 80, device=device, sinks=torch.tensor([3, 40], dtype=torch.int32)), torch.float32)

@@ -84,7 +84,7 @@ def test_unshard_requires_the_group_of_the_layout(tmp_path: Path) -> None:
     run_ranks(check_groups_of_unshard, 4, tmp_path / "ranks")
 
 
-@pytest.mark.parametrize("ranks", (1, 2, 3, 4), ids=lambda n: f"P{n}")
+@pytest.mark.parametrize("ranks", (3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4))), ids=lambda n: f"P{n}")
 def test_gloo(ranks: int, tmp_path: Path) -> None:
     """Every pair of mask, layout and schedule."""
     run_ranks(check_gloo, ranks, tmp_path / "ranks", True)

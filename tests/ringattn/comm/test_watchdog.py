@@ -108,8 +108,17 @@ def check_fault(
     assert all("the run ends here" in text for rank, text in enumerate(texts) if rank != VICTIM)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("operation", OPERATIONS)
+QUICK_FAULTS = ("ring", "hangs"), ("all-to-all", "dies before the call")
+
+
+@pytest.mark.parametrize(
+    "operation, fault",
+    [
+        pytest.param(operation, fault, marks=() if (operation, fault) in QUICK_FAULTS else pytest.mark.slow)
+        for operation in OPERATIONS
+        for fault in FAULTS
+    ],
+)
 def test_all_ranks_end_with_the_same_message(
     operation: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,6 +159,7 @@ def call_on_rank_0_only() -> None:
     dist.barrier()
 
 
+@pytest.mark.slow
 def test_ranks_that_make_no_first_call_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The handshake of the first call ends after the timeout."""
     monkeypatch.setenv(TIMEOUT, "1")
@@ -169,6 +179,7 @@ assert in_call.wait(10)
 """
 
 
+@pytest.mark.slow
 def test_the_thread_ends_before_python_exits() -> None:
     """A thread that is inside a call of the store when Python exits would abort the process."""
     done = subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -20,6 +20,7 @@ def test_cases_with_the_same_kernels_are_compiled_once():
     assert found == [Case("causal", 16384, 16, 128), cases[2], *cases[4:]]
 
 
+@pytest.mark.slow
 def test_failed_calls_are_returned_and_unsupported_masks_are_skipped(capsys):
     window, causal = Case("window", 128, 1, 16), Case("causal", 128, 1, 16)
     errors = compile_first.compile_first([window, causal], ["cudnn"], 2)

@@ -68,6 +68,7 @@ def run(output: Path, *arguments: str) -> tuple[int, list[dict], str]:
     return status, json.loads((output / "rows.json").read_text())["rows"], (output / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_all_suites_are_reported(tmp_path):
     status, rows, report = run(tmp_path, "--lengths", "128", "384")
     assert status == 0

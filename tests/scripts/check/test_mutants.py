@@ -54,6 +54,7 @@ def test_each_kind_of_fault_is_generated(repository: Path) -> None:
     assert mutants.generate(repository / "module.py", 3, seed=0) == mutants.generate(repository / "module.py", 3, seed=0)
 
 
+@pytest.mark.slow
 def test_mutants_are_killed_or_survive(repository: Path) -> None:
     """The first failing test is reported, and the module is restored before the next mutant."""
     faults = [("return x", "return x + 1"), ("x == 9", "x == 10"), ("return x", "return (")]

@@ -89,6 +89,7 @@ def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(d
     assert "out already exists and is not an empty folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     config, out = job(write_corpus(tmp_path / "corpus"), 1), tmp_path / "out"
@@ -124,7 +125,9 @@ def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
     return folder / "tokenizer.json"
 
 
-@pytest.mark.parametrize("adds_bos", [True, False], ids=["with BOS", "without BOS"])
+@pytest.mark.parametrize(
+    "adds_bos", [pytest.param(True, id="with BOS"), pytest.param(False, id="without BOS", marks=pytest.mark.slow)]
+)
 def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, tmp_path, corpus, run_command_line, capfd):
     """Only the path of the folder is given. transformers then loads the exported model and its tokenizer."""
     transformers = pytest.importorskip("transformers")

@@ -144,6 +144,7 @@ def test_a_corpus_is_tokenised_once(tmp_path, monkeypatch):
     assert torch.equal(first.batch([0]).tokens, load(corpus, BytesTokenizer()).batch([0]).tokens)
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_a_corpus():
     corpus = load(DataConfig(eval_fraction=0.0), BytesTokenizer())
     assert corpus.tokens_per_epoch > 5_000_000 and len(corpus.lengths) > 300

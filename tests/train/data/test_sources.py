@@ -28,6 +28,7 @@ def assert_one_line_error(config: DataConfig, message: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_standard_library_excludes_tests_and_installed_packages():
     files = sources.library_files()
     assert files == sorted(files)

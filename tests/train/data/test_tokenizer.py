@@ -35,6 +35,7 @@ def tokenizer_json(tmp_path) -> Callable[[str], str]:
     return write
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.text())
 def test_bytes_can_be_decoded_to_the_same_text(text):

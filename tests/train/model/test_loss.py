@@ -48,6 +48,7 @@ def test_the_loss_of_every_token_equals_that_of_pytorch(chunk):
     torch.testing.assert_close(losses, reference.detach())
 
 
+@pytest.mark.slow
 def test_compiled_code_gives_the_same_loss_and_gradients(monkeypatch):
     """The operations can be traced without a graph break, for chunks of two sizes. The backend only replays the trace."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))

@@ -74,6 +74,7 @@ def test_everything_but_attention_is_compiled(monkeypatch):
     assert compiled == ["before", "after"] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation_checkpointing", [True, None], ids=["as set", "because memory is short"])
 def test_activation_checkpointing_never_computes_attention_twice(activation_checkpointing, corpus, monkeypatch):
     calls = {"attention": 0, "rest": 0}
