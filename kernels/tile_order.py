@@ -7,8 +7,9 @@ because each of them adds only zeros to the queries of the other.
 
 The bounds of an interval mask never decrease from key to key. Therefore the work tiles that contribute to a query are
 neighbours, and it suffices to fix the order of every two neighbours that have a query in common. One of them is the predecessor
-of the other: in every query tile that both visit, the predecessor comes first. A chain is a maximal sequence of work tiles of a
-head in which all neighbours have a query in common. For example, every long document is a chain. A chain has a direction:
+of the other: in every query tile that both visit, the predecessor comes first. A chain is a sequence of work tiles of one head.
+Each of its work tiles has a query in common with the next one, and the chain is as long as possible. For example, every long
+document is a chain. A chain has a direction:
 
 - **Forwards:** The order is from the last keys to the first keys. Every work tile visits its query tiles from the first to the
   last. Under a causal mask, the predecessor starts at a later query tile, so it is ahead from the start.
@@ -102,7 +103,11 @@ def order_work_tiles(
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles (B, T, 6) with steps by their keys. Return int64 tiles, and which of them exist, as (B, T)."""
+    """Sort the tiles (B, T, 6) by their first key, and move tiles without steps to the end.
+
+    Returns:
+        (the tiles in int64, a bool tensor (B, T) that is True for tiles with steps).
+    """
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)

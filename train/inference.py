@@ -34,7 +34,7 @@ def option(text: str, **default: Any) -> Any:
 
 @dataclass
 class Model:
-    """The model that the option `run` names.
+    """A model that was selected with the option `run`.
 
     Attributes:
         path: the checkpoint, or the folder in Hugging Face's format.
@@ -146,7 +146,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
 
 
 def find_model(run: str) -> Model:
-    """Find the model that the option `run` names. All ranks call this function, and only rank 0 reads files.
+    """Find the model that was selected with the option `run`. All ranks call this function, and only rank 0 reads files.
 
     Raises:
         ConfigError: on every rank, if there is no such model, or if it cannot be read.

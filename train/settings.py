@@ -131,7 +131,7 @@ def _settings_of_new_run(composed: Config, given: set[str]) -> Config:
 
 
 def _sets_tokenizer(composed: Config, given: set[str]) -> bool:
-    """Return whether the command line, or a file that it chooses, sets the tokenizer."""
+    """Return whether the tokenizer is set on the command line, or in a file that is selected on the command line."""
     return "data.tokenizer" in given or composed.data.tokenizer != DataConfig.tokenizer
 
 

@@ -66,7 +66,7 @@ def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:
-    """Return the overrides of the whole sweep by their key. The command line has precedence over `params`."""
+    """Return a dictionary from keys to the overrides of the whole sweep. The command line has precedence over `params`."""
     arguments = [f"{key}={value}" for key, value in (params or {}).items()]
     arguments += [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("-")]
     return {override.get_key_element(): override for override in OverridesParser.create().parse_overrides(arguments)}

@@ -260,8 +260,8 @@ def load_work_tile(work_tiles, index):
 
     `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). An end of 0 means that the program has no more work tiles.
 
-    Every partition loads the entry from global memory, because partitions could exchange it only through shared memory. The
-    producer is ahead of the consumers and therefore loads an entry before they do.
+    Every partition loads the entry from global memory itself. If one partition passed the entry to the others through shared
+    memory, they would have to wait for it. The producer is ahead of the consumers and therefore loads an entry before they do.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)

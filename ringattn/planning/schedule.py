@@ -110,7 +110,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
-        results: whether blocks have results that return to their owners.
+        results: whether ranks send results back to the owners of the blocks.
         split_points: for each rank, the row at which its own block is split. In a pass with results, a rank computes with the
             rows before the split point in the first step, and with the other rows in the last step. With None, a rank computes
             with its whole own block in the last step.
@@ -159,7 +159,7 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
     """Return two lists of local steps in which ranks compute with their own blocks.
 
     The first list is for the first step of the schedule, and the second list is for the last step. The blocks are split only if
-    results return to their owners (`returns`).
+    `returns` is true, which means that ranks send results back to the owners of the blocks.
     """
     first, rest = [], []
     for rank in range(len(need)):

@@ -246,7 +246,7 @@ def time_in_rounds(
 def measure_case(case: Case, implementations: dict[str, peers.Prepare], rounds: int, use_graphs: bool) -> list[dict]:
     """Check and time all implementations of a case, print their results, and return one row per implementation.
 
-    The printed seconds are the time before the measurement starts. Compilation takes most of this time.
+    The function also prints how many seconds pass before the measurement starts. Compilation takes most of this time.
     """
     tensors = case.inputs(DEVICE)
     expected = expected_results(case, *tensors)
