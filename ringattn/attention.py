@@ -1,4 +1,4 @@
-"""Ring attention: exact attention over a sequence whose tokens are sharded over the ranks of a ring."""
+"""Ring attention computes exact attention over a sequence whose tokens are sharded over the ranks of a ring."""
 
 from functools import partial
 
@@ -38,8 +38,8 @@ def ring_attention(
     Every rank of `group` calls this function with its own tokens.
 
     The call is one differentiable operator. The backward pass computes the gradients of q, k and v from the gradients of out
-    and lse. The result is exact attention and not an approximation. Between tiles and between hops, partial results are fp32
-    tensors (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring Attention,
+    and lse. The result is exact attention and not an approximation. The partial results of tiles and of hops are fp32 tensors
+    (Dao et al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135; Liu et al. 2023, Ring Attention,
     https://arxiv.org/abs/2310.01889).
 
     Args:
@@ -50,9 +50,9 @@ def ring_attention(
         mask: which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. Whether an entry is dropped depends only on
-            `seed` and on the indices of its query, key, head and batch entry in the whole problem. Therefore the number of
-            ranks and the layout do not change which entries are dropped.
+        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1. Only `seed` and the indices of the query, key,
+            head and batch entry decide whether an entry is dropped. The indices count over the whole problem. Therefore the
+            number of ranks and the layout do not change which entries are dropped.
         seed: seed of the dropout; the same on all ranks. Use a different seed for every layer and step.
         first_head: the index of q's first head among all heads of the layer; 0 unless the heads are divided among several
             rings. Only the dropout uses this index.
@@ -65,16 +65,16 @@ def ring_attention(
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`. All calls of a process must
             use one CUDA stream, or streams that wait for each other.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8" to use FP8
-            in the forward pass, as `flash_attention` explains. All ranks must use "fp8", or none. Every rank rounds its own
-            tokens, 128 rows of its shard at a time. Queries, keys and values then circulate in FP8, which halves their bytes.
-            States circulate in fp32. The backward pass, and the blocks that circulate in it, have the dtype of the inputs.
-            Dropout is not supported.
+        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
+            forward pass uses FP8, as `flash_attention` explains. Either all ranks must use "fp8", or none of them. Every rank
+            rounds its own tokens to FP8, in blocks of 128 rows of its shard. Queries, keys and values then circulate in FP8,
+            which halves the number of bytes to send. States circulate in fp32. The backward pass computes in the dtype of the
+            inputs, and its blocks circulate in this dtype. Dropout is not supported with "fp8".
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, N, Hq) is fp32 (fp64 for fp64
-        inputs). If the mask allows a query no key, `out` is 0 and `lse` is -inf for this query.
+        inputs). For a query that may attend to no key, `out` is 0 and `lse` is -inf.
 
     Raises:
         ValueError: the shapes, dtypes, layout, mask, group, schedule, route or transport contradict each other. All arguments
@@ -88,7 +88,7 @@ def ring_attention(
     check_choices(schedule, route, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
-    # This line ignores a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
+    # This check skips a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} tokens, but its shard has {layout.rows(rank)}: use layout.shard")
     # While torch.compile traces the call, first_head may be a SymInt. A check with isinstance(first_head, int) would reject a
@@ -133,8 +133,8 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:
-    # Only the forward pass passes its settings to the handshake. A backward pass needs no handshake, because the forward pass
-    # of the same call has already connected the ring.
+    # A backward pass needs no handshake, because the forward pass of the same call has already connected the ring. Therefore
+    # only the forward pass provides its settings for the handshake.
     ring = Ring.of(spec, q.device, partial(spec.as_call, "forward", q, k, v))
     return *ring.forward(q.contiguous(), k.contiguous(), v.contiguous()), []
 

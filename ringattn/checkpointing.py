@@ -26,7 +26,7 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 
 
 def save_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return two contexts: one for a forward pass, which saves the results of attention, and one for its recomputation.
+    """Return two contexts: the first saves the results of attention, and the second returns them during the recomputation.
 
     Pass this function as `context_fn` to `torch.utils.checkpoint.checkpoint`, together with `use_reentrant=False`. The contexts
     apply to `ring_attention`, `ulysses_attention` and `flash_attention`. During the recomputation, the n-th call of attention
@@ -83,8 +83,9 @@ class _Save(_Context):
 
     def run(self, attend: Attend) -> tuple:
         results = attend() if self.outer is None else self.outer.run(attend)
-        # The returned tensors become part of the autograd graph, and the graph holds a reference to this context. If the saved
-        # tensors were not detached, there would be a reference cycle, and the memory of the graph would not be released.
+        # The returned tensors become part of the autograd graph, and the graph holds a reference to this context. The saved
+        # tensors are detached, because they would otherwise form a reference cycle with the graph, and the memory of the graph
+        # would never be released.
         saved = _detached(results)
         self.results.append((saved, _versions(saved)))
         return results

@@ -1,7 +1,8 @@
-"""Register attention calls as operators, which a compiler treats as single nodes, with autograd and a fake implementation.
+"""Register attention calls as operators, with autograd and with a fake implementation.
 
-The module of each public call registers a forward function, a backward function and the type of the record that holds the
-settings (see `ringattn.spec`). A public call then runs the following functions one inside the other:
+A compiler treats every operator as a single node. The module of each public call registers a forward function, a backward
+function and the type of the record that holds the settings (see `ringattn.spec`). A public call then runs the following
+functions one inside the other:
 
     public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
@@ -162,7 +163,7 @@ def register(
 
 @cache
 def schema(spec_type: type) -> str:
-    """Return the arguments of an operator that contain the fields of a spec, in the notation of operator schemas."""
+    """Return the operator arguments for the fields of a spec, in the notation of operator schemas."""
     hints = get_type_hints(spec_type).items()
     types = {kind: _SCHEMA_TYPES.get(kind) or kind.__name__ for _, kind in hints}
     return ", ".join(schema(kind) if _is_spec(kind) else f"{types[kind]} {name}" for name, kind in hints)
@@ -253,10 +254,11 @@ def _is_plain(*tensors: Tensor) -> bool:
 
 
 def _is_recorded(*tensors: Tensor) -> bool:
-    """Return whether autograd has to see a call.
+    """Return whether autograd must record a call.
 
-    Otherwise, the call does not use `torch.autograd.Function`, which takes as long on the host as a kernel for few queries.
-    Forward-mode derivatives and the transforms of `torch.func` also need it, because it raises an error for them.
+    If not, the call skips `torch.autograd.Function`, which takes as long on the host as a kernel for few queries. Calls under
+    forward-mode differentiation or under a transform of `torch.func` must also be recorded, because `torch.autograd.Function`
+    raises an error for them.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return True

@@ -1,9 +1,9 @@
-"""Decoding: attention of a few new queries to a cache of keys and values that is sharded over the ranks.
+"""Decoding computes the attention of a few new queries to a cache of keys and values. The cache is sharded over the ranks.
 
 The queries are the same on all ranks. Every rank computes the partial state (m, l, o) of the queries for its shard of the
-cache. On a GPU, `ringattn.kernels.triton.decode` splits the keys of the shard over the whole GPU. Then every rank sends its
-state to all other ranks, and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs). Keys
-and values are never sent.
+cache. On a GPU, `ringattn.kernels.triton.decode` divides the keys of the shard among all SMs of the GPU. Then every rank sends
+its state to all other ranks, and merges the states of all ranks (Flash-Decoding, Dao et al. 2023, extended to several GPUs).
+Keys and values are never sent.
 """
 
 from collections.abc import Callable
@@ -37,8 +37,8 @@ class KVCache:
     afterwards. Every rank can compute which rank holds which tokens, so no messages are needed. The cache allocates its memory
     once, when it receives the first keys. New tokens reuse the memory of the tokens that `truncate` has removed.
 
-    A cache on one rank also accepts tokens for rows that are given on the GPU. A CUDA graph can then append a token, and every
-    replay appends the next one:
+    On one rank, `append` also accepts a tensor on the GPU that contains the rows at which to store the tokens. A CUDA graph can
+    then append tokens, and every replay appends the next token:
 
         rows = torch.zeros(1, dtype=torch.int64, device="cuda")  # the position of the new token
         with torch.cuda.graph(graph):
@@ -59,7 +59,7 @@ class KVCache:
             block: the number of consecutive new tokens that `append` adds to one rank before it chooses the next rank.
 
         Raises:
-            ValueError: the capacity or the block is less than one token, or there is no such rank.
+            ValueError: the capacity or the block is less than one token, or `rank` is not between 0 and `ranks` - 1.
         """
         whole = all(isinstance(x, int) for x in (capacity, rank, ranks, block))
         if not whole or capacity < 1 or block < 1 or not 0 <= rank < ranks:
@@ -74,13 +74,13 @@ class KVCache:
         self._owner = 0  # the rank that holds the current block
         self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
         self._k = self._v = self._positions = None
-        # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. Most calls
-        # have the same arguments as the previous call, so they are neither checked nor prepared again.
+        # The arguments of the latest call of `decode_attention`, and the function that decodes for such arguments. A call with
+        # the same arguments skips the checks and the preparation.
         self._checked: tuple = ()
         self._decode: Callable | None = None
 
     def __getstate__(self) -> dict:
-        """Return the attributes of a copy. The copy has its own memory, so it must not call the prepared function."""
+        """Return the attributes for a copy of the cache, without the prepared function, which refers to the original memory."""
         return self.__dict__ | {"_checked": (), "_decode": None}
 
     def prefill(self, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -121,7 +121,7 @@ class KVCache:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the keys and values of the next N tokens.
             rows: the rows of the cache at which the tokens are stored, int64 (N,) or (B, N) on the device of the cache. With
                 None, the tokens follow the tokens of earlier calls. With `rows`, the call does not wait for the GPU, and it
-                does not change `length`. The cache must be on one rank, and earlier calls must have allocated its memory.
+                does not change `length`. `rows` requires a cache on one rank, whose memory earlier calls have allocated.
 
         Raises:
             ValueError: the tokens exceed the capacity, they have a different shape or dtype than the earlier tokens,
@@ -160,9 +160,9 @@ class KVCache:
         num_tokens = len(owners) - continued
         if num_tokens == 0:
             return
-        # Each block goes to the rank that holds the fewest tokens, and in case of a tie to the lowest of these ranks. Rank r
-        # holds rows[r] + j * block tokens when it receives its j-th block. The blocks are therefore assigned in the order of
-        # these numbers.
+        # Each block goes to the rank that holds the fewest tokens. If several ranks hold equally few tokens, the block goes to
+        # the lowest of these ranks. Rank r holds rows[r] + j * block tokens when it receives its j-th block. The blocks are
+        # therefore assigned in the order of these numbers.
         num_blocks = -(-num_tokens // self.block)
         tokens_before = torch.tensor(self.rows, device="cpu")[:, None] + self.block * torch.arange(num_blocks, device="cpu")
         order = tokens_before.flatten().argsort(stable=True)[:num_blocks]
@@ -199,8 +199,7 @@ class KVCache:
             self.rows = [length]
         elif self._owners is not None:
             self.rows = torch.bincount(self._owners[:length], minlength=self.ranks).tolist()
-        # The next token starts a new block. The current block may be incomplete, and the number of its remaining tokens is
-        # unknown.
+        # It is unknown how many tokens of the current block remain. Therefore the next token starts a new block.
         self._received = self.block
         if self._k is not None:
             # A kernel may load unused rows before it masks these rows, so the removed rows must become zeros again.
@@ -228,7 +227,7 @@ class KVCache:
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, None]:
-        """The keys and values of this rank, and None, because this cache has no page table."""
+        """The keys and values of this rank. The third entry is None, because this cache has no page table."""
         return *self.shard[:2], None
 
     def _reserve(self, k: Tensor, v: Tensor, num_tokens: int, rows: int) -> None:
@@ -268,8 +267,8 @@ def decode_attention(
 
     Every rank of `group` must call this function. The result is exact attention. States are fp32 (fp64 for fp64 inputs). All
     ranks merge the states in the order of the ranks, so the result has the same bits on all ranks. This function computes no
-    gradients. In the first call for a group, the ranks compare their settings. The ranks never compare the queries. If the
-    ranks sample tokens, all ranks must use the same seed.
+    gradients. The ranks compare their settings in the first call for a group, but they never compare the queries. If the ranks
+    sample tokens, all of them must therefore use the same seed.
 
     Args:
         q: (B, N, Hq, D), the queries of the last N tokens of each sequence. All ranks pass the same queries. Hkv must divide
@@ -277,19 +276,19 @@ def decode_attention(
         cache: this rank's shard of the cache. In a `PagedKVCache`, every sequence has its own length. The output of a sequence
             without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys before
-            this position; None for all keys.
-        bounds: the rows of the cache that each query attends to, in place of the causal mask and the window: lo and hi, int32
-            (1 or B, N), contiguous, on the device of the queries. Query i attends to the rows [lo[i], hi[i]). Both must never
-            decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph, and
-            every batch entry can have its own length, window or document: hi - 1 is the row of the query, and lo is the first
-            row of its window or of its document, whichever is later. The values are not checked, because the host would wait
-            for the GPU. Rows outside the cache are ignored. If the cache is sharded, every rank passes the rows of its own
-            shard.
-        sinks: the number of attention sinks: the first tokens of the sequence, which all later tokens attend to even if the
-            window does not reach them (Xiao et al. 2023). With `bounds`, a tensor int32 (1 or B,), contiguous, on the device
-            of the queries, which the GPU reads: query i attends to the rows [lo[i], hi[i]), and to those of the first `sinks`
-            rows that come before hi[i]. None for no sinks.
+        window: the number of keys that a query attends to. These are the key at its own position and the window - 1 keys before
+            it. None for all keys.
+        bounds: a tuple (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of
+            the cache. Both tensors are int32 (1 or B, N), contiguous, on the device of the queries. Their values must never
+            decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph. Every
+            batch entry can have its own length, window or document. In this case, set hi - 1 to the row of the query, and lo to
+            the first row of its window or to the first row of its document, whichever is later. The values are not checked,
+            because the host would have to wait for the GPU. Rows outside the cache are ignored. If the cache is sharded, every
+            rank passes the rows of its own shard.
+        sinks: the number of attention sinks; None for no sinks. Attention sinks are the first tokens of the sequence. All later
+            tokens attend to them, even if the window does not reach them (Xiao et al. 2023). With `bounds`, `sinks` is a tensor
+            that the GPU reads: int32 (1 or B,), contiguous, on the device of the queries. Query i then attends to the rows
+            [lo[i], hi[i]), and to each of the first `sinks` rows that comes before row hi[i].
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         backend: the kernels, see `ringattn.kernels.dispatch`.
 
@@ -442,13 +441,13 @@ def _upload(
 
 
 def _merge_ranks(state: State, dtype: torch.dtype, group: Group, transport: Transport) -> Tensor:
-    """Return the output (B, N, Hq, Dv) of the merged states of all ranks in `dtype`, on every rank.
+    """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank.
 
-    One all-gather sends the state of every rank to all other ranks. The watchdog of `transport` observes it. All ranks then
-    merge the states in the order of the ranks, so all ranks compute the same bits.
+    One all-gather sends the state of every rank to all other ranks. The watchdog of `transport` watches this all-gather. All
+    ranks then merge the states in the order of the ranks, so all ranks compute the same bits.
     """
     m, l, o = state
-    # If there are few queries, the time of the exchange depends mainly on the number of messages, so all three are one message.
+    # With few queries, the time of the exchange depends mainly on the number of messages. Therefore m, l and o are one message.
     own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
     gather = partial(connect.connect(group.group_name).all_gather, own)

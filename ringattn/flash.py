@@ -1,4 +1,4 @@
-"""Attention on one device without a process group.
+"""Compute attention on one device, without a process group.
 
 A model can call `flash_attention` instead of `scaled_dot_product_attention`.
 """
@@ -41,8 +41,8 @@ def flash_attention(
 
     The call is differentiable. The backward pass computes the gradients of q, k and v from the gradients of out and lse (Dao et
     al. 2022, FlashAttention, https://arxiv.org/abs/2205.14135). On a Hopper GPU the last bits of dq may differ from run to run.
-    Under `torch.use_deterministic_algorithms(True)`, they have the same bits in every run, and the backward pass takes longer.
-    All other results always have the same bits in every run.
+    Under `torch.use_deterministic_algorithms(True)`, dq has the same bits in every run, and the backward pass takes longer. All
+    other results always have the same bits in every run.
 
     This function differs from `scaled_dot_product_attention` in two ways. First, `scaled_dot_product_attention` expects tensors
     of the shape (B, H, N, D), in which heads come before tokens. Second, `is_causal` has a different meaning if there are fewer
@@ -63,22 +63,22 @@ def flash_attention(
             `is_causal` is given, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None and dropout, every call draws a new seed from torch's default generator on the
-            CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
+        seed: the seed of the dropout. If `seed` is None and `dropout_p` is not 0, every call draws a new seed from torch's
+            default generator on the CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.dispatch`.
-        precision: the precision of matrix products of fp32 inputs in the Triton kernels, "ieee" or "tf32", or "fp8". With
-            "fp8", the forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
+        precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
+            forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
             `ringattn.kernels.fp8`), and the output has an error of a few percent. Sums and states stay fp32. The backward pass
-            computes the gradients of attention on the rounded inputs in the dtype of the inputs, without FP8. The rounding
-            itself passes gradients on unchanged. Dropout and `blocks` are not supported. On a Hopper GPU, a kernel that reads
-            FP8 inputs computes head dims 64, 128 and 256. Elsewhere, "fp8" has the same rounding errors of the inputs, but is
-            slower than the usual forward pass.
+            does not use FP8. It computes the gradients of attention for the rounded inputs, in the dtype of the original
+            inputs. The rounding itself does not change the gradients. "fp8" supports neither dropout nor `blocks`. On a Hopper
+            GPU, head dims 64, 128 and 256 use a kernel that reads FP8 inputs. In all other cases, "fp8" rounds the inputs in
+            the same way, but is slower than the usual forward pass.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         out (B, Nq, Hq, Dv) in q's dtype. With `return_lse`, the tuple (out, lse), in which lse (B, Nq, Hq) is fp32 (fp64 for
-        fp64 inputs). If the mask allows a query no key, `out` is 0 and `lse` is -inf for this query.
+        fp64 inputs). For a query that may attend to no key, `out` is 0 and `lse` is -inf.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.

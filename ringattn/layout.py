@@ -1,4 +1,4 @@
-"""Layouts, which determine the positions of the sequence that each rank holds.
+"""Define layouts. A layout determines which positions of the sequence each rank holds.
 
 In every layout, the shard of a rank is a sorted list of positions of the whole sequence. The following table shows which rank
 holds each of twelve positions, for P = 3 ranks:
@@ -217,7 +217,7 @@ class Layout:
 
     def _gather(self, x: Tensor, rows: list[int], group: dist.ProcessGroup | None, dim: int) -> list[Tensor]:
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("unshard passes no gradient: detach the shard, or compute the loss on shards")
+            raise ValueError("x requires a gradient, which unshard does not compute: detach x, or compute the loss on shards")
         if self.ranks == 1:
             return [x]
         group = dist.group.WORLD if group is None else group

@@ -2,9 +2,9 @@
 
 The mask is known before attention is computed, so this module can count the work of each rank in advance.
 
-The unit of work is a tile of 128 queries x 128 keys, like in the kernels. Only tiles with at least one unmasked pair count. In
-the KV ring, a rank computes the tiles of its queries. In the state ring, a rank computes the tiles of its keys. Both numbers of
-tiles must be equal on all ranks.
+The unit of work is a tile of 128 queries x 128 keys, as in the kernels. Only tiles with at least one unmasked pair count. In
+the KV ring, a rank computes the tiles of its queries. In the state ring, a rank computes the tiles of its keys. Each of these
+two numbers must be the same on all ranks.
 
 No fixed layout suits packed documents of many lengths. Contiguous and zigzag layouts do not balance the work of such documents.
 The striped layout balances the work, but divides the sequence so finely that most tiles of short documents are nearly empty.

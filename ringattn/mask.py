@@ -1,4 +1,4 @@
-"""Masks in which every query may attend to one interval of key positions.
+"""Define masks in which every query may attend to one interval of key positions.
 
 From one query to the next, neither the start nor the end of the interval decreases. Causal masks, sliding windows, packed
 documents, full attention and all intersections of these masks have this form. The ring and the kernels therefore represent a
@@ -72,8 +72,8 @@ class Mask:
         """Return a mask in which a query attends to the key at its own position and to all keys before its own position.
 
         Args:
-            window: the number of keys that a query attends to: the key at the position of the query and the window - 1 keys
-                before this position; None for all keys.
+            window: the number of keys that a query attends to. These are the key at its own position and the window - 1 keys
+                before it. None for all keys.
             documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
                 Pass either one list or tensor for all batch entries, or one list or tensor per batch entry. Pass None if the
                 sequence is one document.
@@ -193,7 +193,7 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
         window = min(mask.window, seq_len + num_queries)
         lo = torch.maximum(lo, position - window + 1)
         hi = torch.minimum(hi, position + window)
-    # A query at a negative position attends to no key under a causal mask, and hi would be negative. hi must be at least 0.
+    # Under a causal mask, hi would be negative for queries at negative positions. It must be at least 0.
     return lo, hi.clamp(min=0)
 
 

@@ -1,18 +1,18 @@
-"""The inputs of the forward pass of a ring, in the form in which they circulate and in the form that the kernels read.
+"""Convert the inputs of a forward pass between the format in which they circulate and the format that the kernels read.
 
 `Operands` is the interface through which `ringattn.ring` uses the inputs. `QuantizedOperands` in this module rounds the inputs
-once, on the rank that holds them, to the FP8 format of `ringattn.kernels.fp8`. Every other rank receives the bytes of the e4m3
-numbers and the scales. The circulating blocks consist of the following uint8 tensors, whose dimension 1 contains the rows of a
-block, as in every circulating block:
+to the FP8 format of `ringattn.kernels.fp8`. Each rank rounds its own inputs once, and all other ranks receive the e4m3 numbers
+and the scales as bytes. The circulating blocks consist of the following uint8 tensors. As in every circulating block, dimension
+1 contains the rows:
 
     queries    e4m3 numbers of q   (B, N, Hq, D)      exponents (B, N, Hq)
     keys       e4m3 numbers of k   (B, M, Hkv, D)     exponents of k and v (B, M, 2, Hkv)
                e4m3 numbers of v   (B, M, Hkv, Dv)
 
-M is N, rounded up to a multiple of 128. The rows of v are the bytes of its transposed tiles. 128 rows are one tile (Dv, 128) of
-every head, so single rows of v have no meaning. The scale of a block of 128 rows is stored in each of the 128 rows, as its
-biased exponent (e8m0). All ranges of rows in the schedule of an FP8 ring start at multiples of 128, see `Plan.schedule`. Every
-part of a circulating block therefore contains the scales and the tiles of its rows.
+M is N, rounded up to a multiple of 128. v is stored as transposed tiles. 128 rows together contain one tile (Dv, 128) of every
+head, so a single row of v has no meaning. The 128 rows of a block have the same scale. Each of these rows stores the biased
+exponent (e8m0) of this scale. In the schedule of an FP8 ring, all ranges of rows start at multiples of 128, see
+`Plan.schedule`. Every part of a circulating block therefore contains the scales and the tiles of its rows.
 """
 
 from functools import cached_property
@@ -46,9 +46,10 @@ class Operands(Protocol):
         final: bool = False,
         **options,
     ) -> State | tuple[Tensor, Tensor]:
-        """Compute attention of some rows of a block of queries to some rows of a block of keys, see `dispatch.forward`.
+        """Compute the attention of some queries to some keys, see `dispatch.forward`.
 
-        None selects all queries, or all keys, of this rank.
+        `queries` and `keys` are rows of circulating blocks. If one of them is None, all queries or all keys of this rank are
+        used.
         """
 
 

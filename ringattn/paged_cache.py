@@ -1,4 +1,4 @@
-"""A cache of keys and values that is divided into pages, for several sequences of different lengths on one rank.
+"""Define a paged cache, which stores the keys and values of several sequences of different lengths on one rank.
 
 A contiguous cache must reserve the largest length for every sequence. In a paged cache, all sequences take pages of equal size
 from one pool when they need them (Kwon et al. 2023, PagedAttention). Row i of a sequence is row i % page_size of a page. The
@@ -25,9 +25,9 @@ class PagedKVCache:
     `decode_attention` accepts this cache in place of a `KVCache`. Every sequence is one batch entry. The cache allocates its
     memory once, when it receives the first keys. Sequences take pages when they grow, and return pages in `truncate`.
 
-    The cache also accepts tokens for rows that are given on the GPU, as `KVCache` does. The pages of these rows must be
-    reserved before the replay of a graph. `reserve` changes the page table in place, so a graph that has been captured earlier
-    reads the new pages:
+    As in `KVCache`, `append` also accepts a tensor on the GPU that contains the rows at which to store the tokens. The pages of
+    these rows must be reserved before a graph is replayed. `reserve` changes the page table in place, so a graph that was
+    captured earlier reads the new pages:
 
         rows = torch.tensor(cache.lengths, device="cuda")[:, None]  # the position of the next token of each sequence
         with torch.cuda.graph(graph):
@@ -73,7 +73,7 @@ class PagedKVCache:
         self._num_pages = [0] * batch  # the number of pages of each sequence
         with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
             self._free = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device="cpu")  # the first `free_pages` are free
-            # The pool has one more page, which absorbs the tokens of rows without a page. Its number fills the unused cells.
+            # One additional page receives the tokens of rows without a page. Its number is in all unused cells of the table.
             self._table = torch.full((batch, -(-capacity // page_size)), pages, dtype=torch.int32, device="cpu")
         self._k = self._v = None
         self._checked: tuple = ()  # as in `KVCache`
@@ -115,14 +115,14 @@ class PagedKVCache:
         """Take as many pages as the sequences need for these numbers of tokens, so that replays of a graph can append tokens.
 
         Raises:
-            ValueError: too few pages are free, in which case no sequence takes a page, or a length exceeds the capacity.
+            ValueError: too few pages are free, or a length exceeds the capacity. In both cases, no sequence takes a page.
         """
         if len(lengths) != len(self.lengths):
             raise ValueError(f"{len(lengths)} lengths for {len(self.lengths)} sequences: give one length per sequence")
         self._reserve(dict(enumerate(lengths)))
 
     def truncate(self, entry: int, length: int) -> None:
-        """Remove the newest tokens of a sequence, so that its first `length` tokens remain, and return the unused pages.
+        """Remove the newest tokens of a sequence, so that its first `length` tokens remain, and give the unused pages back.
 
         With length 0, the sequence is finished, and a new sequence may use the entry.
 
@@ -167,7 +167,7 @@ class PagedKVCache:
             check_new_tokens((k, v), (self._k, self._v), batch)
 
     def _reserve(self, lengths: dict[int, int]) -> None:
-        """Take the pages that sequences need to have the given lengths, by the index of the sequence."""
+        """Take the pages that sequences need for the given lengths. The keys of `lengths` are the indices of the sequences."""
         longest = max(lengths.values(), default=0)
         if longest > self.capacity:
             raise ValueError(f"{longest} tokens exceed the capacity {self.capacity} of a sequence: create a larger cache")
@@ -214,7 +214,7 @@ class PagedKVCache:
         self._store(k, v, self._flat_rows(self.page_table, rows.expand(k.shape[:2])))
 
     def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Return the rows of the pool for the given rows (B, N) of the sequences, (B * N,)."""
+        """Convert rows of the sequences (B, N) to rows of the pool (B * N,)."""
         pages = table.gather(1, rows // self.page_size).long()
         return (pages * self.page_size + rows % self.page_size).flatten()
 

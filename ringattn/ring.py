@@ -1,8 +1,8 @@
-"""Run ring passes: the forward pass and the backward pass of the state ring and of the KV ring.
+"""Run the forward pass and the backward pass of two kinds of rings: the state ring and the KV ring.
 
-In the state ring, keys and values stay on their rank. The queries circulate, and the partial softmax state (m, l, o) of these
-queries follows one hop behind the queries. The following diagram shows full attention on four ranks, in which neighbours relay
-the blocks. "Q3 K0" means that a rank computes the attention of rank 3's queries to rank 0's keys:
+In the state ring, keys and values stay on their rank. The queries circulate, and their partial softmax states (m, l, o) follow
+one hop behind them. In the following diagram, four ranks compute full attention, and neighbours relay the blocks. "Q3 K0" means
+that a rank computes the attention of rank 3's queries to rank 0's keys:
 
     step        0          1          2          3          4
     rank 0    Q0 K0      Q3 K0      Q2 K0      Q1 K0      Q0 K0 (rest)
@@ -14,26 +14,27 @@ the blocks. "Q3 K0" means that a rank computes the attention of rank 3's queries
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
 While step t computes, the queries for step t + 1 and the states of step t - 1 are in flight. Communication is therefore hidden
-as long as a step of attention takes longer than a hop. Each rank divides the rows of its own queries into two parts. Step 0
-computes the attention of the first part to the rank's own keys, and the last step computes the attention of the rest. The last
-step hides the return of the last states to their owners.
+as long as a step of attention takes longer than a hop. Each rank divides its own queries into two parts. In step 0, the first
+part attends to the rank's own keys. In the last step, the rest attends to these keys. Meanwhile, the last states return to
+their owners, so the computation of the last step hides this hop.
 
 In the KV ring, keys and values circulate, and the queries and their softmax state stay on their rank.
 
-With precision="fp8", the queries, or the keys and values, circulate in FP8 in the forward pass, see `ringattn.operands`. States
-stay fp32. The backward pass computes with the rounded inputs, which circulate in the dtype of the inputs.
+With precision="fp8", the blocks of the forward pass (the queries, or the keys and values) circulate in FP8, see
+`ringattn.operands`. States stay fp32. The backward pass also computes with the rounded inputs, but these circulate in the dtype
+of the original inputs.
 
-In both rings, blocks are not relayed if the transport connects every pair of ranks directly. A rank then receives each block
-from the owner of the block, and sends the result of the block directly back to this owner. Only the forward pass of the KV ring
-has no results to send back. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of this
-module is the same for both kinds of schedules.
+If the transport connects every pair of ranks directly, neither ring relays blocks. Each rank then receives a block directly
+from the owner of the block, and sends the result directly back to this owner. In the forward pass of the KV ring, there are no
+results to send back. The schedule (`ringattn.planning.schedule`) says whether blocks are relayed. The code of this module is
+the same for both kinds of schedules.
 
 `run_schedule` contains all of the communication. The four passes below this function (`_forward_state`, `_forward_kv`,
-`_backward_state` and `_backward_kv`) only say what circulates, what one local step computes, and how two partial results are
+`_backward_state` and `_backward_kv`) only define what circulates, what one local step computes, and how two partial results are
 merged. Partial results are fp32 tensors (fp64 tensors for fp64 inputs) from the kernel to the last hop.
 
-The backward passes need delta = rowsum(dout * out) - dlse, one number per query and head (see `dispatch.row_delta`). The
-kernels accept the tuple (out, dlse) instead of delta, and then compute delta from this tuple.
+The backward passes need delta = rowsum(dout * out) - dlse, one number per query and head (see `dispatch.row_delta`). Instead of
+delta, the kernels also accept the tuple (out, dlse), from which they compute delta.
 """
 
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def run_schedule(
     merge_arrivals: Callable[[Arrivals], None] | None = None,
     label: str = "ring pass",
 ) -> None:
-    """Carry every rank's block along the schedule and accumulate the results at their owners.
+    """Send the blocks as the schedule says, compute with them, and accumulate the results at the owners of the blocks.
 
     Args:
         schedule: what each rank sends, receives and computes at each step.
@@ -97,11 +98,11 @@ def run_schedule(
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
-        RingFault: a different rank stopped responding. The message names the rank, the step and what this rank was waiting for.
+        RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
-    # The transport needs one example of a block and one example of a result, because it derives the shapes and dtypes of the
-    # receive buffers from these examples.
+    # The transport derives the shapes and dtypes of its receive buffers from one example of a block and one example of a
+    # result.
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
     blocks: dict[int, Tensors] = {rank: circulating}  # the blocks at this rank in the current step, by owner
     results: dict[int, Tensors] = {}  # the partial results that this rank sends in one of the next steps, by owner
@@ -122,8 +123,8 @@ def run_schedule(
                     # Copy engines and NCCL send contiguous memory only.
                     partial_result = tuple(x.contiguous() for x in partial_result)
                     results[owner] = merge(results[owner], partial_result) if owner in results else partial_result
-        # The hop must not stay registered after an exception has ended the pass. Otherwise the watchdog would end the process
-        # after the timeout. BaseException includes KeyboardInterrupt and SystemExit.
+        # If an exception ends the pass, the watchdog must stop watching the hop. Otherwise it would end the process after the
+        # timeout. BaseException includes KeyboardInterrupt and SystemExit.
         except BaseException:
             transport.watchdog.cancel(hop)
             raise
@@ -158,9 +159,9 @@ def _merge_states(a: Tensors, b: Tensors) -> Tensors:
 
 
 def _sum_arrivals(own: Tensors, like: Tensors, sums: list[Tensor], arrivals: Arrivals) -> None:
-    """Add the gradients that other ranks computed to this rank's own gradients, and append the totals to `sums`.
+    """Sum this rank's own gradients and the gradients that have arrived from other ranks, and append the sums to `sums`.
 
-    The totals are rounded to the dtypes of `like`.
+    The sums are rounded to the dtypes of `like`.
     """
     # On a GPU, one kernel reads all arrivals of a tensor and writes the rounded sum. If the arrivals were added one after the
     # other, the fp32 sum would be read and written once per arrival.
@@ -178,7 +179,7 @@ def _zeros(*like: Tensor) -> Tensors:
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Make a method of `Ring` process the heads in chunks, so that the memory of the method is bounded.
+    """Make a method of `Ring` process the heads in chunks, which limits the peak memory of the method.
 
     The method runs one ring pass per chunk. `Plan.head_chunks_for_memory` returns the number of chunks.
     """
@@ -194,8 +195,8 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
         for i in range(count):
             chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
             chunk = run(ring.of_heads(i * (q.shape[2] // count)), *chunk_inputs)
-            # The results are allocated after the first chunk, because their dtypes and last dimensions are known only from the
-            # results of a chunk.
+            # The results of the first chunk determine the dtypes and the last dimensions. Therefore the tensors for all heads
+            # are allocated only after the first chunk.
             results = results or tuple(x.new_empty(*x.shape[:2], count * x.shape[2], *x.shape[3:]) for x in chunk)
             for x, y in zip(results, chunk, strict=True):
                 head_chunk(x, count, i).copy_(y)

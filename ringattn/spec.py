@@ -65,7 +65,7 @@ class AttentionSpec(NamedTuple):
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        """Return the name of a call and all settings that must be the same on all ranks, by their names in error messages."""
+        """Return the name and all settings that must be the same on all ranks. The keys are the names in error messages."""
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -108,7 +108,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
         ValueError: the scale is a tensor that requires a gradient.
     """
     if isinstance(scale, Tensor) and scale.requires_grad:
-        raise ValueError("scale requires a gradient, which attention does not compute: multiply q by it and pass scale=1.0")
+        raise ValueError("scale requires a gradient, which attention does not compute: multiply q by scale and pass scale=1.0")
     # The next line must not fail if q has no dimensions or if the head dim is 0. For such a q, `check_attention` raises an
     # error with a better message.
     return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)

@@ -17,8 +17,8 @@ class PartialState(NamedTuple):
 
     The tensors are fp32 (fp64 for fp64 queries). m and l have shape (B, N, H), and o has shape (B, N, H, D). A query that has
     not attended to any key has the state (-inf, 0, 0), which is the identity of `merge`. In a state of the Hopper kernels, m
-    may be smaller than the maximum of the scores. l and o are then larger by the same factor. Such a state represents the same
-    attention result, so `finalize` returns the same out and lse up to rounding, even after merges.
+    may be smaller than the maximum of the scores. l and o are then both larger by the same factor. Such a state represents the
+    same attention result, so `finalize` returns the same out and lse up to rounding, even after merges.
     """
 
     m: Tensor

@@ -4,7 +4,7 @@ python -m ringattn.trace --scores 1 3 2 5 --tile 2 --ranks 2
 python -m ringattn.trace --output trace.png
 
 Without --scores, the command traces the query "on" of a sentence of five tokens, "The cat sat on mat". All states in the tables
-are recorded from runs of the blockwise kernel and of `ringattn.ring.run_schedule` on a simulated ring, in float64.
+are recorded in float64, from runs of the blockwise kernel and of `ringattn.ring.run_schedule` on a simulated ring.
 """
 
 import argparse

@@ -1,8 +1,8 @@
-"""Ulysses attention: an all-to-all inside groups of U ranks, and a ring of R ranks across the groups.
+"""Ulysses attention combines an all-to-all inside groups of U ranks with a ring of R ranks across the groups.
 
-The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses. A rank holds N tokens of all heads. In an all-to-all, each
-of the U ranks of a group receives the tokens of all U ranks for Hq / U heads. These tokens are one shard of the layout of the
-ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
+The all-to-all is described in Jacobs et al. 2023, DeepSpeed-Ulysses. A rank holds N tokens of all heads. After an all-to-all,
+each of the U ranks of a group holds the tokens of all U ranks, but only for Hq / U heads. These tokens are one shard of the
+layout of the ring. Attention runs on a ring of R ranks, and a second all-to-all sends the outputs back:
 
     (B, N, Hq, D)  --all-to-all-->  (B, about U N, Hq / U, D)  --ring-->  same shape  --all-to-all-->  (B, N, Hq, D)
 
@@ -58,9 +58,9 @@ def ulysses_attention(
 
     The call is differentiable. Rank r * U + u of the layout is rank r of its `ring_group` and rank u of its `ulysses_group`.
 
-    If there are fewer key heads than U, or if query heads of several ranks use the same key head, a copy of the key head is
-    sent to each of these ranks. The ranks return the gradients of the copies in the dtype of the inputs, and these gradients
-    are then added.
+    If query heads of several ranks use the same key head, for example because there are fewer than U key heads, each of these
+    ranks receives a copy of the key head. The ranks return the gradients of the copies in the dtype of the inputs, and these
+    gradients are then added.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
@@ -70,7 +70,7 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         scale, dropout_p, seed, schedule, route, backend, precision: as for `ring_attention`. With precision="fp8", the blocks
-            of the ring circulate in FP8. The all-to-all sends the inputs as given, because the backward pass needs them.
+            of the ring circulate in FP8. The all-to-all sends the unrounded inputs, because the backward pass needs them.
         transport: the transport of the ring and of the all-to-all, one of the names that `ring_attention` accepts.
         return_lse: also return the log-sum-exp of the scores.
         recompute_all_to_all: save the arguments q, k and v for the backward pass, and repeat the all-to-all in the backward
@@ -278,7 +278,7 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
-    """Send the lse (B, sum of tokens, Hq / U) of some heads in an all-to-all, and return the lse (B, N, Hq) of some tokens.
+    """Convert the lse of some heads, (B, sum of tokens, Hq / U), to the lse of some tokens, (B, N, Hq), with an all-to-all.
 
     The slices of lse have only a few bytes, so this all-to-all uses point-to-point messages.
     """

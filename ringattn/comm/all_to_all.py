@@ -44,7 +44,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """The tokens of one rank in x (B, sum of tokens, ...), which contains the tokens of all ranks in the order of the ranks."""
+    """The tokens of one rank. x (B, sum of tokens, ...) contains the tokens of all ranks, in the order of the ranks."""
 
     counts: tuple[int, ...]  # number of tokens of every rank
 

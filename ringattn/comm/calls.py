@@ -1,8 +1,8 @@
-"""The calls that a rank has made, so that the ranks notice if they make different calls.
+"""Record the calls that a rank makes, so that the ranks notice if their calls differ.
 
-All ranks of a group must make the same calls in the same order. Otherwise their results are wrong, or their messages do not
-fit. Every rank keeps a log of its calls, and publishes the newest part in the job's key-value store. `ringattn.comm.watchdog`
-compares the logs.
+All ranks of a group must make the same calls in the same order. Otherwise the results are wrong, or a message does not have the
+size that its receiver expects. Every rank keeps a log of its calls, and publishes the newest part in the job's key-value store.
+`ringattn.comm.watchdog` compares the logs.
 """
 
 import json
@@ -13,8 +13,8 @@ from collections.abc import Callable
 Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
-WINDOW = 128  # calls that a rank publishes
-MAX_SETTINGS = 64  # different settings whose descriptions are kept
+WINDOW = 128  # maximum number of calls in the part of the log that a rank publishes
+MAX_SETTINGS = 64  # maximum number of different settings whose descriptions are kept
 
 
 class CallLog:
@@ -29,8 +29,8 @@ class CallLog:
         """Append a call to the log.
 
         Args:
-            key: identifies the settings on this rank, because describing the settings in every call would be slow. A tensor in
-                the key stands only for itself, because tensors are hashed by identity.
+            key: a value that identifies the settings on this rank. The settings are described only if the key is new, because a
+                description takes time. Tensors in the key are compared by identity and not by their values.
             describe: a function that returns the settings. The log calls this function if the key is new.
             cached: the number of tokens in a KV cache, which differs from call to call.
 
@@ -49,7 +49,7 @@ class CallLog:
         return is_new
 
     def encode(self) -> str:
-        """Return the newest part of the log as JSON. Many calls have the same settings, which the JSON contains only once."""
+        """Return the newest part of the log as JSON. Settings that several calls have in common appear only once."""
         entries = list(self.recent)
         settings = list(dict.fromkeys(text for _, _, text, _ in entries))
         return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
@@ -77,6 +77,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text of at most 80 characters. A checksum replaces the rest."""
+    """Return the value as text. If the text is longer than 80 characters, a checksum replaces the rest."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

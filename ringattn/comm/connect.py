@@ -76,8 +76,8 @@ def connect(
             RINGATTN_SHARE_GPUS is 1, see `ringattn.comm.shared_gpus`.
         call: a function that returns the settings of this call, which must be the same on all ranks. The settings are compared
             only once, in the handshake.
-        relays: whether neighbours relay the blocks of the ring. NVLink copies do not relay blocks, so "auto" then means
-            "p2p".
+        relays: whether neighbours relay the blocks of the ring. If they do, "auto" means "p2p", because NVLink copies do not
+            relay blocks.
 
     Raises:
         ValueError: the transport is unknown or unavailable, the settings of the first call differ between ranks, or two ranks
@@ -114,7 +114,7 @@ _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
 
 def open_all_to_all(transport: Transport) -> AllToAll:
-    """Return the all-to-all of one call, which copies over NVLink or sends point-to-point messages, as `transport` does."""
+    """Return the all-to-all of one call. Like `transport`, it either copies over NVLink or sends point-to-point messages."""
     if isinstance(transport, MessageTransport):
         return PointToPointAllToAll(transport)
     from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
@@ -134,7 +134,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     """Compare the calls of all ranks, and create the transport that suits all ranks."""
     if group.size() == 1:
         return SingleRankTransport()
-    # The environment variable replaces only "auto", so that an explicit argument always wins.
+    # The environment variable replaces only "auto", so that an explicit argument always takes precedence.
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
@@ -142,7 +142,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device))]
     _compare_calls(store, group, call)
     shares_gpus = _check_shared_gpus(ranks, group)
-    # Some ranks may find that NVLink is unavailable while other ranks do not. The ranks exchange the reasons, because all ranks
+    # It is possible that only some of the ranks find NVLink unavailable. The ranks exchange their reasons, because all ranks
     # must choose the same transport.
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
@@ -188,7 +188,7 @@ def _identity(device: torch.device) -> _Identity:
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:
     """Raise ValueError if the calls of the ranks differ. An empty call is not compared with other calls."""
-    # If a rank calls `connect` without a call, for example in `explain`, there are no settings of this rank to compare.
+    # If a rank passes no call to `connect`, as `explain` does, there are no settings of this rank to compare.
     known = [(rank, call) for rank, call in enumerate(_all_gather(store, group, "call", call)) if call]
     for rank, call in known[1:]:
         for name, value in call.items():
@@ -200,7 +200,7 @@ def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> N
 
 
 def _check_shared_gpus(ranks: list[_Identity], group: dist.ProcessGroup) -> bool:
-    """Return whether two ranks use the same GPU. If they do, log a warning once per group, on its rank 0.
+    """Return whether two ranks use the same GPU. If they do, rank 0 of the group logs one warning.
 
     Raises:
         ValueError: two ranks use the same GPU, and the group uses NCCL.

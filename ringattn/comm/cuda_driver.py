@@ -1,4 +1,4 @@
-"""Functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
+"""Call functions of the CUDA driver that torch does not offer: copies by copy engines, and operations on flags.
 
 A stream can set a flag, and can wait until a flag is set. A flag is a 32-bit word. None of these operations occupies an SM. The
 operations of one stream run in order. An address refers to device memory, which may be memory of another GPU that is mapped in
@@ -98,13 +98,13 @@ def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _C
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
-    """Write a flag once all earlier work of the stream has finished and is visible to every device."""
+    """Write a flag after all earlier work of the stream has finished and has become visible to every device."""
     # A flag has 32 bits. The number of a hop may exceed this range, so only its lowest 32 bits are written.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 
 
 def set_flags(addresses: Sequence[int], stream: int) -> None:
-    """Set flags to 1, one after the other, once all earlier work of the stream has finished and is visible to every device."""
+    """Set flags to 1 in order, after all earlier work of the stream has finished and has become visible to every device."""
     _run_in_order([(_WRITE, address, 1) for address in addresses], stream)
 
 

@@ -15,15 +15,14 @@ Two kinds of flags prevent a sender from overwriting a slot while the receiver s
 flags. The messages of one kind use their slots in turn. The receiver sets a credit flag when the slot has been read, and the
 sender waits for this flag before the slot is reused. The second kind are *ready* flags. At the beginning of a pass, every
 receiver sets a ready flag for each rank from which it will receive a block. A ready flag means that the receiver has finished
-reading the messages of the previous pass. Results need no ready flags, because a result is sent to the rank from which the
-block was received, and this rank has already begun the pass.
+reading the messages of the previous pass. Results need no ready flags. A result is sent back to the rank that sent the block,
+and this rank has already begun the pass.
 
 Flags are 0 or 1, and there is one flag for each message. The stream that waits for a flag also clears the flag. Flags therefore
 work in the same way when a pass is issued and when a CUDA graph replays the pass.
 
-No deadlock is possible. Each rank issues its work step by step. If the work of step t waits for work of another rank, the other
-rank issues that work in step t or in an earlier step. Therefore no deadlock is possible even if a GPU runs the work of its
-streams one after the other.
+No deadlock is possible. Each rank issues its work step by step. Work of step t waits only for work that other ranks issue in
+step t or in an earlier step. Therefore no deadlock is possible even if a GPU runs the work of its streams one after the other.
 """
 
 import logging
@@ -49,14 +48,14 @@ from ringattn.planning.ulysses_degree import MAX_HEAD_CHUNKS
 log = logging.getLogger(__name__)
 
 KINDS = ("block", "result")
-# The purposes of flags. Every kind of message has one flag of each purpose in every step. Only the ready flags of blocks in the
-# first step are used. All other ready flags are unused.
+# The purposes of flags. Every kind of message has one flag of each purpose in every step. Of the ready flags, only those for
+# the blocks of the first step are used.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
 # If all results that a rank receives in a pass need at most 1 GiB, every result has its own slot. One kernel then sums all
 # results at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Blocks, or results, use three slots in turn if each of these messages has at most 128 MiB. A message may then arrive two steps
+# The messages of one kind use three slots in turn if each of them has at most 128 MiB. A message may then arrive two steps
 # early. Larger messages use two slots in turn.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # maximum sends of one call with an all-to-all: each chunk of heads is sent and returned
@@ -172,7 +171,7 @@ class Slots:
             self.total_bytes += self.counts[kind] * size
 
     def tensor_offsets(self, message: Message) -> list[int]:
-        """Return the offset of each tensor of a message from the start of its slot, followed by the end of the last tensor."""
+        """Return the offset of each tensor of a message in the slot of the message, followed by the end of the last tensor."""
         sizes = (padded_bytes(x, len(message.rows)) for x in self.templates[message.kind])
         return list(accumulate(sizes, initial=0))
 
@@ -186,8 +185,7 @@ class NvlinkTransport:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, joined: Interconnect, watchdog: Watchdog) -> None:
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
-        # Blocks and results use separate streams, so that the copy of a block does not wait for a result that is not computed
-        # yet.
+        # Blocks and results use separate streams, so that the copy of a block need not wait until a result has been computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
         self._allocate()
 
@@ -223,7 +221,8 @@ class NvlinkTransport:
     def synchronise(self) -> None:
         """Wait until the GPUs of all ranks have finished all their work."""
         # The first synchronisation waits for the work of this rank. The second synchronisation waits for the barrier, which
-        # NCCL runs on the GPU. If ranks share a GPU, gloo runs the barrier on the host, and the second one has nothing to do.
+        # NCCL runs on the GPU. If ranks share a GPU, gloo runs the barrier on the host, and the second synchronisation has
+        # nothing to wait for.
         torch.cuda.synchronize(self.device)
         dist.barrier(self.group)
         torch.cuda.synchronize(self.device)
@@ -242,7 +241,7 @@ class NvlinkTransport:
         return self._flag_addresses[rank] + 4 * (row * self.size + writer)
 
     def all_to_all_flag(self, rank: int, number: int, writer: int) -> int:
-        """Return the address of the flag that `writer` sets for send `number` of an all-to-all, in the memory of `rank`.
+        """Return the address of a flag in the memory of `rank`. `writer` sets this flag for send `number` of an all-to-all.
 
         The number MAX_SENDS stands for the ready flag.
         """
@@ -265,8 +264,8 @@ class NvlinkTransport:
         return _NvlinkPass(self, *self._routes[schedule, shapes])
 
     def _plan_steps(self, schedule: Schedule, slots: Slots) -> list[RouteStep]:
-        # The credit flags of the last messages are set up to two steps after the last step of the schedule, so the route has
-        # two additional steps.
+        # The credit flags of the last messages are set as late as two steps after the last step of the schedule. Therefore the
+        # route has two additional steps.
         steps = [RouteStep() for _ in range(len(schedule.steps) + 2)]
         for t, step in enumerate(schedule.by_rank[self.rank]):
             steps[t].sends = [self._plan_send(t, message, slots) for message in step.outgoing]
@@ -315,7 +314,7 @@ class _NvlinkPass:
         # blocks.
         transport.computed.record(self.main)
         transport.streams["block"].wait_event(transport.computed)
-        # The results in flight, each in a pair with an event. After this event, the memory of the result may be reused.
+        # One pair (event, result) for each result in flight. The memory of the result may be reused after the event.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:

@@ -1,8 +1,8 @@
 """The all-to-all over NVLink: copy engines write slices of tensors directly into the memory of other GPUs.
 
 Every rank has one receive buffer for all-to-alls, which all layers and calls use. Each exchange uses its own region of the
-buffer. A region has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads from
-its own tensors directly to their final position in the region, without packing the tokens first, and then sets a flag. When all
+buffer. A region has the same memory layout as the tensors that the exchange fills. A sender copies tokens of some heads
+directly to their final position in the region, without packing them first. After the copy, the sender sets a flag. When all
 flags of an exchange are set, the whole region is copied into ordinary tensors. Kernels read these tensors, and autograd can
 save them.
 
@@ -10,8 +10,8 @@ Flags are 0 or 1, and the stream that waits for a flag also clears the flag. Fla
 issued and when a CUDA graph replays the call. The owner of a receive buffer sets *ready* flags at the end of each call. Other
 ranks write into the buffer only after the owner has set these flags.
 
-No deadlock is possible. All sends of a call are numbered. If the work of send i waits for work of another rank, the other rank
-issues that work at its own send i or at an earlier send.
+No deadlock is possible. All sends of a call are numbered. Work of send i waits only for work that other ranks issue at their
+own send i or at an earlier send.
 """
 
 from functools import lru_cache
@@ -31,8 +31,8 @@ READY = MAX_SENDS  # the number that stands for the ready flags, which follow th
 class StridedCopy(NamedTuple):
     """A copy of `count` pieces of `width` bytes.
 
-    `target` and `source` are offsets from the start of a region and of a tensor. A pitch is the distance between the starts of
-    consecutive pieces. All numbers except `count` are in bytes.
+    `target` is an offset from the start of a region, and `source` is an offset from the start of a tensor. A pitch is the
+    distance between the starts of consecutive pieces. All numbers except `count` are in bytes.
     """
 
     target: int

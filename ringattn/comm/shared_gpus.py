@@ -1,4 +1,4 @@
-"""Several ranks on one GPU, for tests and for learning.
+"""Let several ranks use the same GPU, for tests and for learning.
 
 By default, every rank requires its own GPU. If the environment variable RINGATTN_SHARE_GPUS is 1 on all ranks, several ranks
 may use the same GPU. Their rings then use the same copies, flags and streams as rings over NVLink, but every copy stays inside

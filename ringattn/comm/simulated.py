@@ -1,4 +1,4 @@
-"""A simulated ring of any size, for tests and for studies of schedules. The ranks of the ring are threads of one process."""
+"""Simulate a ring of any size, for tests and for studies of schedules. The ranks of the ring are threads of one process."""
 
 import itertools
 import threading

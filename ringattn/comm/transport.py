@@ -1,7 +1,7 @@
-"""The interface of all transports, and the base class of the transports that exchange single tensors.
+"""Define the interface of all transports, and the base class of the transports that exchange single tensors.
 
-A transport is one rank's connection to the other ranks of a ring. The transport carries out the messages of a schedule step by
-step:
+A transport is one rank's connection to the other ranks of a ring. The transport sends and receives the messages of a schedule
+step by step:
 
     ring_pass = transport.begin(schedule, templates)
     for t in range(steps):
@@ -28,7 +28,7 @@ from ringattn.planning.schedule import Message, RankStep, Schedule
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
-Templates = dict[str, Tensors]  # examples of a block and of a result; receive buffers have their shapes and dtypes
+Templates = dict[str, Tensors]  # examples of a block and of a result; they determine the shapes and dtypes of receive buffers
 WaitForBlocks = Callable[[], list[Tensors]]  # a function that waits for the messages of a step and returns their blocks
 Wait = Callable[[], None]  # a function that waits until all messages have arrived and all sent tensors may be modified
 Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends, and (contiguous tensor, sender) for receives
@@ -55,8 +55,9 @@ class RingPass(Protocol):
         """Start the sends and receives of step t, and return a function that waits for the incoming blocks and returns them.
 
         `outgoing` contains one block for each outgoing message of the step, in the order of the messages. A block to send must
-        be contiguous, and has either the rows of its message or all rows of its owner. A block must not be modified between the
-        start of this exchange and the start of exchange t + 2. The received blocks remain valid until exchange t + 2 starts.
+        be contiguous. It contains either exactly the rows of its message or all rows of its owner. A block must not be modified
+        between the start of this exchange and the start of exchange t + 2. The received blocks remain valid until exchange t +
+        2 starts.
         """
 
     def end(self) -> None:

@@ -24,8 +24,8 @@ SCHEDULES = ("auto", "state", "kv")
 # A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
 # contains the rest of the work and hides the last hop.
 FIRST_SHARE = 0.4
-# The KV ring is chosen only if the state ring is predicted to take at least 1.03 times as long. Smaller differences are less
-# than the accuracy of the table of speeds.
+# The KV ring is chosen only if the state ring is predicted to take at least 1.03 times as long. The table of speeds is not
+# accurate enough to predict smaller differences.
 STATE_RING_MARGIN = 1.03
 # The tensors that circulate, and the tensors that return to their owner, by the direction and the schedule of a pass.
 CIRCULATING = {
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 class BlockPair:
     """The inputs of one kernel call: some query rows of a rank, and some key rows of the same rank or of another rank."""
 
-    intervals: Intervals  # one interval per query row; the bounds of an interval are numbers of key rows
+    intervals: Intervals  # one interval per query row; the bounds are indices of key rows
     layout: Layout
     sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries, then (rank, rows) of the keys
 
@@ -70,10 +70,10 @@ class Plan:
             name: "state", in which queries circulate, or "kv", in which keys and values circulate.
             results: whether the circulating blocks accumulate results that return to their owners.
             all_pairs: whether every pair of ranks is connected directly.
-            row_multiple: the ranges of rows in the schedule start at multiples of this number. They also end at multiples of
-                this number, except that ranges of queries end at the last query of their rank at the latest. Ranges of keys
-                may end behind the last key, so the tensors of a circulating block must be padded. FP8 blocks need such ranges,
-                because 128 rows share a scale and a tile of values.
+            row_multiple: every range of rows in the schedule starts and ends at a multiple of this number, with one exception:
+                a range of queries ends at the last query of its rank at the latest. A range of keys may extend beyond the last
+                key, so the tensors of a circulating block must be padded. FP8 blocks need such ranges, because 128 rows share a
+                scale and a tile of values.
         """
         key = name, results, all_pairs, row_multiple
         if key not in self._schedules:
@@ -154,9 +154,9 @@ class Plan:
     def merge_bytes(self, work: Work) -> float:
         """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
 
-        The estimate is the same for the state ring and for the KV ring. It counts, for each rank, the overlaps of its queries
-        with the keys of all other ranks. For each overlap, it adds the bytes of the result for the queries, which the state
-        ring merges, and the bytes of the result for the keys, which the KV ring merges.
+        The estimate is the same for the state ring and for the KV ring. For each rank, the estimate counts the overlaps of the
+        rank's queries with the keys of all other ranks. Each overlap adds the bytes of the result for the queries, which the
+        state ring merges, and the bytes of the result for the keys, which the KV ring merges.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
         by_rank = []
@@ -177,15 +177,15 @@ class Plan:
 
         If `name` is not "auto", the method returns `name`. For "auto", the method chooses the state ring unless the KV ring has
         a clearly lower predicted time. Over gloo, the method always chooses the state ring, because speed is not important
-        there. A single rank has no ring, and the KV schedule needs no merge.
+        there. On a single rank, it always chooses the KV schedule, because this schedule needs no merge.
 
         The method logs the choice once.
         """
         key = name, work, interconnect
         if key not in self._choices:
             self._choices[key], _ = self._choose(*key)
-            # Packed documents change the predicted times at every training step, so there would otherwise be a message in every
-            # step.
+            # With packed documents, the predicted times change in every training step. Without this check, there would be a
+            # message in every step.
             if self.layout.ranks > 1 and (work.direction, self._choices[key]) not in _logged:
                 _logged.add((work.direction, self._choices[key]))
                 log.info(self.describe_choice(*key))
@@ -210,7 +210,7 @@ class Plan:
         return sum(hop.seconds for hop in hops), sum(hop.bytes for hop in hops)
 
     def describe_choice(self, name: str, work: Work, interconnect: Interconnect) -> str:
-        """Return one line that says what circulates, by which route and transport, why, and what each schedule would cost.
+        """Return one line with the choice, its reason, the route, the transport, and the predicted cost of each schedule.
 
         The arguments are those of `choose_schedule`.
         """
@@ -232,7 +232,7 @@ _logged: set[tuple[str, str]] = set()
 
 
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
-    """Return the intervals (lo, hi) of the queries of `query_rank`, whose bounds are numbers of key rows of `key_rank`.
+    """Return the intervals (lo, hi) of the queries of `query_rank`. The bounds are indices of the key rows of `key_rank`.
 
     This function does not apply causality, windows or documents, because `ringattn.mask.shared_intervals` has already applied
     them. This function only translates positions into rows. lo and hi are int32 (B or 1, query rows) on the CPU.
@@ -243,7 +243,7 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
 
 @lru_cache(maxsize=16)
 def _global_intervals(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """Return the intervals (lo, hi) of a rank's queries, whose bounds are key positions: int64 (B or 1, rows)."""
+    """Return the intervals (lo, hi) of a rank's queries: int64 (B or 1, rows). The bounds are positions of keys."""
     return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
 
 
@@ -266,7 +266,7 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlap(NamedTuple):
-    """The part of one rank's queries and of one rank's keys that attention must compute under the mask."""
+    """The work of attention between the queries of one rank and the keys of one rank."""
 
     queries: range  # from the first to the last query row that attends to one of the keys
     keys: range  # from the first to the last key row that one of the queries attends to
@@ -277,7 +277,7 @@ def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
     """Return the overlap of the queries of one rank and the keys of one rank.
 
     Args:
-        lo, hi: the intervals of the queries, whose bounds are numbers of key rows: (B or 1, query rows).
+        lo, hi: the intervals of the queries: (B or 1, query rows). The bounds are indices of key rows.
         num_keys: the number of key rows.
     """
     counts = (hi - lo).clamp(min=0)
@@ -350,7 +350,7 @@ _planning_lock = threading.Lock()
 
 
 def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Plan:
-    """Return the plan of `rank` for `mask` and `layout`, from the cache of recent plans if the cache contains this plan."""
+    """Return the plan of `rank` for `mask` and `layout`. Recent plans are cached."""
     with _planning_lock:
         plans = _plans(mask, layout)
         if (rank, device) not in plans:

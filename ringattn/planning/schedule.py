@@ -1,8 +1,8 @@
 """Schedules of ring passes. A schedule is plain data: it lists the messages of each hop and the computations of each rank.
 
-In a ring pass, one block of every rank circulates past the other ranks. A rank computes with a block only if the mask allows
-at least one (query, key) pair. The other ranks compute the *result* of a block, and this result returns to the owner of the
-block. The following table lists the tensors of each pass:
+Every rank owns one block, which circulates among the other ranks during a ring pass. A rank computes with a block only if the
+mask allows at least one (query, key) pair. The other ranks compute the *result* of a block, and this result returns to the
+owner of the block. The following table lists the tensors of each pass:
 
                       circulating block      result            stays, and accumulates in place
     state forward     q                      m, l, o           -
@@ -26,7 +26,7 @@ return of the last results.
 
 A schedule contains only computations for which the mask allows at least one (query, key) pair. In direct schedules, a block is
 sent only to the ranks that need the block, and a message contains only the rows that its receiver needs. In relay schedules, a
-block is relayed no further than to the last rank that needs the block.
+block is relayed only as far as the last rank that needs it.
 """
 
 from collections.abc import Sequence
@@ -137,8 +137,8 @@ def _pairings(need: Need) -> list[list[list[LocalStep]]]:
     """Return up to two pairings. A pairing is a list of rounds, and assigns one other owner to every rank in each round.
 
     In round s of the pairing by rotation, rank r computes with the block of rank r - s, modulo P. If P is a power of two, there
-    is also the pairing by XOR, in which rank r computes with the block of rank r XOR s. The function leaves out each round in
-    which the mask gives no rank any work. Which rounds have no work depends on the pairing, so one pairing may have fewer
+    is also the pairing by XOR, in which rank r computes with the block of rank r XOR s. The function leaves out all rounds in
+    which no rank has work under the mask. The number of these rounds depends on the pairing, so one pairing may have fewer
     rounds than the other.
     """
     ranks = range(len(need))
@@ -175,9 +175,9 @@ def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: 
 
 @lru_cache(maxsize=64)
 def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None) -> Schedule:
-    """Return the schedule with the fewest messages in which neighbours relay blocks.
+    """Return the schedule in which neighbours relay blocks with as few messages as possible.
 
-    Each block is relayed up to the last rank that needs the block. The block contains all rows that any of the other ranks
+    Each block is relayed up to the last rank that needs the block. The block contains every row that at least one other rank
     needs. All blocks move in the same direction around the ring, and the direction with fewer messages is chosen. The arguments
     are the same as for `direct`.
     """
@@ -188,12 +188,12 @@ def relay(need: Need, results: bool, split_points: tuple[int, ...] | None = None
 
 def _one_way(need: Need, results: bool, split_points: tuple[int, ...] | None, direction: int) -> Schedule:
     ranks = len(need)
-    # distances[r] lists the numbers of hops after which the block of rank r reaches the ranks that compute with this block.
-    # first[r] is the smallest of these numbers, and extent[r] is the largest of these numbers. first[r] and extent[r] are 0 if
-    # no other rank computes with the block.
+    # distances[r] lists, for each rank that computes with the block of rank r, the number of hops after which the block reaches
+    # this rank. first[r] is the smallest of these numbers, and extent[r] is the largest. Both are 0 if no other rank computes
+    # with the block.
     distances = [[t for t in range(1, ranks) if need[r][(r + direction * t) % ranks]] for r in range(ranks)]
     first, extent = ([pick(ts, default=0) for ts in distances] for pick in (min, max))
-    # A relayed block has the same rows on every hop, so the block must contain the rows that any of the other ranks needs.
+    # A relayed block has the same rows on every hop, so it must contain every row that at least one other rank needs.
     carried = [hull([rows for rank, rows in enumerate(need[owner]) if rank != owner]) for owner in range(ranks)]
     final = max(extent)
     returns = results and final > 0

@@ -1,4 +1,4 @@
-"""Choose how many ranks take part in an all-to-all, from the predicted time of attention on U x R ranks.
+"""Choose the number of ranks per all-to-all for which attention on U x R ranks is predicted to take the least time.
 
 U is the number of ranks of an all-to-all, and R is the number of ranks of a ring. The prediction uses the table of speeds in
 `ringattn.planning.cost_model`, so that all ranks, and all runs, make the same choice. The choice of a schedule in
@@ -91,11 +91,11 @@ def best_ulysses_degree(
 ) -> int:
     """Return the U for which the predicted time of a forward pass and a backward pass is lowest.
 
-    U must divide `ranks` and Hq. The predicted time is the sum of two times. The first time is the time of a ring of R =
-    `ranks` / U ranks. `Plan.costs` predicts the time of each hop of the ring, and the overhead of the steps and the time for
-    merging partial results are added. The second time is the part of the all-to-all that attention does not hide, see
-    `exposed_seconds`. Two values of U count as equally good if their times differ by at most 1%. The smallest of the best
-    values of U wins. Every rank that passes the same arguments computes the same U.
+    U must divide `ranks` and Hq. The predicted time has two parts. The first part is the time of a ring of R = `ranks` / U
+    ranks. This is the sum of the times that `Plan.costs` predicts for the hops, the overhead of the steps, and the time for
+    merging partial results. The second part is the time of the all-to-alls that attention does not hide, see `exposed_seconds`.
+    Among all values of U whose predicted time is at most 1% above the lowest predicted time, the function returns the smallest
+    U. Every rank that passes the same arguments computes the same U.
 
     The computation takes about a second for 64 ranks. For more than 64 ranks, the function considers only values of U that
     divide the number of ranks per host, and returns the U for which the ranks send the fewest bytes. In this case, the function
@@ -131,7 +131,7 @@ def best_ulysses_degree(
         bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
         all_to_all = all_to_all_seconds(bytes_to_each, u, host, near, far)
         seconds[u] = sum(chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
-    # The smallest U of the best candidates wins, because every rank has more heads if U is smaller.
+    # If several candidates are equally good, the smallest U is chosen, because every rank then has more heads.
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
 
 

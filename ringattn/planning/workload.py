@@ -34,12 +34,12 @@ class Work(NamedTuple):
     def query_bytes(self, own: bool, relays: bool) -> float:
         """Return the bytes of HBM traffic that the state ring adds per row of circulating queries in one local step.
 
-        Traffic that the matrix products of a kernel hide is not counted. In the forward pass, the kernel hides the traffic of
-        the state that it writes, and the traffic of a state that its epilogue merges. The epilogue merges the results of a
-        rank's own queries. The result for another rank is merged by a separate kernel. If ranks send results directly to the
-        owner, the owner reads each result once, because one kernel merges all results at the end of the pass. If neighbours
-        relay results, every merge reads two states and writes one. In the backward pass, kernels clear and read the sums of
-        dq, and then write dq or accumulate into dq.
+        Traffic is not counted if the matrix products of the same kernel hide it. In the forward pass, this applies to the state
+        that the kernel writes, and to a state that its epilogue merges. The epilogue merges the results of a rank's own
+        queries. The result for another rank is merged by a separate kernel. If ranks send results directly to the owner, the
+        owner reads each result once, because one kernel merges all results at the end of the pass. If neighbours relay results,
+        every merge reads two states and writes one. In the backward pass, kernels clear and read the sums of dq, and then write
+        dq or accumulate into dq.
 
         Args:
             own: whether the circulating queries are the queries of the rank that computes the local step.
