@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 def resolve_path(name: str, value: str) -> Path:
-    """Return the absolute path that the setting `name` has as its value. The path need not exist.
+    """Return `value`, the value of the setting `name`, as an absolute path. The path need not exist.
 
     Raises:
         ConfigError: no file can have this path, because it is too long or a loop of links.
@@ -106,8 +106,7 @@ class DataConfig:
     # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
     # except "stdlib" and "recall" require a path.
     path: str | None = None
-    # The name of the configuration to use, for a dataset of the hub with several configurations. None: the default
-    # configuration.
+    # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
     subset: str | None = None
     # The part of the text to train on: a split such as "train", or a slice of a split such as "train[:95%]".
     split: str = "train"
@@ -116,8 +115,8 @@ class DataConfig:
     eval_split: str | None = None
     # The files or the dataset of the held-out text. None: the same files or dataset as in `path`.
     eval_path: str | None = None
-    # If neither `eval_split` nor `eval_path` is set, this fraction of the tokens is held out from training, and at least the
-    # tokens of one sequence. 0: no text is held out, and there is no evaluation.
+    # If neither `eval_split` nor `eval_path` is set, this fraction of the tokens is held out from training. The held-out text
+    # contains the tokens of at least one sequence. 0: no text is held out, and there is no evaluation.
     eval_fraction: float = 0.01
     # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
     column: str = "text"
@@ -138,7 +137,7 @@ class DataConfig:
 
     @property
     def held_out(self) -> "DataConfig | None":
-        """The settings of the held-out text as a corpus of its own, or None if it has no files or split of its own."""
+        """The settings of the held-out text if it is a separate corpus, with its own files or split. Otherwise None."""
         if self.eval_split is None and self.eval_path is None:
             return None
         path, split = self.eval_path or self.path, self.eval_split or DataConfig.split
@@ -147,7 +146,7 @@ class DataConfig:
 
     @property
     def resolved_eval_fraction(self) -> float:
-        """The fraction of the tokens that is held out, or 0 if the held-out text has files or a split of its own.
+        """The fraction of the tokens that is held out, or 0 if the held-out text has its own files or its own split.
 
         The fraction is also 0 if the text is generated.
         """
@@ -273,8 +272,8 @@ class TrainerConfig:
     log_every: int | None = None
     # The number of tokens to generate at the end of a run, and whenever a completed run is launched again. 0: none.
     sample_tokens: int = 128
-    # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or
-    # "def " without held-out text.
+    # The text that the generated sample continues. None: the first 256 tokens of the longest held-out document, or "def " if
+    # there is no held-out text.
     sample_prompt: str | None = None
     # The peak TFLOP/s of one device, which determines the model FLOPs utilisation (MFU). None: the peak from a table of known
     # GPUs. If the table does not contain the device, MFU is left out.
@@ -284,7 +283,7 @@ class TrainerConfig:
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
-        """Return the argument `precision` of the attention calls of training steps, or of evaluation and generation."""
+        """Return the argument `precision` of attention calls, either in training steps or in evaluation and generation."""
         uses_fp8 = self.fp8_attention == "always" or self.fp8_attention == "inference" and not training
         return "fp8" if uses_fp8 else "ieee"
 
@@ -344,7 +343,8 @@ CHOICES = {
 }
 
 # The valid range of each numeric setting. Both ends are valid. The range does not apply to a setting that is None. The upper
-# ends reject values that no training needs, because such values would overflow an integer or a float, or would never finish.
+# ends reject values that no training needs, because these values would overflow an integer or a float, or the run would never
+# finish.
 RANGES = {
     "model.vocab_size": (1, 2**30),
     "model.layers": (1, 4096),
@@ -431,7 +431,7 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
 
 
 def _check_unused(config: Config) -> Iterator[str]:
-    # A setting without an effect is an error, because the user expects an effect of the setting, such as training on other
+    # A setting without an effect is an error, because the user expects an effect, for example that the run trains on other
     # text.
     data, optim = config.data, config.optim
     for names, is_unused, reason in (

@@ -60,7 +60,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "held_out_sequences": run.held_out.sequences_per_epoch if run.held_out else 0,
         "sequences_per_step": run.sequences_per_step,
         "tokens_per_step": run.tokens_per_step,
-        # For a sequence that consists of one document.
+        # This number is for a sequence that consists of one document.
         "flops_per_token": flops.step_flops(run.model, seq_len, pairs) / seq_len,
         "peak_tflops_per_rank": run.peak_flops / 1e12 if run.peak_flops else None,
         "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
@@ -110,9 +110,9 @@ def communication_facts(run: Run) -> dict[str, Any]:
 
     Returns:
         A dict with `transport` ("nvlink", "nccl" or "gloo"), `route` ("direct" or "relay"), `schedule_forward` and
-        `schedule_backward` ("state" or "kv"), and `predicted_exposed_communication_s_per_step`. The last entry is a prediction
-        of the cost model: the time in a step for which ring communication is not hidden by attention. It does not include the
-        all-to-all of Ulysses. Without a ring, the dict only contains the transport of the all-to-all, or None.
+        `schedule_backward` ("state" or "kv"), and `predicted_exposed_communication_s_per_step`. The cost model predicts the
+        last entry. It is the time per step in which attention does not hide the communication of the ring. It does not include
+        the all-to-all of Ulysses. Without a ring, the dict only contains the transport of the all-to-all, or None.
     """
     mesh, parallel = run.mesh, run.config.parallel
     if mesh.ring.size() == 1:

@@ -51,10 +51,10 @@ def report_error(error: Exception) -> None:
 
 
 def write_error_file(text: str) -> None:
-    """Write a message to the file from which torchrun reads the reason for the failure of this rank.
+    """Write a message to the file from which torchrun reads why this rank failed.
 
-    If a rank fails, torchrun ends with a traceback of its own and a summary of the failure. With this file, the summary, and
-    therefore the last lines of the output, contain the message. Without torchrun, this function does nothing.
+    If a rank fails, torchrun ends with a traceback of its own and a summary of the failure. The summary contains the message
+    from this file, so the message is also at the end of the output. Without torchrun, this function does nothing.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         # This is the format of torch.distributed.elastic.multiprocessing.errors.ErrorHandler, without a traceback.

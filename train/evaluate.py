@@ -86,8 +86,8 @@ class Options:
         "What is evaluated: loss (the loss on held-out text) or recall (the accuracy on the recall task).", default="loss"
     )
     output: str = option(
-        "The folder of the table and the plot. If it is empty, the name of the folder is the name of the run with -evaluation "
-        "at its end, and the folder is next to the run. For a folder in Hugging Face's format, it is in outputs/.",
+        "The folder for the table and the plot. By default, this folder is next to the run, and its name is the name of the "
+        "run followed by -evaluation. For a model in Hugging Face's format, the default folder is in outputs/.",
         default="",
     )
 
@@ -137,7 +137,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     if any(name.startswith("data.eval_") for name in overrides):
         raise ConfigError(
-            "data.eval_path and data.eval_split: an evaluation uses one text: use data.path and data.split instead"
+            "data.eval_path and data.eval_split: an evaluation uses only one text, so use data.path and data.split instead"
         )
     lengths = overrides.pop("data.seq_len", str(config.data.seq_len)).split(",")
     if (text := evaluated_text(config.data, overrides)) is not None:

@@ -1,4 +1,4 @@
-"""Measure the accuracy of a model on the recall task, by the length of the sequence and by the position of the answer in it.
+"""Measure the accuracy on the recall task, by the length of the sequence and by the position of the answer in the sequence.
 
 The task is that of `ringattn.train.data.recall`. `python train/evaluate.py run=NAME evaluate=recall` evaluates any checkpoint
 whose tokenizer has enough tokens, and training with data=recall evaluates the model in the same way.

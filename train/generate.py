@@ -52,8 +52,8 @@ class Options:
         default=0.8,
     )
     top_p: float = option(
-        "Each token is sampled from the most likely tokens whose probabilities sum to at least top_p. If it "
-        "is 1, each token is sampled from all tokens.",
+        "Each token is sampled from the most likely tokens whose probabilities sum to at least top_p. If "
+        "top_p is 1, each token is sampled from all tokens.",
         default=0.95,
     )
     seed: int = option("The seed of the sampling. The same seed gives the same text.", default=0)
@@ -205,8 +205,8 @@ def _attend_with_cache(
         cache: the keys and values of all earlier calls.
         layout: the layout of the prompt.
         mask: the mask of the model: causal, with or without a sliding window.
-        precision: the precision of the prompt, as in `ring_attention`. The cache, and the attention of new tokens to it, have
-            the dtype of the model, even if the prompt uses FP8.
+        precision: the precision of the prompt, as in `ring_attention`. The cache and the attention of new tokens use the dtype
+            of the model, even if the prompt uses FP8.
         options: the process group and the attention kernels, as in `ring_attention`.
     """
     if cache.length == 0:
@@ -240,7 +240,7 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     if top_p == 1:
         return probabilities
     ordered, tokens = probabilities.sort(descending=True, stable=True)
-    # A token belongs to the nucleus if the more likely tokens do not reach `top_p`.
+    # A token belongs to the nucleus if the probabilities of all more likely tokens sum to less than `top_p`.
     outside = ordered.cumsum(0) - ordered >= top_p
     return probabilities.index_fill(0, tokens[outside], 0)
 

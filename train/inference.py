@@ -1,4 +1,4 @@
-"""The parts that the commands train/generate.py and train/evaluate.py share: their options, and how they load a model."""
+"""Parse the options of the commands train/generate.py and train/evaluate.py, and load the model that the options name."""
 
 import logging
 import shlex

@@ -34,8 +34,8 @@ CONSOLE_FORMATS = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 
-# Without `trainer.log_every`, the console shows this number of steps at the start of a launch, and then at most one step in
-# this number of seconds.
+# Without `trainer.log_every`, the console shows the first FIRST_STEPS steps of a launch, and then at most one step every
+# CONSOLE_INTERVAL_S seconds.
 FIRST_STEPS = 3
 CONSOLE_INTERVAL_S = 5.0
 
@@ -137,7 +137,7 @@ class Recorder:
             self._file.close()
 
     def _is_due(self, step: int) -> bool:
-        """Return whether the console shows a step that is neither the last step nor evaluated."""
+        """Return whether the console shows a step. The last step and evaluated steps are always shown, without this check."""
         if self._every is not None:
             return step % self._every == 0
         return step <= self._done + FIRST_STEPS or time.monotonic() - self._last_shown >= CONSOLE_INTERVAL_S
@@ -228,7 +228,7 @@ def _smooth(losses: list[float]) -> list[float]:
 
 
 def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
-    """Plot the loss of each context-length group of `evaluate`. The groups have equal distances on the x axis."""
+    """Plot the loss of each context-length group of `evaluate`. The groups are evenly spaced on the x axis."""
     groups = losses_by_context(record)
     axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
     axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])

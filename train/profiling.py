@@ -69,7 +69,7 @@ class Profiler:
         self._last = self._steps[0]
 
     def close(self) -> None:
-        """Write the files if steps have been profiled that are not written yet. A run that stops early calls this function."""
+        """Write the files of profiled steps that have not been written yet. A run that stops early calls this function."""
         if self._profile is None:
             return
         self._profile.stop()

@@ -40,7 +40,7 @@ def accuracy_table(accuracies: Accuracies) -> str:
 
 
 def plot_accuracies(accuracies: Accuracies, chance: float, output: Path) -> None:
-    """Draw a heat map of the accuracies, and save it as a PNG file. The title contains the probability of a guess, `chance`."""
+    """Draw a heat map of the accuracies, and save it as a PNG file. The title contains `chance`, the accuracy of guesses."""
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 

@@ -251,7 +251,10 @@ def check_name(name: str | None, context: HydraConf) -> None:
     # Hydra writes multirun.yaml to the directory of the sweep. If the sweep varies the name, `context.sweep.dir` depends on the
     # name of the job and is not the directory of the sweep. Therefore `context.sweep.dir` does not contain multirun.yaml.
     if context.mode == RunMode.MULTIRUN and not (Path(context.sweep.dir) / "multirun.yaml").exists():
-        raise ConfigError(f"name={name} is one of several, but a sweep requires one name, under which each job has a directory")
+        raise ConfigError(
+            f"name={name} is one of several names, but all jobs of a sweep must have the same name: each job has its own "
+            "directory under this name"
+        )
 
 
 if __name__ == "__main__":

@@ -26,11 +26,11 @@ def resolve_settings(
 ) -> Config:
     """Return the settings of a launch.
 
-    The settings of a run that resumes from a checkpoint are those of the checkpoint. The settings of a new run are those that
-    Hydra has composed, and the model and the tokenizer come from the folder of a Hugging Face model if `trainer.init_from`
-    names one. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting, and the
-    choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a recipe,
-    all composed settings have precedence, except that the number of steps is kept unless the command line sets it. On the
+    A run that resumes from a checkpoint has the settings of the checkpoint. A new run has the settings that Hydra has composed.
+    If `trainer.init_from` of a new run names the folder of a Hugging Face model, the settings of the model and the tokenizer
+    come from this folder. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting,
+    and the choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a
+    recipe, all composed settings have precedence. Only the number of steps is kept, unless the command line sets it. On the
     command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, and `trainer.accumulate` replaces an earlier
     `trainer.tokens_per_step`.
 
@@ -69,7 +69,7 @@ def _names(overrides: Iterable[str]) -> set[str]:
         if isinstance(value, dict):  # An override such as `trainer={steps:5}` sets several settings of a group.
             names |= {f"{override.key_or_group}.{name}" for name in value}
         elif override.key_or_group != "experiment" or value is not None:
-            # A setting may be a list, of which the command line sets one element.
+            # If a setting is a list, the command line may set a single element of it.
             names.add(".".join(override.key_or_group.split(".")[:2]))
     return names
 
@@ -149,8 +149,9 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     overrides = {}
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # A file such as configs/model/8b.yaml leaves out settings that have their default values. The default values of the
-        # sizes are meant, too, but the other settings that are left out follow the existing model.
+        # A file such as configs/model/8b.yaml leaves out settings that have their default values. If the setting is a size, the
+        # default value replaces the size of the existing model. All other settings that are left out keep the values of the
+        # existing model.
         is_size = value is not None and field.name not in huggingface.MAY_DIFFER
         is_chosen = value != field.default and given & {"model", "experiment"} or is_size and "model" in given
         if is_chosen or f"model.{field.name}" in given:

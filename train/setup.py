@@ -173,7 +173,7 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
 
 
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
-    """Build the mesh of all ranks. If a setting is None, this function chooses the number of ranks along the axis."""
+    """Build the mesh of all ranks, and choose the number of ranks along each axis whose setting is None."""
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses
     if ulysses is None:
@@ -207,7 +207,7 @@ def uses_compile(config: Config, device: torch.device) -> bool:
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
-    """Return the number of ranks per all-to-all that the cost model of rank 0 predicts to be the fastest.
+    """Return the number of ranks per all-to-all for which the cost model on rank 0 predicts the shortest time.
 
     `sequence` is the number of ranks that share a sequence. The prediction ignores documents, because the documents differ from
     step to step.
@@ -240,6 +240,6 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     else:
-        with suppress(OSError):  # The file exists only on Linux, and some containers do not allow to write to it.
+        with suppress(OSError):  # The file exists only on Linux, and some containers do not allow writing to it.
             # The value 5 resets the peak of the memory of this process.
             Path("/proc/self/clear_refs").write_text("5")

@@ -68,8 +68,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     dist.all_reduce(sums)
     clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
     grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
-    # The CPU prepares the next step while the GPU is still computing. The code below reads a result for the first time, so it
-    # waits for the GPU.
+    # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
+    # must wait for the GPU.
     if step < run.config.trainer.steps:
         load_time = prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
         data_wait += load_time if run.device.type == "cpu" else 0.0  # A GPU computes during this time.

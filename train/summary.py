@@ -31,7 +31,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this job in GiB.
 
     On a CPU, the memory is that of the process, which includes Python and its libraries. If the operating system cannot reset
-    the peak, it is the peak since the start of the process.
+    the peak, the result is the peak since the start of the process.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / memory.GIB

@@ -1,4 +1,4 @@
-"""Find the settings that a sweep varies, and name the directory of each of its jobs by the values of these settings."""
+"""Find the settings that a sweep varies, and build the directory name of each job from the values of these settings."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-# A longer name of a directory is cut, because most file systems limit a name to 255 bytes.
+# Longer directory names are shortened, because most file systems limit a name to 255 bytes.
 MAX_LENGTH = 100
 
 

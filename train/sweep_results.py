@@ -116,8 +116,8 @@ def _cells(outcome: Outcome, starts: list[int]) -> list[str]:
 def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     """Plot the speed, the memory and the losses of the jobs, and save the plot as a PNG file.
 
-    The x axis of the first three panels is the setting that the sweep varies, if it is a single setting with numeric values.
-    Otherwise, it shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss on
+    If the sweep varies a single setting with numeric values, the x axis of the first three panels is this setting. Otherwise,
+    the x axis shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss on
     held-out text by context length, with one line per job.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
@@ -139,7 +139,7 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
 
 
 def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
-    """Return the position of each job on the x axis, its label, and the name of the axis. A name of None means job names."""
+    """Return the position and the label of each job on the x axis, and the name of the axis (None if labels are job names)."""
     try:
         ((name, _),) = outcomes[0].varied.items()
         values = [float(outcome.varied[name]) for outcome in outcomes]
@@ -177,7 +177,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """Plot the loss of each context-length group, with one line per job. The groups have equal distances on the x axis."""
+    """Plot the loss of each context-length group, with one line per job. The groups are evenly spaced on the x axis."""
     starts = _context_groups(outcomes)
     for outcome in outcomes:
         if losses := _losses_by_context(outcome):
@@ -190,7 +190,7 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
 
 
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
-    """Log the table and the picture of the sweep to a run of W&B, which belongs to the same group as the runs of the jobs.
+    """Log the table and the picture of the sweep to a W&B run in the same group as the runs of the jobs.
 
     The run has the name of the sweep. If the sweep is launched again, the run is continued. If W&B is off, or if no job had
     valid settings, this function does nothing.

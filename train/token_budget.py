@@ -22,7 +22,7 @@ def resolve_token_budget(config: Config, world_size: int) -> None:
         world_size: the number of ranks that were launched.
 
     Raises:
-        ConfigError: a setting is outside its range, or no whole number of micro-steps has `trainer.tokens_per_step` tokens.
+        ConfigError: a setting is outside its range, or `trainer.tokens_per_step` is not a whole number of micro-steps.
     """
     check_values(config)
     trainer, ranks = config.trainer, num_data_parallel_ranks(config, world_size)

@@ -77,7 +77,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
 
 
 def prepare_directory(run: Run, directory: Path, done: int) -> None:
-    """Remove the results of the steps after step `done` from the directory, except for their metrics.
+    """Remove all results of the steps after step `done` from the directory, except for the metrics of these steps.
 
     Raises:
         ConfigError: on every rank, if the disk has too little space for a checkpoint.
@@ -118,7 +118,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
     with closing(recorder), closing(profiler), preemption.handle_stop_signals():
         evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
         if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
-            # The earlier launch skipped this evaluation, because it should stop.
+            # The earlier launch had to stop, and therefore skipped this evaluation.
             recorder.amend(done, **timed_evaluation(run))
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
@@ -128,8 +128,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
             record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
-            # If the run should stop, it skips the evaluation, because the process may be killed soon. The next launch makes up
-            # for the evaluation.
+            # If the run must stop, it skips the evaluation, because the process may be killed soon. The next launch then runs
+            # this evaluation.
             if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
                 record |= timed_evaluation(run)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
@@ -202,7 +202,7 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
 
 
 def save_checkpoint(run: Run, directory: Path, step: int, consumed: int) -> None:
-    """Write a checkpoint after the completed `step`. A run that resumes from it continues bit for bit."""
+    """Write a checkpoint after the completed `step`. A run that resumes from this checkpoint continues bit for bit."""
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
     # The number of warmup steps is saved as a number and never as None. If it were None, a larger `trainer.steps` would change

@@ -70,7 +70,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the model in the folder `path` under the names of the fields of ModelConfig.
+    """Return the settings of the model in the folder `path`. The keys are the names of the fields of ModelConfig.
 
     If `rope_factor` is None, the settings `rope_trained_len` and `rope_scaling` have no effect, and they are left out.
 
@@ -189,7 +189,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
 
 
 def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
-    """Return the names of `settings` on the command line, with their values in the folder and in `model`."""
+    """List `settings` by their names on the command line, each with its value in the folder and its value in `model`."""
     # The user sets resolved_head_dim and resolved_ffn_dim by the options head_dim and ffn_dim.
     names = {name: f"model.{name.removeprefix('resolved_')}" for name in settings}
     return ", ".join(f"{names[name]}={value} (now {getattr(model, name)})" for name, value in settings.items())

@@ -122,8 +122,8 @@ def choose_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | N
         return path, _parent(path)
     if newest is not None and _parent(newest) != str(path):
         raise ConfigError(
-            f"trainer.resume={trainer.resume}, but {newest} belongs to a run that did not branch from it and would be lost: "
-            "choose another name for this run, or remove trainer.resume"
+            f"trainer.resume={trainer.resume}, but {newest} belongs to a run that did not branch from that checkpoint, and "
+            "would be overwritten: choose another name for this run, or remove trainer.resume"
         )
     return newest or path, str(path)
 
@@ -171,7 +171,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> None:
-    """Check that a position in the corpus of a checkpoint is valid in the corpus of this run.
+    """Check that this run has the corpus of the checkpoint, so that the saved position in the corpus is valid.
 
     Args:
         path: the checkpoint.
@@ -181,7 +181,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> N
     Raises:
         ConfigError: the corpora differ.
     """
-    # A run whose checkpoint lacks the entry "sequences" read its sequences in the order of the stream.
+    # If a checkpoint lacks the entry "sequences", its run has read the sequences in the order of the stream.
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:

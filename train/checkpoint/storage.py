@@ -1,4 +1,4 @@
-"""Sharded checkpoints that are written completely or not at all.
+"""Save and load sharded checkpoints. A checkpoint is written either completely or not at all.
 
     <directory>/step_00000010/     the tensors, as torch.distributed.checkpoint (DCP) writes them, and meta.json
     <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes such directories
@@ -243,7 +243,7 @@ def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullErr
 
 
 def _free_space(directory: Path) -> float:
-    """Return the free bytes of the disk of a directory, which may not exist yet. Return infinity if the disk does not know."""
+    """Return the free bytes of the disk of a directory, which may not exist yet. Return infinity if they are unknown."""
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     return usage.free if usage.total else float("inf")
@@ -295,7 +295,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until the content of a file is on the disk, or until the list of the files in a directory is on the disk."""
+    """Wait until the content of a path is on the disk. The content of a directory is the list of its files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

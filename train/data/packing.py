@@ -169,7 +169,7 @@ Sequences = PackedDataset | recall.RecallDataset
 
 
 def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequences:
-    """Load a corpus without the fraction of it that is held out. All ranks call this function.
+    """Load the part of a corpus that is not held out. All ranks call this function.
 
     Args:
         config: the settings of the corpus.
@@ -258,7 +258,7 @@ def split_documents(documents: datasets.Dataset, fraction: float, seq_len: int) 
 
 
 def _part(documents: datasets.Dataset, index: int, start: int, stop: int) -> datasets.Dataset:
-    """Return the tokens from `start` to `stop` of a document as a document, without copying them. The result may be empty."""
+    """Return the tokens from `start` to `stop` of a document as a new document, which may be empty. Nothing is copied."""
     tokens = documents.with_format("arrow")[index]["tokens"][0].values.slice(start, stop - start)
     rows = min(len(tokens), 1)
     table = pyarrow.table(

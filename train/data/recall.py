@@ -13,8 +13,8 @@ A model that cannot attend to the block of facts can only guess, and on average 
 are independent of each other and of the filler, and each key occurs in only one query of a document. Therefore, no other token
 before the prediction contains information about the value.
 
-Facts, keys, values and filler are different ranges of token ids. All tokens of a sequence follow from a seed and the number of
-the sequence, so nothing is stored, and a run needs one integer to resume.
+Facts, keys, values and filler are different ranges of token ids. All tokens of a sequence are computed from a seed and the
+number of the sequence. Therefore nothing is stored, and a run needs only one integer to resume.
 """
 
 from collections.abc import Iterable

@@ -66,8 +66,8 @@ class JsonTokenizer:
     def _first_special_token(self, config: dict[str, Any]) -> int | None:
         """Return the id of the token that the tokenizer prepends to a text, or None if it prepends no token.
 
-        The post-processor in `tokenizer.json` prepends the token, or `config`, the content of `tokenizer_config.json`, asks
-        for it by `add_bos_token`.
+        Either the post-processor in `tokenizer.json` prepends the token, or `add_bos_token` in `config` requests the token.
+        `config` is the content of `tokenizer_config.json`.
         """
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         if encoding.special_tokens_mask[:1] == [1]:

@@ -1,7 +1,7 @@
 """Prepare a model for training: shard its parameters (FSDP2), add activation checkpointing, and apply torch.compile.
 
-Parameters, gradients and optimizer state are sharded over all ranks, including the ranks that share a sequence. Parameters,
-gradients and optimizer state therefore do not need more memory if the ring is larger.
+Parameters, gradients and optimizer state are sharded over all ranks, including the ranks that share a sequence. A larger ring
+therefore does not increase the memory that they need on each rank.
 """
 
 from functools import partial
