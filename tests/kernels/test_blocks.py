@@ -10,7 +10,6 @@ from torch.distributed.utils import _apply_to_tensors
 
 from ringattn.kernels import dispatch
 from ringattn.kernels.blocks import BlockMask
-from tests.covering import every_pair
 from tests.kernels.compare import assert_rows_close, assert_states_close
 from tests.kernels.masks import intervals_of
 from tests.kernels.problems import make_problem
@@ -60,7 +59,7 @@ def test_key_lists_are_cached_for_each_group_size():
         assert torch.equal(blocks.key_lists(group), BlockMask(blocks.keep).key_lists(group))
 
 
-@every_pair(mask=["full", "documents"], backend=["blockwise", "triton"])
+@pytest.mark.parametrize("mask, backend", [("full", "blockwise"), ("documents", "triton")])
 def test_mask_that_keeps_everything_equals_no_mask(mask, backend, device):
     problem = make_problem(*intervals_of(mask, 70, 90), 90, heads=(2, 1), device=device)
     expected = *problem.forward(dispatch, final=True, backend=backend), *problem.gradients(dispatch, backend=backend)

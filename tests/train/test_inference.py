@@ -54,6 +54,7 @@ def contents(directory: Path) -> dict[Path, tuple[bytes, int]]:
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_finished_run_is_inspected_without_a_change(finished, run_script, capfd):
     """A finished run is sampled and then evaluated at three lengths. All its files stay equal."""
     before = contents(finished)

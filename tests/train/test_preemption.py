@@ -79,6 +79,7 @@ def stop_and_resume(corpus: str, directory: Path) -> None:
         trainer.train(small_job(corpus, 2), directory / name)
 
 
+@pytest.mark.slow
 def test_sigterm_to_one_rank_stops_all_and_resuming_is_exact(tmp_path):
     run_ranks(stop_and_resume, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path)
     stopped, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("stopped", "whole"))

@@ -41,6 +41,7 @@ def plain_loss(model: GPT, batch: Batch) -> torch.Tensor:
     return model(batch.tokens, torch.arange(61), attend, loss_fn)
 
 
+@pytest.mark.slow
 def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
     """The loss, the gradient norm, the learning rate and the parameters of four steps with accumulation, clipping and decay."""
     config = job(write_short_documents(tmp_path / "short"), 1)

@@ -138,6 +138,7 @@ def records_of(folder: Path) -> list[dict]:
     return [MessageToDict(wandb_internal_pb2.Record.FromString(record), preserving_proto_field_name=True) for record in records]
 
 
+@pytest.mark.slow
 def test_wandb_receives_the_table_and_the_picture_in_one_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     outcomes = with_wandb(jobs_of_lengths(short=SHORT, failed="out of memory"), "offline")

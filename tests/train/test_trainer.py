@@ -96,6 +96,7 @@ def contents_of(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["trainer.sample_tokens=4"]], ids=str)
 def test_inspecting_a_completed_run_changes_none_of_its_results(overrides, settings, outputs, run_command_line, capfd):
     """The settings of the run are not repeated. With the default settings, the run would have 1,500 steps."""

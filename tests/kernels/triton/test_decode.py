@@ -90,7 +90,7 @@ def test_state_and_output_match_float64(lengths, window, queries, group, dims, d
     check(random_call(bounds, 100, (group, 1), dims, dtype, device), dtype)
 
 
-@pytest.mark.parametrize("lengths", ("not-divisible", "empty-entries", "one-long"))
+@pytest.mark.parametrize("lengths", (pytest.param("not-divisible", marks=pytest.mark.slow), "empty-entries", "one-long"))
 def test_any_lengths(lengths, device):
     """Two key heads and a head dim that is padded. Runs begin inside entries, and cover the ends of entries."""
     bounds, capacity = causal_bounds(LENGTHS[lengths], 2, None), max(LENGTHS[lengths]) + 2
@@ -104,6 +104,7 @@ def test_sixteen_queries(dtype, device):
     check(random_call(causal_bounds((50,), 16, None), 100, (8, 1), (128, 128), dtype, device), dtype)
 
 
+@pytest.mark.slow
 def test_documents_and_shared_bounds(device):
     """Bounds may start anywhere, and one row of bounds may serve all batch entries."""
     lo, hi = torch.tensor([[3, 3, 40]], dtype=torch.int32), torch.tensor([[4, 40, 75]], dtype=torch.int32)
@@ -117,10 +118,8 @@ SINKS = pairs(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "lengths, window, queries, sinks",
-    [pytest.param(*case, marks=() if case[-1] == (33,) else pytest.mark.slow) for case in SINKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths, window, queries, sinks", SINKS)
 def test_sinks(lengths, window, queries, sinks, device):
     """Sinks before, across and inside the window, on the borders of tiles, and beyond the end of the cache."""
     lo, hi = causal_bounds(lengths, queries, window)

@@ -79,6 +79,7 @@ def check_groups_of_unshard() -> None:
             layout.unshard(shard, group=group)
 
 
+@pytest.mark.slow
 def test_unshard_requires_the_group_of_the_layout(tmp_path: Path) -> None:
     """Another group raises an error instead of mixing up tokens."""
     run_ranks(check_groups_of_unshard, 4, tmp_path / "ranks")

@@ -26,6 +26,7 @@ def test_ringattn_appends_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths[::2] == list(range(33, 33 + generation.WARM_UP + 3)) and speed.ms_per_token > 0
 
 
+@pytest.mark.slow
 def test_transformers_generates_after_a_filled_cache() -> None:
     """The cache holds the context, so every step processes one token."""
     pytest.importorskip("transformers")

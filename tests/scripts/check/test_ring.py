@@ -73,6 +73,7 @@ def test_error_of_one_machine_is_reported(monkeypatch, capsys):
     assert "error: this machine has 0 usable GPUs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_single_wrong_row_of_each_tensor_is_reported(monkeypatch):
     """One row of one mask and one layout is wrong, by as much as if one of its keys were left out."""
     correct_attend = check_ring.attend

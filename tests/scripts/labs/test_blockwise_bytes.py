@@ -39,6 +39,7 @@ def test_counted_bytes_agree_with_the_model(name: str) -> None:
     assert agree(predicted(mask), counted(mask, TILE), most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", (3, 1 / 3), ids=("too-many", "too-few"))
 def test_error_of_the_model_by_a_factor_of_three_is_detected(factor: float) -> None:
     for mask, most in MASKS.values():

@@ -25,6 +25,7 @@ def test_table_and_picture_are_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert 1_000 < path.stat().st_size < 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not measure.MEMORY_FILE.exists(), reason="the limit exists only on Linux")
 def test_naive_attention_stops_when_the_memory_is_exhausted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scores of 2,048 tokens and four heads need 64 MiB, and tiled attention needs a few MiB."""
