@@ -98,7 +98,13 @@ def check_difference(kind: str, ranks: int, directory: Path, interval: float) ->
     assert end - max((directory / f"start_of_rank_{rank}").stat().st_mtime for rank in range(ranks)) < 2.5
 
 
-@pytest.mark.parametrize("kind", DIFFERENCES)
+# The other kinds are slow, because every test starts two processes.
+QUICK_DIFFERENCES = list(DIFFERENCES)[::4]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in QUICK_DIFFERENCES else pytest.mark.slow) for kind in DIFFERENCES]
+)
 def test_a_second_call_that_differs_is_named(kind: str, tmp_path: Path) -> None:
     check_difference(kind, 2, tmp_path, interval=0.1)
 
