@@ -27,6 +27,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -356,8 +357,10 @@ def emulated(module: ModuleType, programs: int, others: list[ModuleType] = ()) -
     """Run the Gluon kernels that `module` launches in the emulator, with at most `programs` programs per launch.
 
     `others` are the modules whose device functions the kernels call. The tensors must be on the CPU. Plain Triton kernels run
-    as usual, in Triton's interpreter.
+    as usual, in Triton's interpreter. On machines with a GPU, where tests do not use the interpreter, the test is skipped.
     """
+    if torch.cuda.is_available():
+        pytest.skip("the emulator needs Triton's interpreter, which tests use only on machines without a GPU")
     functions = source_functions([hopper_common, *others, module])
 
     def run(kernel: Any, grid: int, operands: tuple, numbers: tuple, cooperative: bool = False, **constants: Any) -> None:
