@@ -451,17 +451,18 @@ def _wait_for_staging(staging, stage, CONSUMER: gl.constexpr, CONFIG: gl.constex
 
 
 @gluon.jit
-def _send_dq(grad_q, staging, dq_sums, chunk, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+def _send_dq(grad_q, staging, dq_sums, chunk, stage, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Start to add a chunk of dQ to the sums of dq. Call `_wait_for_staging` before.
 
-    In the deterministic backward, the writer of this consumer adds the chunk, and it finds the chunk's number itself.
+    In the deterministic backward, one of the two writers adds the chunk, and it finds the chunk's number itself. `stage` is the
+    stage of the current step, which decides on the writer.
     """
     own_staging = staging[CONSUMER].index(0)
     own_staging.store(grad_q)
     # Make the stores of the threads visible to TMA, which accesses shared memory through another proxy.
     fence_async_shared()
     if CONFIG.deterministic:
-        mbarrier.arrive(staging[2].index(CONSUMER), count=1)
+        mbarrier.arrive(staging[2].index(2 * CONSUMER + stage), count=1)
     else:
         tma_reduce_add(dq_sums[CONSUMER], [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, dq_sums[CONSUMER]))
 
@@ -519,15 +520,19 @@ def _step(
     ds_tiles.index(2 * stage + CONSUMER).store(ds)
     # wgmma and TMA read shared memory through the same proxy, so the stores of dS also need a fence.
     fence_async_shared()
-    # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads to
-    # this wait. At this place, the same barrier also serves for the stores of dS.
-    _wait_for_staging(staging, stage, CONSUMER, CONFIG)
+    if not CONFIG.deterministic:
+        # TMA has already read the staging buffer, so this wait is short. The compiler adds a barrier of the warpgroup's threads
+        # to this wait. At this place, the same barrier also serves for the stores of dS.
+        _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
     # Wait until only the product for dK is in flight. Send dQ while the tensor cores compute this product.
     pending = warpgroup_mma_wait(num_parts(CONFIG.columns), deps=grad_v + (grad_q,))
     grad_v, grad_q = pending[:-1], pending[-1]
-    _send_dq(grad_q, staging, dq_sums, previous_chunk, CONSUMER, CONFIG)
+    if CONFIG.deterministic:
+        # The writer may still wait for another work tile, so wait for the writer as late as possible.
+        _wait_for_staging(staging, stage, CONSUMER, CONFIG)
+    _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     grad_k = wait_for_parts(grad_k, CONFIG.columns)
     mbarrier.arrive(empty.index(stage), count=1)
     return grad_k, grad_v
@@ -642,7 +647,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_q = warpgroup_mma_wait(0, deps=(grad_q,))
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
-    _send_dq(grad_q, staging, dq_sums, previous_chunk, CONSUMER, CONFIG)
+    _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
         # The program's shared memory is freed when the program ends. Therefore wait until TMA has read the last dQ from shared
         # memory. In the deterministic backward, the writer waits.
@@ -737,8 +742,9 @@ def _main_kernel(
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # One slot per consumer: the staging buffer of this consumer has been filled, and its writer has sent it.
-        staged, released = allocate_barriers(2, 1, 1)
+        # `staged` has one slot per consumer and stage: the staging buffer of this consumer has been filled. `released` uses one
+        # slot per consumer: a writer has sent the staging buffer.
+        staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
     # Make the initialised barriers visible to TMA.

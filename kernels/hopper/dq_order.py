@@ -3,21 +3,25 @@
 The sum of floating-point numbers depends on their order. TMA's reduce-add is atomic, but programs reach it in any order. With
 deterministic algorithms, the host therefore fixes the order in which work tiles add to a query tile, see
 `ringattn.kernels.tile_order`. A program has two more partitions, the writers, so that its consumers rarely wait for other
-programs. Each writer is a single warp, which sends the dQ of one consumer:
+programs. Each writer is a single warp. The two writers take turns, so each writer sends the dQ of both consumers in every other
+step:
 
-      CONSUMER                        WRITER OF THIS CONSUMER
+      CONSUMERS                       WRITER OF THIS STEP
 
                                       wait until the predecessor has added to the same query tile
       store dQ in `staging`
       arrive at `staged` -----------> wait for `staged`
                                       send dQ by TMA's reduce-add, and wait until TMA has read `staging`
       wait for `released` <---------- arrive at `released`
-      store the next dQ               wait until the additions are complete
+      store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-The predecessor is the work tile that comes before this work tile in the order. Each work tile has a number in global memory,
-its progress, which only ever grows. Its writer increases the progress after every step, and the writer of the next work tile
-polls it. The two writers of a program are independent of each other, because they add to different elements of dq.
+The wait for the predecessor, the additions and the publication together take about as long as a step. With one writer per
+consumer, the consumers would therefore often wait for their writers.
+
+The predecessor is the work tile that comes before this work tile in the order. Each work tile has two numbers in global memory,
+its progress in even and in odd steps, which only ever grow. A writer increases one of them after every step, and the writers of
+the next work tile poll them.
 
 No program waits for a work tile that comes later in the table of work tiles, and a program computes its work tiles in the order
 of the table. Hence there is no deadlock if all programs run at the same time, or if programs start in the order of the table.
@@ -36,8 +40,8 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # started, and the second is not used.
 HEADER = gl.constexpr(2)
 
-# The progress of a work tile is the number of finished steps of the current query head, plus this number for each query head of
-# the group that is finished. It exceeds the number of steps of a query head.
+# The progress of a work tile is one more than its last finished step of the current query head, plus this number for each query
+# head of the group that is finished. It exceeds the number of steps of a query head. Even and odd steps have separate progress.
 PER_HEAD = gl.constexpr(2**20)
 
 # The number of registers per thread of a writer. The producer and the writers are warps of the same warpgroup.
@@ -98,35 +102,56 @@ def _load_order(work_tiles, index, CONFIG: gl.constexpr):
 
 
 @gluon.jit
-def write_in_order(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Run the writer of consumer CONSUMER, which is a single warp: add the dQ of all steps of this program to dq."""
+def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
+    """Run a writer, which is a single warp: add the dQ of every other step of this program to dq."""
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
-    sums, own_staging = dq_sums[CONSUMER], staging[CONSUMER].index(0)
-    staged, released = staging[2].index(CONSUMER), staging[3].index(CONSUMER)
-    progress += HEADER + CONSUMER
-    # The first dQ of a program is the product of uninitialised memory.
-    mbarrier.wait(staged, 0)
-    mbarrier.arrive(released, count=1)
-    phase = gl.to_tensor(1)
+    progress += HEADER
+    phase = gl.to_tensor(0)
+    # The first dQ of a program is the product of uninitialised memory. It belongs to writer 0, so writer 1 sends the dQ of the
+    # first step. `skip` is the first step of the current query head that this writer handles, 0 or 1.
+    skip = gl.to_tensor(1 - WRITER)
+    if WRITER == 0:
+        for consumer in gl.static_range(2):
+            mbarrier.wait(staging[2].index(2 * consumer), 0)
+            mbarrier.arrive(staging[3].index(consumer), count=1)
+        phase ^= 1
     index = gl.to_tensor(0)
     end, first_head, tile, num_steps, order = _load_order(work_tiles, index, CONFIG)
     while end > 0:
         direction, own, predecessor, num_free = order
-        seen = gl.to_tensor(0)
         for member in range(CONFIG.group):
             # A chunk is half of a query tile. The spare chunk precedes the chunks of the query tiles.
-            chunk = ((first_head + member) * num_tiles + tile) * 2 + CONSUMER + 1
-            for step in range(num_steps):
+            chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
+            own_progress = progress + 2 * own + skip
+            # The steps of the predecessor that this writer waits for are all even or all odd.
+            awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
+            seen = gl.to_tensor(0)
+            for step in range(skip, num_steps, 2):
                 finished = member * PER_HEAD + step + 1
                 if step >= num_free:
                     while seen < finished - num_free:
-                        seen = _load_progress(progress + 2 * predecessor)
-                mbarrier.wait(staged, phase)
-                tma_reduce_add(sums, [chunk * (2 * CONFIG.chunk_columns), 0], tile_view(own_staging, sums))
-                hopper_common.tma_store_wait(0)
-                mbarrier.arrive(released, count=1)
-                _publish(progress + 2 * own, finished)
+                        seen = _load_progress(awaited)
+                _send(dq_sums, staging, chunk, phase, WRITER, CONFIG)
+                _publish(own_progress, finished)
                 phase ^= 1
-                chunk += 2 * direction
+                chunk += 4 * direction
+            skip = (skip ^ num_steps) & 1
         index += 1
         end, first_head, tile, num_steps, order = _load_order(work_tiles, index, CONFIG)
+
+
+@gluon.jit
+def _send(dq_sums, staging, chunk, phase, WRITER: gl.constexpr, CONFIG: gl.constexpr):
+    """Start to add the dQ of both consumers, and let each consumer store its next dQ.
+
+    Args:
+        chunk: the chunk of the first consumer. The chunk of the second consumer is the next one.
+        phase: the phase of the barriers `staged` of this writer.
+    """
+    for consumer in gl.static_range(2):
+        sums = dq_sums[consumer]
+        mbarrier.wait(staging[2].index(2 * consumer + WRITER), phase)
+        row = (chunk + consumer) * (2 * CONFIG.chunk_columns)
+        tma_reduce_add(sums, [row, 0], tile_view(staging[consumer].index(0), sums))
+        hopper_common.tma_store_wait(0)
+        mbarrier.arrive(staging[3].index(consumer), count=1)
