@@ -28,10 +28,11 @@ it. Consequently, a work tile never waits for a work tile that comes later.
 import torch
 from torch import Tensor
 
-# The numbers of query heads in a head group: if the directions alternate, and otherwise. Fewer heads keep the operands and the
-# sums of dq in the L2 cache. With more heads, neighbouring work tiles of a head start further apart and wait less.
-ALTERNATING_HEADS = 2
-FORWARD_HEADS = 4
+# With more query heads in a head group, neighbouring work tiles of a head start further apart and wait less. With fewer heads,
+# the operands and the sums of dq stay in the L2 cache. If the directions alternate, the heads of a head group together have at
+# most ALTERNATING_TILES query tiles, unless a single head has more. Neighbours then start about four steps apart.
+PREFERRED_HEADS = 4
+ALTERNATING_TILES = 512
 
 # The number of columns of the table.
 NUM_COLUMNS = 12
@@ -66,7 +67,7 @@ def order_work_tiles(
     begin = tiles[..., 2] // step
     stop = begin + tiles[..., 4] + tiles[..., 5]
     shared = begin.where(exists, 0).amax(1) < stop[:, 0]
-    preferred = ALTERNATING_HEADS if shared.all() else FORWARD_HEADS
+    preferred = min(PREFERRED_HEADS, ALTERNATING_TILES // int(stop.max())) if shared.all() else PREFERRED_HEADS
     heads_per_group = max(heads_per_group, preferred // group)
     num_heads, num_masks = batch * heads, len(tiles)
     num_groups = -(-num_heads // heads_per_group)

@@ -104,3 +104,12 @@ def test_contributions_to_a_query_have_a_fixed_order(problem, group, step, progr
                 (x_lo, x_hi), (y_lo, y_hi) = queries[key[0], x], queries[key[0], y]
                 if max(x_lo, y_lo) < min(x_hi, y_hi):
                     assert place[x] < place[y]
+
+
+@pytest.mark.parametrize("length, step, heads", [(4096, 64, 4), (16384, 64, 2), (16384, 128, 4), (32768, 64, 1)])
+def test_long_sequences_have_few_heads_per_head_group(length, step, heads):
+    """The heads of a head group take turns, so the first work tiles belong to different heads."""
+    by_key = Intervals.of(*intervals_of("causal", length, length), length).transposed
+    table = by_key.ordered_work_tiles(KEYS, step, 1, 8, 1, 132, 1)
+    order = sorted((x for x in table.flatten(0, 1).tolist() if x[END] > 0), key=lambda x: x[SLOT])
+    assert [x[HEAD] for x in order[: 2 * heads]] == 2 * list(range(heads))
