@@ -19,12 +19,16 @@ from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
 
-# The number of warps per program. On an H100, these settings were the fastest.
+# The number of warps per program. On an H200, these settings were the fastest.
 NUM_WARPS = {64: 4, 128: 4, 256: 8}
 
-# The largest Hadamard matrix that a program loads. For a larger head dim, the rotation of a row is computed from the rotations
-# of its two halves.
-MAX_MATRIX = 128
+# The limit of registers per thread for inputs of 16 bits. At head dim 128, it makes room for three programs per SM instead of
+# two.
+MAX_REGISTERS = {128: 168}
+
+# The number of rows of the Hadamard matrices that a program loads. A row with more features is rotated in parts of this size.
+# Larger matrices would need more shared memory and more bandwidth of the L2 cache.
+PART = 64
 
 # The exponent of a scale is in [-126, 126], so that the scale and its inverse are normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
@@ -48,15 +52,15 @@ def _round(x):
 
 
 @triton.jit
-def _rotated_part(x, signs, matrix, FIRST: tl.constexpr, PART: tl.constexpr):
-    """Return the columns [FIRST, FIRST + PART) of a tile times their signs and the Hadamard matrix, in fp32.
+def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
+    """Return the columns [INDEX * PART, (INDEX + 1) * PART) of a tile times the matrix of this part, in fp32.
 
     `x` is (pointers to the first column, mask of the rows).
     """
     pointers, mask = x
-    columns = FIRST + tl.arange(0, PART)
-    tile = tl.load(pointers + columns[None, :], mask=mask, other=0.0)
-    tile *= tl.load(signs + columns)[None, :]
+    columns = tl.arange(0, PART)
+    matrix = tl.load(matrices + (INDEX * PART + columns[:, None]) * PART + columns[None, :])
+    tile = tl.load(pointers + INDEX * PART + columns[None, :], mask=mask, other=0.0)
     if tile.dtype == tl.float32:
         # An fp32 number is the sum of three bf16 numbers. Their products with 1 and -1 are exact on the tensor cores.
         high = tile.to(tl.bfloat16)
@@ -69,8 +73,25 @@ def _rotated_part(x, signs, matrix, FIRST: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
+def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
+    """Return the parts of a rotated tile as a tuple, not divided by sqrt(DIM)."""
+    # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
+    if DIM == PART:
+        return (_rotated_part(x, matrices, 0, PART),)
+    elif DIM == 2 * PART:
+        first, second = _rotated_part(x, matrices, 0, PART), _rotated_part(x, matrices, 1, PART)
+        return first + second, first - second
+    else:
+        first, second = _rotated_part(x, matrices, 0, PART), _rotated_part(x, matrices, 1, PART)
+        first, second = first + second, first - second
+        third, fourth = _rotated_part(x, matrices, 2, PART), _rotated_part(x, matrices, 3, PART)
+        third, fourth = third + fourth, third - fourth
+        return first + third, second + fourth, first - third, second - fourth
+
+
+@triton.jit
 def _quantize_rows(
-    x, out, scales, strides, position, num_tokens, heads, signs, matrix, FACTOR: tl.constexpr, DIM: tl.constexpr
+    x, out, scales, strides, position, num_tokens, heads, matrices, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
     """Rotate and round one block of queries or keys.
 
@@ -79,29 +100,24 @@ def _quantize_rows(
         scales: (B, C, H).
         strides: the strides of x, without the last one, which is 1.
         position: (batch entry, block, head).
-        signs, matrix: see `_rotation`.
+        matrices: see `_matrices`.
         FACTOR: 1 / sqrt(DIM).
     """
     batch, block, head = position
-    PART: tl.constexpr = matrix.shape[0]
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = (tokens < num_tokens)[:, None]
     source = x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head * strides[2], mask
+    parts = _rotated_parts(source, matrices, DIM, PART)
+    largest = tl.max(tl.abs(parts[0]))
+    for i in tl.static_range(1, DIM // PART):
+        largest = tl.maximum(largest, tl.max(tl.abs(parts[i])))
+    scale, inverse = _scales(largest * FACTOR)
+    tl.store(scales + (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head, scale)
     row = (batch.to(tl.int64) * num_tokens + tokens) * heads + head
     target = out + row[:, None] * DIM + tl.arange(0, PART)[None, :]
-    scale_pointer = scales + (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head
-    first = _rotated_part(source, signs, matrix, 0, PART)
-    if DIM == PART:
-        first *= FACTOR
-        scale, inverse = _scales(tl.max(tl.abs(first)))
-    else:
-        # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
-        second = _rotated_part(source, signs, matrix, PART, PART)
-        first, second = (first + second) * FACTOR, (first - second) * FACTOR
-        scale, inverse = _scales(tl.maximum(tl.max(tl.abs(first)), tl.max(tl.abs(second))))
-        tl.store(target + PART, _round(second * inverse), mask=mask)
-    tl.store(target, _round(first * inverse), mask=mask)
-    tl.store(scale_pointer, scale)
+    for i in tl.static_range(DIM // PART):
+        # The inverse of the scale is a power of two, so the product of both factors is exact.
+        tl.store(target + i * PART, _round(parts[i] * (FACTOR * inverse)), mask=mask)
 
 
 @triton.jit
@@ -117,11 +133,11 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2
     columns = tl.arange(0, DIM)
     source = x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head * strides[2]
-    tile = tl.load(source + columns[None, :], mask=(tokens < num_tokens)[:, None], other=0.0).to(tl.float32)
-    scale, inverse = _scales(tl.max(tl.abs(tile)))
+    tile = tl.load(source + columns[None, :], mask=(tokens < num_tokens)[:, None], other=0.0)
+    scale, inverse = _scales(tl.max(tl.abs(tile)).to(tl.float32))
     number = (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head
     target = out + number * (DIM * BLOCK) + columns[:, None] * BLOCK + position_in_tile[None, :]
-    tl.store(target, tl.trans(_round(tile * inverse)))
+    tl.store(target, tl.trans(_round(tile.to(tl.float32) * inverse)))
     tl.store(scales + number, scale)
 
 
@@ -135,7 +151,7 @@ def _split_index(index, heads, num_tokens):
 # The strides are specialised, because 16-byte loads require that they are multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
-    q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, signs, matrix, batch, num_queries, num_keys,
+    q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
@@ -144,29 +160,36 @@ def _quantize_kernel(
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
     if index < num_q + num_k:
-        rows = tl.arange(0, PART)
-        hadamard = tl.load(matrix + rows[:, None] * PART + rows[None, :])
         if index < num_q:
             position = _split_index(index, Q_HEADS, num_queries)
             strides = q_batch, q_token, q_head
-            _quantize_rows(q, q_out, q_scales, strides, position, num_queries, Q_HEADS, signs, hadamard, FACTOR, DIM)
+            _quantize_rows(q, q_out, q_scales, strides, position, num_queries, Q_HEADS, matrices, FACTOR, DIM, PART)
         else:
             position = _split_index(index - num_q, K_HEADS, num_keys)
             strides = k_batch, k_token, k_head
-            _quantize_rows(k, k_out, k_scales, strides, position, num_keys, K_HEADS, signs, hadamard, FACTOR, DIM)
+            _quantize_rows(k, k_out, k_scales, strides, position, num_keys, K_HEADS, matrices, FACTOR, DIM, PART)
     else:
         position = _split_index(index - num_q - num_k, K_HEADS, num_keys)
         _quantize_values(v, v_out, v_scales, (v_batch, v_token, v_head), position, num_keys, K_HEADS, DIM)
 
 
 @lru_cache(maxsize=64)
-def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (signs, matrix): the signs (D,) of the rotation, and the Hadamard matrix (P, P) of ones with P = min(D, 128)."""
-    part = min(dim, MAX_MATRIX)
+def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the matrices (D / PART, PART, PART) by which the parts of a row are multiplied.
+
+    Each matrix is the Hadamard matrix of ones, whose rows have the signs of the rotation for this part.
+    """
     # The first column of a Hadamard matrix contains only ones.
     signs = fp8.rotation(dim, device)[:, 0].sign()
-    matrix = fp8.rotation(part, device).sign()
-    return signs.to(dtype), (matrix * matrix[:, :1]).to(torch.bfloat16 if dtype == torch.float32 else dtype)
+    matrix = fp8.rotation(PART, device).sign()
+    matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])
+    return matrices.to(torch.bfloat16 if dtype == torch.float32 else dtype)
+
+
+def _options(dim: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return Triton's launch options."""
+    limited = dim in MAX_REGISTERS and dtype != torch.float32
+    return dict(num_warps=NUM_WARPS[dim]) | (dict(maxnreg=MAX_REGISTERS[dim]) if limited else {})
 
 
 def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -182,12 +205,12 @@ def _convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[list[Tensor], list[Tensor
     programs = batch * (query_blocks * query_heads + 2 * key_blocks * key_heads)
     if programs:
         strides = [stride for x in (q, k, v) for stride in x.stride()[:3]]
-        signs, matrix = _rotation(dim, q.dtype, device)
         numbers = batch, num_queries, num_keys, *strides
-        constants = dict(Q_HEADS=query_heads, K_HEADS=key_heads, FACTOR=dim**-0.5, DIM=dim, PART=min(dim, MAX_MATRIX))
-        options = dict(num_warps=NUM_WARPS[dim])
+        constants = dict(Q_HEADS=query_heads, K_HEADS=key_heads, FACTOR=dim**-0.5, DIM=dim, PART=PART)
         with torch.cuda.device_of(q):
-            _quantize_kernel[(programs,)](q, k, v, *data, *scales, signs, matrix, *numbers, **constants, **options)
+            _quantize_kernel[(programs,)](
+                q, k, v, *data, *scales, _matrices(dim, q.dtype, device), *numbers, **constants, **_options(dim, q.dtype)
+            )
     return data, scales
 
 
