@@ -4,17 +4,20 @@ Read `ringattn.kernels.hopper.forward` first, which explains work tiles, partiti
 `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers with up to 240 registers per
 thread. A step of the KV loop processes one block of 128 keys, which has one scale for K and one scale for V.
 
-      PRODUCER                          SHARED MEMORY                      CONSUMERS
+      PRODUCER                               SHARED MEMORY            CONSUMERS
 
-      load Q ------- q_full --------> [ queries: 1 slot           ] -----> S(j) = Q K(j)^T in every step
-               <---- q_empty -------                              <------ release the slot after the last S of a work tile
-      load K(j) ---- full[s] -------> [ ring of stages            ] -----> S(j) = Q K(j)^T
-      load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
-               <---- empty[s] ------                              <------ release the stage
+      load Q -------------- q_full --------> [ queries: 1 slot ] -----> S(j) = Q K(j)^T in every step
+                      <---- q_empty -------                    <------ release the slot after the last S of a work tile
+      load K(j), V(j-1) --- full[s] -------> [ ring of stages  ] -----> S(j) = Q K(j)^T
+                                             [                 ] -----> O += P(j-1) V(j-1)
+                      <---- empty[s] ------                    <------ release the stage
 
-A stage holds one tile K (128, D) or one tile V (D, 128). As in `ringattn.kernels.hopper.forward_wide`, there are two orders:
+A stage holds the tile K (128, D) of a step and the tile V (D, 128) of the previous step, because a consumer issues S(j) and
+P(j-1) V(j-1) together. The first stage of a work tile has no V, and the last one has no K. Both tiles share their barriers,
+because every arrival at an mbarrier costs two barriers of a consumer's threads. As in `ringattn.kernels.hopper.forward_wide`,
+there are two orders:
 
-      overlap      issue S(j) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | O += P(j-1) V(j-1)
+      overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
 Accumulation in fp32. The tensor cores keep only about 14 bits of a sum of FP8 products. If they added the products of all steps
@@ -47,7 +50,6 @@ from ringattn.kernels.hopper.common import LOG2_E, ROWS, allocate_barriers, step
 from ringattn.kernels.hopper.epilogue import load_state_scalars
 from ringattn.kernels.hopper.epilogue_wide import finish_work_tile
 from ringattn.kernels.hopper.forward_common import (
-    FENCE_SOFTMAX,
     PRODUCER_REGISTERS,
     ForwardConfig,
     advance_stage,
@@ -73,6 +75,7 @@ class Config(ForwardConfig):
         dim: the head dim of q, k and v.
         part_columns: the number of columns of one product P V.
         overlap: whether the softmax of a step overlaps with P V of the previous step. O then has one part.
+        stages: the number of stages, each of which has a tile of K and a tile of V.
 
     `ForwardConfig` explains the other arguments.
     """
@@ -114,23 +117,33 @@ SUM_COLUMNS = gl.constexpr(8)
 
 # These settings were the fastest on an H100. The keys are head dims.
 TILES = {
-    64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True, fence_softmax=False),
-    128: dict(stages=8, part_columns=128, overlap=True, ping_pong=False, fence_softmax=FENCE_SOFTMAX),
-    256: dict(stages=6, part_columns=32, overlap=False, ping_pong=True, fence_softmax=False),
+    64: dict(stages=12, part_columns=64, overlap=True, ping_pong=True),
+    128: dict(stages=6, part_columns=128, overlap=True, ping_pong=False),
+    256: dict(stages=3, part_columns=32, overlap=False, ping_pong=True),
 }
 
 # The settings that all head dims have in common.
-COMMON_SETTINGS = dict(consumers=2, keys=fp8.BLOCK, registers=240, update_ref_max=True)
+COMMON_SETTINGS = dict(consumers=2, keys=fp8.BLOCK, registers=240, update_ref_max=True, fence_softmax=False)
 
 
 @gluon.jit
-def _load_tile(desc, coordinates, buffer, barriers, position, CONFIG: gl.constexpr):
-    """Load a tile of K or V into the next stage. Return the next position, which is (stage, phase)."""
+def _load_stage(
+    tiles, k_start, v_block, heads, ring, barriers, position, HAS_K: gl.constexpr, HAS_V: gl.constexpr, CONFIG: gl.constexpr
+):
+    """Load the tile K that begins with key `k_start` and the tile V of block `v_block` into the next stage.
+
+    Return the next position, which is (stage, phase). If HAS_K or HAS_V is 0, this tile is left out.
+    """
+    q, k, v = tiles
     q_full, q_empty, full, empty = barriers
+    batch, key_head = heads
     stage, phase = position
     mbarrier.wait(empty.index(stage), phase)
-    mbarrier.expect(full.index(stage), desc.block_type.nbytes)
-    tma_load(desc, coordinates, full.index(stage), tile_view(buffer.index(stage), desc))
+    mbarrier.expect(full.index(stage), (HAS_K + HAS_V) * k.block_type.nbytes)
+    if HAS_K:
+        tma_load(k, [batch, k_start, key_head, 0], full.index(stage), tile_view(ring.index(2 * stage), k))
+    if HAS_V:
+        tma_load(v, [batch, key_head, v_block, 0, 0], full.index(stage), tile_view(ring.index(2 * stage + 1), v))
     return advance_stage(stage, phase, CONFIG)
 
 
@@ -157,30 +170,31 @@ def _produce(arguments, CONFIG: gl.constexpr):
         # Even a work tile whose rows see no key has one step, so that the consumers need no special case. If the keys of this
         # step lie beyond the last key, TMA loads zeros.
         start = step_start(loop, 0, CONFIG.keys)
-        position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
+        heads = batch, key_head
+        position = _load_stage(tiles, start, 0, heads, ring, barriers, position, 1, 0, CONFIG)
         for step in range(1, num_masked + num_unmasked):
             block = start // BLOCK
             start = step_start(loop, step, CONFIG.keys)
-            if CONFIG.overlap:
-                position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
-                position = _load_tile(v, [batch, key_head, block, 0, 0], ring, barriers, position, CONFIG)
-            else:
-                position = _load_tile(v, [batch, key_head, block, 0, 0], ring, barriers, position, CONFIG)
-                position = _load_tile(k, [batch, start, key_head, 0], ring, barriers, position, CONFIG)
-        position = _load_tile(v, [batch, key_head, start // BLOCK, 0, 0], ring, barriers, position, CONFIG)
+            position = _load_stage(tiles, start, block, heads, ring, barriers, position, 1, 1, CONFIG)
+        position = _load_stage(tiles, 0, start // BLOCK, heads, ring, barriers, position, 0, 1, CONFIG)
         q_phase ^= 1
         index += gl.num_programs(0)
         batch, head, first, end, loop = hopper_common.load_work_tile(work_tiles, index)
 
 
 @gluon.jit
-def _issue_scores(query, ring, full, position, CONFIG: gl.constexpr):
-    """Issue the product S = Q K^T with the K of the next stage. Return (S, next position)."""
+def _wait_for_stage(full, position):
+    """Wait until the tiles of the next stage have been loaded. Return the stage."""
     stage, phase = position
     mbarrier.wait(full.index(stage), phase)
+    return stage
+
+
+@gluon.jit
+def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
+    """Issue the product S = Q K^T with the K of a stage."""
     scores = gl.full([ROWS, CONFIG.keys], 0.0, gl.float32, CONFIG.scores_layout)
-    scores = warpgroup_mma(query, ring.index(stage).permute((1, 0)), scores, use_acc=False, is_async=True)
-    return scores, advance_stage(stage, phase, CONFIG)
+    return warpgroup_mma(query, ring.index(2 * stage).permute((1, 0)), scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -203,21 +217,19 @@ def _zeros(COLUMNS: gl.constexpr):
 def _values(ring, stage, CONFIG: gl.constexpr):
     """Return the tile V (dim, keys) of a stage."""
     VALUES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.dim, CONFIG.keys], E4M3)
-    return hopper_common.reinterpret(ring.index(stage), E4M3, [CONFIG.dim, CONFIG.keys], VALUES)
+    return hopper_common.reinterpret(ring.index(2 * stage + 1), E4M3, [CONFIG.dim, CONFIG.keys], VALUES)
 
 
 @gluon.jit
-def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
-    """Issue the product of P and ones, and P V with the V of the next stage. Add all parts of P V except for the last to O.
+def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
+    """Issue the product of P and ones, and P V with the V of a stage. Add all parts of P V except for the last to O.
 
-    Return (parts of O, last part of P V, row sums, next position). The last part may still be in flight. If it is the only
-    part, the row sums may be in flight as well.
+    Return (parts of O, last part of P V, row sums). The last part may still be in flight. If it is the only part, the row sums
+    may be in flight as well.
     """
     queries, ring, ones = buffers
-    stage, phase = position
     PARTS: gl.constexpr = CONFIG.num_parts
     COLUMNS: gl.constexpr = CONFIG.part_columns
-    mbarrier.wait(full.index(stage), phase)
     values = _values(ring, stage, CONFIG)
     sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
     pending = _multiply(p, values.slice(0, COLUMNS, dim=0), _zeros(COLUMNS))
@@ -230,7 +242,7 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
             complete = warpgroup_mma_wait(1, deps=(pending,))
         parts = parts + (o[i - 1] + complete,)
         pending = following
-    return parts, pending, sums, advance_stage(stage, phase, CONFIG)
+    return parts, pending, sums
 
 
 @gluon.jit
@@ -310,18 +322,23 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
     if (step < num_masked) | (num_masked + num_unmasked == 0):
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys), CONFIG)
     factors *= k_scale
-    ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
-    return softmax_fp8.round_probabilities(scores, ref_max, factors, v_exponent, CONFIG), ref_max, alpha
+    alpha = gl.full_like(ref_max, 1.0)
+    # In step num_masked, the first unmasked step, every row sees all keys of the tile. After this step, every ref_max is set.
+    if step <= num_masked:
+        ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
+    levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
+    levels, ref_max, further_alpha = softmax_fp8.limit_levels(levels, ref_max)
+    return softmax_fp8.to_bytes(levels), ref_max, alpha * further_alpha
 
 
 @gluon.jit
-def _add_sums(l, sums, block_scales):
-    """Add the row sums (64, SUM_COLUMNS) of a step to l (64, 4), in which every thread has the sum of the whole row."""
+def _scale_sums(sums, block_scales, l):
+    """Convert the row sums (64, SUM_COLUMNS) of a step to numbers like l (64, 4). Every thread has the sum of the whole row."""
     _, v_scale_bits = block_scales
     # If a power of two has the exponent e + 127 in its bits, its inverse has the exponent 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
     sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
-    return l + gl.convert_layout(sums, l.type.layout) * inverse_v_scale
+    return gl.convert_layout(sums, l.type.layout) * inverse_v_scale
 
 
 @gluon.jit
@@ -338,41 +355,50 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    product, sums = _zeros(CONFIG.dim), _zeros(SUM_COLUMNS)
+    # P V and the row sums of the block before the last one. They are not in o and l yet.
+    product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step, CONFIG.keys), CONFIG)
         p = softmax_fp8.as_left_operand(words, CONFIG)
+        stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
-        key_stage, _ = position
-        scores, position = _issue_scores(query, ring, full, position, CONFIG)
-        value_stage, phase = position
-        mbarrier.wait(full.index(value_stage), phase)
-        sums = _multiply(p, ones, sums)
-        product = _multiply(p, _values(ring, value_stage, CONFIG), product)
-        position = advance_stage(value_stage, phase, CONFIG)
+        scores = _issue_scores(query, ring, stage, CONFIG)
+        # While the tensor cores compute S, add the previous product. It is relative to the previous reference max.
+        l = (l + row_sums) * alpha
+        o = softmax.rescale(o + product, alpha)
+        sums = _multiply(p, ones, _zeros(SUM_COLUMNS))
+        product = _multiply(p, _values(ring, stage, CONFIG), product)
         pass_ping_pong(CONSUMER, CONFIG)
         # Of several products in flight, the first issued is the first to finish.
         scores = warpgroup_mma_wait(2, deps=(scores,))
-        mbarrier.arrive(empty.index(key_stage), count=1)
         rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CONFIG)
-        if CONFIG.fence_softmax:
-            alpha = softmax_fp8.fence_softmax(alpha, rounded)
         product, sums = warpgroup_mma_wait(0, deps=(product, sums))
-        mbarrier.arrive(empty.index(value_stage), count=1)
-        # The product and the sums of the previous step are relative to the previous reference max.
-        l = _add_sums(l, sums, previous_scales) * alpha
-        o = softmax.rescale(o + product, alpha)
+        mbarrier.arrive(empty.index(stage), count=1)
+        _, phase = position
+        position = advance_stage(stage, phase, CONFIG)
+        row_sums = _scale_sums(sums, previous_scales, l)
         words = softmax_fp8.pack(rounded)
     mbarrier.arrive(q_empty, count=1)
+    l = (l + row_sums) * alpha
+    o = softmax.rescale(o + product, alpha)
+    parts, sums, position = _last_output(words, (o,), buffers, barriers, position, CONSUMER, CONFIG)
+    return ref_max, l + _scale_sums(sums, block_scales, l), parts, position
+
+
+@gluon.jit
+def _last_output(words, o, buffers, barriers, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
+    """Add P V of the last step of a work tile to O. Return (parts of O, row sums, next position)."""
+    q_full, q_empty, full, empty = barriers
+    _, phase = position
+    stage = _wait_for_stage(full, position)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    stage, _ = position
     p = softmax_fp8.as_left_operand(words, CONFIG)
-    parts, pending, sums, position = _issue_output(p, (o,), buffers, full, position, CONFIG)
+    parts, pending, sums = _issue_output(p, o, buffers, stage, CONFIG)
     pass_ping_pong(CONSUMER, CONFIG)
-    parts, sums = _finish_output(parts, pending, sums, (o,), 0, CONFIG)
+    parts, sums = _finish_output(parts, pending, sums, o, 0, CONFIG)
     mbarrier.arrive(empty.index(stage), count=1)
-    return ref_max, _add_sums(l, sums, block_scales), parts, position
+    return parts, sums, advance_stage(stage, phase, CONFIG)
 
 
 @gluon.jit
@@ -413,28 +439,22 @@ def _sequential_steps(
         # Load the scales of the next step early, because they arrive only after hundreds of cycles.
         previous_scales = block_scales
         block_scales = _load_block_scales(operands, batch, key_head, step_start(loop, step + 1, CONFIG.keys), CONFIG)
+        _, phase = position
+        stage = _wait_for_stage(full, position)
         wait_for_ping_pong(CONSUMER, CONFIG)
-        value_stage, _ = position
-        parts, pending, sums, position = _issue_output(p, o, buffers, full, position, CONFIG)
-        key_stage, _ = position
-        scores, position = _issue_scores(query, ring, full, position, CONFIG)
+        parts, pending, sums = _issue_output(p, o, buffers, stage, CONFIG)
+        scores = _issue_scores(query, ring, stage, CONFIG)
         o, sums = _finish_output(parts, pending, sums, o, 1, CONFIG)
-        mbarrier.arrive(empty.index(value_stage), count=1)
         pass_ping_pong(CONSUMER, CONFIG)
-        l = _add_sums(l * alpha, sums, previous_scales)
+        l = l * alpha + _scale_sums(sums, previous_scales, l)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        mbarrier.arrive(empty.index(key_stage), count=1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        position = advance_stage(stage, phase, CONFIG)
     mbarrier.arrive(q_empty, count=1)
     rounded, ref_max, alpha = _softmax(scores, ref_max, row_bounds, loop, last, factors, block_scales, CONFIG)
-    p = softmax_fp8.as_left_operand(softmax_fp8.pack(rounded), CONFIG)
     o = _rescale_parts(o, alpha, CONFIG)
-    wait_for_ping_pong(CONSUMER, CONFIG)
-    stage, _ = position
-    parts, pending, sums, position = _issue_output(p, o, buffers, full, position, CONFIG)
-    pass_ping_pong(CONSUMER, CONFIG)
-    o, sums = _finish_output(parts, pending, sums, o, 0, CONFIG)
-    mbarrier.arrive(empty.index(stage), count=1)
-    return ref_max, _add_sums(l * alpha, sums, block_scales), o, position
+    o, sums, position = _last_output(softmax_fp8.pack(rounded), o, buffers, barriers, position, CONSUMER, CONFIG)
+    return ref_max, l * alpha + _scale_sums(sums, block_scales, l), o, position
 
 
 @gluon.jit
@@ -449,12 +469,14 @@ def _compute_tile(
     batch, head, first_row, end = row_range
     heads = batch, head // CONFIG.group
     block_scales = _load_block_scales(operands, batch, head // CONFIG.group, step_start(loop, 0, CONFIG.keys), CONFIG)
-    stage, _ = position
+    _, phase = position
+    stage = _wait_for_stage(full, position)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    scores, position = _issue_scores(query, ring, full, position, CONFIG)
+    scores = _issue_scores(query, ring, stage, CONFIG)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     mbarrier.arrive(empty.index(stage), count=1)
+    position = advance_stage(stage, phase, CONFIG)
     BY_THREAD: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, softmax.by_thread(scores, CONFIG.keys).type.layout))
     zeros = gl.zeros([ROWS, 4], gl.float32, BY_THREAD)
     ref_max = gl.convert_layout(row_bounds[3], gl.SliceLayout(1, BY_THREAD)).expand_dims(1) + zeros
@@ -480,18 +502,17 @@ def _skip_tile(barriers, num_steps, position, CONSUMER: gl.constexpr, CONFIG: gl
     """Skip a work tile in which this consumer has no rows. Return the next position.
 
     The `empty` barriers and the ping-pong require arrivals of all consumers. This consumer therefore takes all turns and
-    releases all stages without computing anything. The first turn uses one tile, K(0). The last turn uses one tile, the last V.
+    releases all stages without computing anything.
     """
     q_full, q_empty, full, empty = barriers
     stage, phase = position
     mbarrier.arrive(q_empty, count=1)
-    for index in range(num_steps + 1):
+    for _stage_index in range(num_steps + 1):
         wait_for_ping_pong(CONSUMER, CONFIG)
         pass_ping_pong(CONSUMER, CONFIG)
-        for _tile in range(gl.where((index == 0) | (index == num_steps), 1, 2)):
-            mbarrier.wait(full.index(stage), phase)
-            mbarrier.arrive(empty.index(stage), count=1)
-            stage, phase = advance_stage(stage, phase, CONFIG)
+        mbarrier.wait(full.index(stage), phase)
+        mbarrier.arrive(empty.index(stage), count=1)
+        stage, phase = advance_stage(stage, phase, CONFIG)
     return stage, phase
 
 
@@ -549,7 +570,7 @@ def _forward_kernel(
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, CONFIG.dim], E4M3)
     ONES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SUM_COLUMNS, CONFIG.keys], E4M3)
     queries = gl.allocate_shared_memory(E4M3, [CONFIG.consumers, ROWS, CONFIG.dim], TILE)
-    ring = gl.allocate_shared_memory(E4M3, [CONFIG.stages, CONFIG.keys, CONFIG.dim], TILE)
+    ring = gl.allocate_shared_memory(E4M3, [2 * CONFIG.stages, CONFIG.keys, CONFIG.dim], TILE)
     ones = gl.allocate_shared_memory(E4M3, [SUM_COLUMNS, CONFIG.keys], ONES)
     # The byte 0x38 is 1.0 in e4m3.
     WORDS: gl.constexpr = SUM_COLUMNS * CONFIG.keys // 4

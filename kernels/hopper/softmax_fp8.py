@@ -1,16 +1,16 @@
 """The softmax of the Hopper forward with FP8 inputs: the reference max, and the rounding of probabilities to e4m3.
 
 `ringattn.kernels.hopper.softmax` explains the reference max, and why sums and maxima are kept per thread. e4m3 represents
-numbers from 2^-9 to 448, so an optimistic reference max would overflow soon. This softmax therefore computes the maximum of
-every row in every step, and raises the reference max if the maximum exceeds it by more than SLACK. The kernel computes p =
-exp2(score - ref_max + TOP), so that most probabilities are in the range in which e4m3 has four significant bits. p is at most
-2^(TOP + SLACK).
+numbers from 2^-9 to 448, so an optimistic reference max would overflow soon. This softmax therefore checks the maximum of every
+row in every step, and raises the reference max if a probability would exceed 448. The kernel computes p = exp2(score - ref_max
++ TOP), so that most probabilities are in the range in which e4m3 has four significant bits. After the reference max was raised,
+p is at most 2^TOP, which leaves room for larger probabilities in later steps.
 
 Scores are in log2 units, and they contain the exponent of the scale of V.
 
 Rounding. Instead of computing an exponential and rounding it, the kernel rounds the score. If x is the score relative to the
-reference max, the byte of the e4m3 number next to 2^x is about 8 x + 56, because e4m3 has 3 bits of mantissa and the exponent
-bias 7:
+reference max, including TOP, the byte of the e4m3 number next to 2^x is about 8 x + 56, because e4m3 has 3 bits of mantissa and
+the exponent bias 7:
 
     byte(x) = round(8 x + 56 - 0.46)
 
@@ -22,11 +22,20 @@ unit for exponentials (MUFU) would limit the speed.
 Below 2^-6, e4m3 has subnormal numbers, in which the byte is p times 2^9. In this range, a second line falls from 8 at x = -6 to
 0 at x = -9. Without this line, the small probabilities of a row with one large score would vanish:
 
-    byte(x) = max(round(8 x + 56 - 0.46), round((8 x + 72 - 0.46) / 3))
+    level(x) = max(round(8 x + 72 - 0.46), 0)
+    byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Both lines are computed from t = (8 x + 72 - 0.46) / 142, which fp32 computes and clamps to [0, 1]. t = 1 is the byte 126, the
-largest number, 448. The lines 142 t - 16 and 142 t / 3 are computed in fp16, two scores per instruction. The sum of 1024 and a
-number is an integer in fp16, whose lowest byte is the result.
+Levels. A level is an integer of 16 bits, and a word holds the levels of two scores. An fp16 number below 2^-14 is subnormal,
+and the bits of n times 2^-24 are the integer n. If fp32 numbers are multiplied by 2^-24 and converted to fp16, the bits of the
+results are therefore rounded integers. One conversion instruction converts two numbers and replaces negative numbers by 0.
+Integers are exact up to 2048, and larger levels have 11 significant bits. The maximum of levels, their difference from a
+constant, and their division by 3 are single instructions for two levels.
+
+The first steps of a work tile may raise the reference max from UNSET_REF_MAX, a difference that levels cannot represent. These
+steps compute the maxima of the scores in fp32 (`raise_ref_max`). In later steps, the maxima of the levels suffice
+(`limit_levels`). If a level exceeds the limit, the reference max is raised, and all levels of the row become smaller by the
+same integer. If this integer is above 2048 - MAX_LEVEL, which is a change of the reference max by 238 in a single step, the
+probabilities of this step have larger errors. The products q k^T of such scores have errors of the same size.
 """
 
 from triton.experimental import gluon
@@ -38,17 +47,24 @@ from ringattn.kernels.hopper.common import ROWS
 # log2 of the largest probability after the reference max was raised.
 TOP = gl.constexpr(7.0)
 
-# The maximum of a row may exceed the reference max by this number of log2 units before the reference max is raised.
+# `raise_ref_max` raises the reference max of a row if the maximum exceeds it by more than this number of log2 units.
 SLACK = gl.constexpr(1.5)
 
 # The number of bytes per log2 unit, and the constant of the formula that makes the mean of the rounding errors 0.
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The bytes of 2^0 and of 2^-9, where the second line is 0, if the first line is continued there. t covers this range up to 126.
-ONE_BYTE = gl.constexpr(56.0)
-LOWEST_BYTE = gl.constexpr(-16.0)
-RANGE = gl.constexpr(142.0)
+# The level of 2^0, and the largest level, which is that of 448, the largest e4m3 number.
+ONE_LEVEL = gl.constexpr(72.0)
+MAX_LEVEL = gl.constexpr(142)
+
+# If `limit_levels` raises the reference max of a row, the largest level of the row becomes this level. Its byte is 1.75 * 2^6.
+# Scores that are rounded to this byte have errors whose mean is 0. Scores that are rounded to 2^7 would be 4% too small on
+# average, and the largest probability of a row matters most.
+TOP_LEVEL = gl.constexpr(126)
+
+# A level in fp16 is the level times this number.
+UNIT = gl.constexpr(2.0**-24)
 
 
 @gluon.jit
@@ -71,32 +87,28 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _rounding_assembly():
-    """Return the instructions that round four probabilities of a row.
+def _level_assembly():
+    """Return the instructions that compute the levels of four scores of a row.
 
-    $2 to $5 are the scores. $6 and $7 are the factor and the offset of the row with which a score becomes t. The results are
-    the lowest bytes of the 16-bit halves of $0 and $1.
+    $2 to $5 are the scores. $6 and $7 are the factor and the offset of the row with which a score becomes a level times UNIT.
+    $0 and $1 have two levels each.
     """
-    code = "{ .reg .f32 t<4>; .reg .b32 upper, lower, slope, offset, third, zero;"
+    code = "{ .reg .f32 t<4>;"
     for i in range(4):
-        code += f"fma.rn.sat.f32 t{i}, ${i + 2}, $6, $7;"
-    # Each word holds two fp16 numbers: 142, 1008 = 1024 - 16, 142 / 3 and 1024.
-    code += "mov.b32 slope, 0x58705870; mov.b32 offset, 0x63E063E0; mov.b32 third, 0x51EB51EB; mov.b32 zero, 0x64006400;"
+        code += f"fma.rn.f32 t{i}, ${i + 2}, $6, $7;"
     for i in range(2):
-        code += f"cvt.rn.f16x2.f32 lower, t{2 * i + 1}, t{2 * i};"
-        code += "fma.rn.f16x2 upper, lower, slope, offset; fma.rn.f16x2 lower, lower, third, zero;"
-        code += f"max.f16x2 ${i}, upper, lower;"
+        code += f"cvt.rn.relu.f16x2.f32 ${i}, t{2 * i + 1}, t{2 * i};"
     return code + "}"
 
 
 @gluon.jit
-def round_probabilities(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Round the probabilities to e4m3. Return two tensors int32 (64, keys // 16, 4), which `pack` combines.
+def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
+    """Return the levels of the scores, two per word: int32 (64, keys // 16, 4, 2).
 
     The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`. No number moves to another thread. The arguments
     are those of `raise_ref_max`.
     """
-    ASSEMBLY: gl.constexpr = _rounding_assembly()
+    ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
     # In a group of 32 keys, the dimensions are h, b // 2, t and b % 2. The order of a tile of values is h, t, b // 2 and b % 2.
@@ -107,25 +119,114 @@ def round_probabilities(scores, ref_max, factors, v_exponent, CONFIG: gl.constex
     first, third = gl.split(even)
     second, fourth = gl.split(odd)
     NUMBERS: gl.constexpr = gl.SliceLayout(1, first.type.layout)
-    slope = factors * (BYTES / RANGE)
-    offset = (TOP + v_exponent - ref_max) * (BYTES / RANGE) + (ONE_BYTE - LOWEST_BYTE + BIAS) / RANGE
+    slope = factors * (BYTES * UNIT)
+    # The constants are combined, because UNSET_REF_MAX times BYTES would be infinite.
+    offset = (TOP + v_exponent - ref_max) * (BYTES * UNIT) + (ONE_LEVEL + BIAS) * UNIT
     zeros = gl.zeros_like(first)
     slope = gl.convert_layout(slope, NUMBERS).expand_dims(1) + zeros
     offset = gl.convert_layout(offset, NUMBERS).expand_dims(1) + zeros
-    return gl.inline_asm_elementwise(
+    left, right = gl.inline_asm_elementwise(
         ASSEMBLY, "=&r,=&r,f,f,f,f,f,f", [first, second, third, fourth, slope, offset],
         dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
+    return gl.join(left, right)
+
+
+@gluon.jit
+def _larger_levels(a, b):
+    return gl.inline_asm_elementwise("max.s16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.constexpr_function
+def _limit_assembly():
+    """Return the instructions that raise the reference max of the two rows of a thread.
+
+    The operands have two entries, one per row. $0 and $1 are the new reference max, $2 and $3 are alpha, and $4 and $5 are
+    twice the same negative fp16 number, which must be added to the levels. $6 and $7 are the thread's largest levels of the
+    row, in both halves of a word, and $8 and $9 are the reference max.
+    """
+    code = (
+        "{ .reg .pred above; .reg .b32 low, high, other, top0, top1; .reg .b16 level, top; .reg .f32 change;"
+        "mov.f32 $0, $8; mov.f32 $1, $9; mov.f32 $2, 0f3F800000; mov.f32 $3, 0f3F800000; mov.b32 $4, 0; mov.b32 $5, 0;"
+        f"max.s16x2 other, $6, $7; cvt.s32.s16 low, other; shr.s32 high, other, 16; max.s32 low, low, high;"
+        f"setp.gt.s32 above, low, {MAX_LEVEL.value}; vote.sync.any.pred above, above, -1; @!above bra DONE;"
+        # TOP_LEVEL times UNIT in fp16.
+        f"mov.b16 top, {TOP_LEVEL.value};"
+    )
+    for row in range(2):
+        code += f"prmt.b32 other, ${6 + row}, 0, 0x1032; max.s16x2 top{row}, ${6 + row}, other;"
+        # After two butterfly shuffles, all four threads of a row have the largest level of the row.
+        for lane in (1, 2):
+            code += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.s16x2 top{row}, top{row}, other;"
+        # The largest level becomes TOP_LEVEL. 2^21 = 1 / (BYTES * UNIT) converts the change to log2 units.
+        code += f"cvt.u16.u32 level, top{row}; setp.gt.s16 above, level, {MAX_LEVEL.value}; sub.rn.f16 level, top, level;"
+        code += f"cvt.f32.f16 change, level; mul.f32 change, change, 0f4A000000; @above mov.b32 ${4 + row}, {{level, level}};"
+        code += f"@above sub.f32 ${row}, ${8 + row}, change; @above ex2.approx.ftz.f32 ${2 + row}, change;"
+    return code + "DONE: }"
+
+
+@gluon.constexpr_function
+def _shift_assembly(count):
+    """Return the instructions that add `count` addends to `count` words of levels, unless all addends of a warp are 0."""
+    code = "{ .reg .pred changed; .reg .b32 any, one; mov.b32 any, 0; mov.b32 one, 0x3C003C00;"
+    # The assembler removes the repetitions: a thread has only two addends, one per row.
+    code += "".join(f"or.b32 any, any, ${2 * count + i};" for i in range(count))
+    code += "setp.ne.b32 changed, any, 0; vote.sync.any.pred changed, changed, -1; @!changed bra DONE;"
+    code += "".join(f"fma.rn.relu.f16x2 ${i}, ${i}, one, ${2 * count + i};" for i in range(count))
+    return code + "DONE: }"
+
+
+@gluon.constexpr_function
+def _shift_constraints(count):
+    return ",".join(["=r"] * count + [str(i) for i in range(count)] + ["r"] * count)
+
+
+@gluon.jit
+def limit_levels(levels, ref_max):
+    """Raise the reference max (64, 4) of the rows that have levels above MAX_LEVEL. Return (levels, ref_max, alpha).
+
+    `ref_max` must be the reference max with which the levels were computed. The returned levels belong to the new reference
+    max. The caller must multiply l and o by alpha (64, 4), which is 1 if the reference max of a row does not change.
+    """
+    LIMIT: gl.constexpr = _limit_assembly()
+    COUNT: gl.constexpr = levels.shape[1] * 4
+    SHIFT: gl.constexpr = _shift_assembly(COUNT)
+    CONSTRAINTS: gl.constexpr = _shift_constraints(COUNT)
+    NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, levels.type.layout))
+    largest = gl.reduce(gl.reduce(levels, 3, _larger_levels), 1, _larger_levels)
+    raised, alpha, addend = gl.inline_asm_elementwise(
+        LIMIT, "=&f,=&f,=&f,=&f,=&r,=&r,r,r,f,f", [gl.convert_layout(largest, ref_max.type.layout), ref_max],
+        dtype=(gl.float32, gl.float32, gl.int32), is_pure=True, pack=2,
+    )  # fmt: skip
+    addends = gl.convert_layout(addend, NUMBERS).expand_dims(1).expand_dims(3) + gl.zeros_like(levels)
+    levels = gl.inline_asm_elementwise(SHIFT, CONSTRAINTS, [levels, addends], dtype=gl.int32, is_pure=True, pack=COUNT)
+    return levels, raised, alpha
+
+
+@gluon.constexpr_function
+def _byte_assembly():
+    # The words hold two numbers each: 1/3 in fp16, and the integer -16.
+    return (
+        "{ .reg .b32 normal, third; mov.b32 third, 0x35553555; mov.b32 normal, 0xFFF0FFF0;"
+        "mul.rn.f16x2 third, $1, third; add.s16x2 normal, $1, normal; max.s16x2 $0, normal, third; }"
+    )
+
+
+@gluon.jit
+def to_bytes(levels):
+    """Convert levels to the bytes of probabilities. Each half of a word has one byte. `pack` combines them."""
+    ASSEMBLY: gl.constexpr = _byte_assembly()
+    return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def pack(rounded):
-    """Combine the results of `round_probabilities`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
+    """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
     A product P V reads these words from registers. While it runs, the words of the next step must not be defined, or else the
     assembler would serialise all products. Therefore pack the words only after the product.
     """
-    left, right = rounded
+    left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
     return gl.inline_asm_elementwise(code, "=r,r,r", [left, right], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -141,27 +242,6 @@ def as_left_operand(words, CONFIG: gl.constexpr):
     odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
     p = gl.join(even, odd).reshape([ROWS, CONFIG.keys]).to(gl.float8e4nv, bitcast=True)
     return gl.convert_layout(p, LEFT)
-
-
-@gluon.jit
-def _or(a, b):
-    return a | b
-
-
-@gluon.jit
-def fence_softmax(alpha, rounded):
-    """Return alpha unchanged, and prevent the assembler from moving a wait in front of the computation of `rounded`.
-
-    `ringattn.kernels.hopper.softmax.fence_softmax` explains the fence. The byte of a probability is at most 126, and the upper
-    byte of its 16 bits is at most 0x64, so no result is the number for which a thread exits.
-    """
-    left, right = rounded
-    word = gl.convert_layout(gl.reduce(left | right, 1, _or), alpha.type.layout)
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred never; setp.eq.u32 never, $1, 0x7fc0dead; setp.eq.or.u32 never, $2, 0xffffffff, never; @never exit;"
-        "mov.b32 $0, $1; }",
-        "=f,f,r", [alpha, word], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

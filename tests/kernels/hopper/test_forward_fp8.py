@@ -82,7 +82,7 @@ def check_exact(problem: Problem, bounds: list[int] | None = None) -> None:
 @pytest.mark.parametrize("dim", DIMS)
 def test_tiles_fit_into_shared_memory(dim):
     config = forward_fp8.configure(dim, (8, 2), False, True)
-    bytes_used = config.queries * dim + config.stages * config.keys * dim + forward_fp8.SUM_COLUMNS.value * config.keys
+    bytes_used = config.queries * dim + 2 * config.stages * config.keys * dim + forward_fp8.SUM_COLUMNS.value * config.keys
     # The limit of sm_90 is 227 KiB per program. Barriers and flags need less than 1 KiB.
     assert bytes_used <= 226 * 1024 and config.num_parts * config.part_columns == dim and config.group == 4
 
