@@ -324,9 +324,9 @@ def decode(
 ) -> State | Tensor:
     """Compute attention of a few new queries to a cache, as `ringattn.kernels.reference.decode` specifies.
 
-    On a GPU, a split-KV kernel computes the call in two launches. This kernel reads `lo`, `hi` and `sinks` on the GPU, so the
-    call can be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host waits
-    for the GPU.
+    On a GPU, a split-KV kernel computes the call in one or two launches. This kernel reads `lo`, `hi` and `sinks` on the GPU,
+    so the call can be captured in a CUDA graph. With fp64 inputs or head dims above 256, the call runs in PyTorch, and the host
+    waits for the GPU.
 
     Args:
         q, k, v, lo, hi, scale, final, sinks, page_table: as for `ringattn.kernels.reference.decode`, with contiguous `lo`,

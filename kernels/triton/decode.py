@@ -9,8 +9,10 @@ picture shows two batch entries and three runs:
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
 A run that covers keys of several entries computes one partial state, called a part, for each of these entries. The work is
-therefore balanced for every number of entries and for every combination of their lengths. The first launch computes the parts.
-The second launch merges the parts of each query.
+therefore balanced for every number of entries and for every combination of their lengths.
+
+The parts of an entry and a key head are counted. The program that stores the last part merges all of them. If there are so many
+parts that a single program would take too long to merge them, a second launch merges the parts instead.
 
 The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
 each key is read only once.
@@ -21,7 +23,7 @@ the meantime, the program prefetches this tile into the L2 cache.
 The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
 one page, so a program reads one number of the table per tile.
 
-The host never reads the intervals of the queries. Both kernels read the intervals on the GPU and use them to compute the keys
+The host never reads the intervals of the queries. The kernels read the intervals on the GPU and use them to compute the keys
 of each run. The launches depend only on shapes, so a call can be captured in a CUDA graph, and the intervals may change between
 replays.
 """
@@ -42,10 +44,15 @@ from ringattn.kernels.reference import State
 from ringattn.kernels.triton.common import LN_2, LOG2_E, as_addressable, pad_dim
 from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
-from ringattn.kernels.triton.scratch import ScratchPool
+from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # Elements of o that a program of the second launch loads at once. It loads the same columns of all parts of one row.
 MERGE_ELEMENTS = 4096
+# With one launch, the program that stores the last part of a tile of query rows loads all parts of this tile at once. They must
+# have at most this many elements of o.
+MAX_MERGED_ELEMENTS = 8192
+# Up to this size of the cache, the host may take longer than the GPU, so one launch is better than two.
+SMALL_CACHE_BYTES = 48 * 2**20
 # The minimum number of keys per run. With shorter runs, merging the parts takes longer than splitting the keys saves.
 MIN_RUN_KEYS = 128
 # Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
@@ -84,6 +91,7 @@ class Config:
         min_tiles: the minimum number of tiles per run.
         padded_batch: the number of batch entries, padded to a power of two.
         parts: the largest number of parts of a query, padded to a power of two.
+        merged_rows: the number of rows of a tile, padded to a power of two, if a program of the first launch merges the parts.
         merged_columns: the number of columns of o that a program of the second launch computes, a power of two.
         stride_unit: the unit of the strides of k and v.
         page_tiles: the number of tiles of keys per page, or 0 if the cache has no pages.
@@ -102,6 +110,7 @@ class Config:
     min_tiles: int
     padded_batch: int
     parts: int
+    merged_rows: int
     merged_columns: int
     stride_unit: int
     page_tiles: int
@@ -128,13 +137,15 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
     lo, hi, sinks, bound_stride, sink_stride, num_keys = bounds
     lo += entry * bound_stride
     first = tl.load(lo)
-    end = tl.minimum(tl.maximum(tl.load(hi + entry * bound_stride + (CONFIG.queries - 1)), 0), num_keys)
+    end = tl.load(hi + entry * bound_stride + (CONFIG.queries - 1))
+    end = tl.minimum(tl.maximum(end, 0), num_keys)
     first_tile = tl.maximum(first, 0) // CONFIG.keys
     num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
     num_sinks, sink_tiles = tl.zeros_like(first), tl.zeros_like(first)
     if sinks is not None:
         # The interval of a query may contain sinks. These keys belong to the interval.
-        num_sinks = tl.minimum(tl.load(sinks + entry * sink_stride), tl.load(lo + (CONFIG.queries - 1)))
+        num_sinks = tl.load(sinks + entry * sink_stride)
+        num_sinks = tl.minimum(num_sinks, tl.load(lo + (CONFIG.queries - 1)))
         num_sinks = tl.maximum(tl.minimum(num_sinks, end), 0)
         sink_tiles = tl.cdiv(num_sinks, CONFIG.keys)
         num_tiles += sink_tiles
@@ -283,6 +294,133 @@ def _attend_to_tiles(
     return m, l, o
 
 
+@triton.jit
+def _entry_of_tile(tiles, t):
+    """Return the index of the entry to which tile t belongs, where t counts the tiles (padded_batch,) of all entries.
+
+    It is the number of entries whose tiles all come before tile t.
+    """
+    return tl.sum((tl.cumsum(tiles, 0) <= t).to(tl.int32), 0)
+
+
+@triton.jit
+def _find_parts(tiles_before, num_tiles, length):
+    """Return the first run that covers tiles of an entry, and the number of its parts."""
+    first_run = tiles_before // length
+    return first_run, tl.where(num_tiles > 0, (tiles_before + num_tiles - 1) // length - first_run + 1, 0)
+
+
+@triton.jit
+def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns, CONFIG: tl.constexpr):
+    """Load the parts of the given rows of a key head, and return their merged state (m, l, o).
+
+    Args:
+        first_part, num_parts: the parts of the entry to which the rows belong.
+        row: (rows,). columns: the columns of o that are loaded.
+
+    Returns:
+        m, l: (rows,), m in log2 units.
+        o: (rows, columns).
+    """
+    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
+    index = tl.arange(0, CONFIG.parts)[:, None]
+    used = (index < num_parts) & (row < ROWS)[None, :]
+    part_row = ((first_part + index) * CONFIG.key_heads + head) * ROWS + row[None, :]
+    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+    part_m = tl.load(scalars, mask=used, other=float("-inf"))
+    part_l = tl.load(scalars + num_part_rows, mask=used, other=0.0)
+    mask = used[:, :, None] & (columns < CONFIG.value_dim)[None, None, :]
+    part_o = tl.load(parts + part_row[:, :, None] * CONFIG.value_dim + columns[None, None, :], mask=mask, other=0.0)
+    m = tl.max(part_m, 0)
+    # If a query attends to no key, its m is -inf. Subtract 0 instead, because exp2(-inf + inf) is NaN.
+    weight = tl.exp2(part_m - tl.where(m == float("-inf"), 0.0, m)[None, :])
+    return m, tl.sum(part_l * weight, 0), tl.sum(part_o * weight[:, :, None], 0)
+
+
+@triton.jit
+def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constexpr):
+    """Store the merged state (m, l, o) of the given rows of a key head.
+
+    Args:
+        results: (m, l, o, lse), as for `_attend_kernel`.
+        state: m, l (rows,) and o (rows, columns), m in log2 units.
+    """
+    result_m, result_l, result_o, lse = results
+    m, l, o = state
+    inside = row < CONFIG.queries * CONFIG.group
+    query_index = _query_index(entry, head, row, CONFIG)
+    if result_m is None:
+        divisor = tl.where(l == 0.0, 1.0, l)
+        o /= divisor[:, None]
+        if lse is not None:
+            # All slices of columns write the same lse, or the same m and l.
+            tl.store(lse + query_index, (m + tl.log2(divisor)) * LN_2, mask=inside)
+    else:
+        tl.store(result_m + query_index, m * LN_2, mask=inside)
+        tl.store(result_l + query_index, l, mask=inside)
+    pointers = result_o + query_index[:, None] * CONFIG.value_dim + columns[None, :]
+    mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
+    tl.store(pointers, o.to(result_o.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constexpr):
+    """Store the state (m, l, o) of the given rows of a key head as a part. m is in log2 units."""
+    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
+    m, l, o = state
+    part_row = (part * CONFIG.key_heads + head) * ROWS + row
+    columns, inside = tl.arange(0, pad_dim(CONFIG.value_dim)), row < ROWS
+    mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
+    tl.store(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
+    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+    tl.store(scalars, m, mask=inside)
+    tl.store(scalars + num_part_rows, l, mask=inside)
+
+
+@triton.jit
+def _is_last_part(counter, num_parts):
+    """Count a part that this program has stored, and return whether it is the last of num_parts parts.
+
+    The last program can read all parts, because the counter is incremented with the semantics of a release and an acquire. It
+    sets the counter to 0 again for the next call.
+    """
+    # One thread increments the counter. After this barrier, its release covers the stores of all threads.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_parts - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _finish_entry(
+    parts, num_part_rows, counter, results, state, run, first_run, num_parts, entry, head, row, CONFIG: tl.constexpr
+):
+    """Store the part of a run, or the results if the run holds the only part or the last part of this entry."""
+    if num_parts == 1:
+        _store_results(results, state, entry, head, row, tl.arange(0, pad_dim(CONFIG.value_dim)), CONFIG)
+    elif num_parts > 1:
+        _store_part(parts, num_part_rows, state, run + entry, head, row, CONFIG)
+        if _is_last_part(counter, num_parts):
+            columns, first_row = tl.arange(0, pad_dim(CONFIG.value_dim)), tl.program_id(2) * CONFIG.rows
+            merged = first_row + tl.arange(0, CONFIG.merged_rows)
+            merged_state = _load_parts(parts, num_part_rows, first_run + entry, num_parts, head, merged, columns, CONFIG)
+            _store_results(results, merged_state, entry, head, merged, columns, CONFIG)
+
+
+@triton.jit
+def _store_empty_entries(results, tiles, entries, batch, head, row, CONFIG: tl.constexpr):
+    """Store the empty state of all entries without tiles. No run covers these entries."""
+    TILE_ROWS: tl.constexpr = CONFIG.rows
+    PADDED: tl.constexpr = pad_dim(CONFIG.value_dim)
+    if tl.sum(((tiles == 0) & (entries < batch)).to(tl.int32), 0) > 0:
+        m, l = tl.full([TILE_ROWS], float("-inf"), tl.float32), tl.zeros([TILE_ROWS], tl.float32)
+        o = tl.zeros([TILE_ROWS, PADDED], tl.float32)
+        for entry in range(0, batch):
+            if tl.sum(tl.where(entries == entry, tiles, 0), 0) == 0:
+                _store_results(results, (m, l, o), entry, head, row, tl.arange(0, PADDED), CONFIG)
+
+
 @triton.jit(
     do_not_specialize=[
         "batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows", "table_stride",
@@ -290,7 +428,7 @@ def _attend_to_tiles(
     ]
 )  # fmt: skip
 def _attend_kernel(
-    q, k, v, page_table, lo, hi, sinks, parts,
+    q, k, v, page_table, lo, hi, sinks, parts, counters, m, l, o, lse,
     batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows, table_stride,
     k_batch, k_row, k_head, v_batch, v_row, v_head, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -307,27 +445,32 @@ def _attend_kernel(
             sink_stride is 0 or 1.
         parts: fp32, with room for num_part_rows rows: o (num_part_rows, Dv), followed by m and l (num_part_rows,). A row is a
             part, a key head and a query row, in this order. m is in log2 units.
+        counters: int32 (B * Hkv * tiles of rows,), zeros, or None. With counters, the program that finishes the last part of an
+            entry merges its parts. The counters are zeros again afterwards. With None, `_merge_kernel` merges the parts.
+        m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
+        o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
+        lse: fp32 (B, Nq, Hq) for the log-sum-exp of the scores, or None. If m is not None, it must be None. Without counters,
+            m, l, o and lse must be None.
         num_keys: Nk, the number of rows per batch entry. The intervals are limited to [0, Nk).
         num_runs: the number of runs.
         scale: the factor by which the scores are multiplied.
     """
-    if CONFIG.pdl:
-        gdc_wait()  # Wait for the kernels that write the inputs.
-        # `_merge_kernel` may start now, which hides its launch. It waits for the end of this kernel before it reads the parts.
-        gdc_launch_dependents()
-    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     head, run = tl.program_id(0), tl.program_id(1)
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
     bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
+    cache, strides = (k, v, page_table, table_stride), (k_batch, k_row, k_head, v_batch, v_row, v_head)
+    if CONFIG.pdl:
+        gdc_wait()  # Wait for the kernels that write the inputs.
+        # The next kernel may start now, which hides its launch. It waits for the end of this kernel before it reads results.
+        gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
+    if counters is not None:
+        if run == 0:
+            _store_empty_entries((m, l, o, lse), tiles, entries, batch, head, row, CONFIG)
     begin = run * length
     end = tl.minimum(begin + length, tl.sum(tiles, 0))
-    # The index of the entry to which tile t belongs is the number of entries whose tiles all come before tile t. If the run has
-    # no tiles, begin >= end, and the loop below computes no tiles.
-    entry_ends = tl.cumsum(tiles, 0)
-    first_entry = tl.sum((entry_ends <= begin).to(tl.int32), 0)
-    last_entry = tl.sum((entry_ends < end).to(tl.int32), 0)
-    cache, strides = (k, v, page_table, table_stride), (k_batch, k_row, k_head, v_batch, v_row, v_head)
+    # If the run has no tiles, begin >= end, and the loop below computes no tiles.
+    first_entry, last_entry = _entry_of_tile(tiles, begin), _entry_of_tile(tiles, end - 1)
     for i in range(0, last_entry - first_entry + 1):
         entry = first_entry + i
         ranges = _load_ranges(bounds, entry, CONFIG)
@@ -335,17 +478,18 @@ def _attend_kernel(
         first_tile, end_tile = tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, ranges[4])
         if CONFIG.prefetch:
             _prefetch_tile(cache, strides, ranges, entry, head, first_tile, sinks is not None, CONFIG)
-        m, l, o = _attend_to_tiles(
+        state = _attend_to_tiles(
             _load_queries(q, bounds, entry, head, row, CONFIG), cache, strides, ranges, entry, head, first_tile, end_tile,
             scale, sinks is not None, CONFIG,
         )  # fmt: skip
-        part_row = ((run + entry) * CONFIG.key_heads + head) * ROWS + row
-        columns, inside = tl.arange(0, pad_dim(CONFIG.value_dim)), row < ROWS
-        mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
-        tl.store(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
-        scalars = parts + num_part_rows * CONFIG.value_dim + part_row
-        tl.store(scalars, m, mask=inside)
-        tl.store(scalars + num_part_rows, l, mask=inside)
+        if counters is None:
+            _store_part(parts, num_part_rows, state, run + entry, head, row, CONFIG)
+        else:
+            first_run, num_parts = _find_parts(tiles_before, ranges[4], length)
+            counter = counters + (entry * CONFIG.key_heads + head) * tl.num_programs(2) + tl.program_id(2)
+            _finish_entry(
+                parts, num_part_rows, counter, (m, l, o, lse), state, run, first_run, num_parts, entry, head, row, CONFIG
+            )
 
 
 @triton.jit(do_not_specialize=["batch", "bound_stride", "sink_stride", "num_keys", "num_runs", "num_part_rows"])
@@ -356,51 +500,22 @@ def _merge_kernel(
     """Merge the parts of one query row. The grid is (query rows * slices of columns, Hkv, B).
 
     Args:
-        lo, hi, sinks, parts, batch, bound_stride, sink_stride, num_keys, num_runs, num_part_rows: as for `_attend_kernel`.
-        m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
-        o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
-        lse: fp32 (B, Nq, Hq) for the log-sum-exp of the scores, or None. If m is not None, it must be None.
+        all: as for `_attend_kernel`.
     """
-    ROWS: tl.constexpr = CONFIG.queries * CONFIG.group
     SLICES: tl.constexpr = pad_dim(CONFIG.value_dim) // CONFIG.merged_columns
     row, head, entry = tl.program_id(0) // SLICES, tl.program_id(1), tl.program_id(2)
     columns = tl.program_id(0) % SLICES * CONFIG.merged_columns + tl.arange(0, CONFIG.merged_columns)
     bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
-    tiles_until = tiles_before + tl.sum(tl.where(entries == entry, tiles, 0), 0)
-    first_run = tiles_before // length
-    num_parts = tl.where(tiles_until > tiles_before, (tiles_until - 1) // length - first_run + 1, 0)
-
+    num_tiles = tl.sum(tl.where(entries == entry, tiles, 0), 0)
+    first_run, num_parts = _find_parts(tiles_before, num_tiles, length)
     if CONFIG.pdl:
         # The intervals were written before `_attend_kernel` started, but its parts are complete only after this wait.
         gdc_wait()
-    index = tl.arange(0, CONFIG.parts)
-    used = index < num_parts
-    part_row = ((first_run + entry + index) * CONFIG.key_heads + head) * ROWS + row
-    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
-    part_m = tl.load(scalars, mask=used, other=float("-inf"))
-    part_l = tl.load(scalars + num_part_rows, mask=used, other=0.0)
-    mask = used[:, None] & (columns < CONFIG.value_dim)[None, :]
-    part_o = tl.load(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], mask=mask, other=0.0)
-    new_m = tl.max(part_m, 0)
-    # If the query attends to no key, new_m is -inf. Subtract 0 instead, because exp2(-inf + inf) is NaN.
-    weight = tl.exp2(part_m - tl.where(new_m == float("-inf"), 0.0, new_m))
-    new_l = tl.sum(part_l * weight, 0)
-    new_o = tl.sum(part_o * weight[:, None], 0)
-
-    query_index = _query_index(entry, head, row, CONFIG)
-    if m is None:
-        divisor = tl.where(new_l == 0.0, 1.0, new_l)
-        new_o /= divisor
-        if lse is not None:
-            # All slices of columns write the same lse, or the same m and l.
-            tl.store(lse + query_index, (new_m + tl.log2(divisor)) * LN_2)
-    else:
-        tl.store(m + query_index, new_m * LN_2)
-        tl.store(l + query_index, new_l)
-    pointers = o + query_index * CONFIG.value_dim + columns
-    tl.store(pointers, new_o.to(o.dtype.element_ty), mask=columns < CONFIG.value_dim)
+    rows = row + tl.arange(0, 1)
+    state = _load_parts(parts, num_part_rows, first_run + entry, num_parts, head, rows, columns, CONFIG)
+    _store_results((m, l, o, lse), state, entry, head, rows, columns, CONFIG)
 
 
 @dataclass(frozen=True)
@@ -408,9 +523,10 @@ class _Plan:
     """The launches of all calls with the same shapes, strides and scale on the same device."""
 
     config: Config
-    attend: PreparedLaunch
-    merge: dict[str, PreparedLaunch]  # by what it computes: "state", "out" or "out and lse"
+    attend: dict[str, PreparedLaunch]  # by what the call computes: "state", "out" or "out and lse"
+    merge: dict[str, PreparedLaunch]
     parts_size: int  # the number of elements of `parts`
+    num_counters: int  # the number of elements of `counters`, or 0 if the second launch merges the parts
 
 
 def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
@@ -468,31 +584,36 @@ def _plan(
     num_runs = min(choose_num_runs(_num_sms(device), key_heads * row_tiles), max(batch * runs_per_entry, 1))
     # The keys of an entry may start and end inside a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
+    merged_rows = triton.next_power_of_2(min(rows, tile_rows))
+    num_counters = batch * key_heads * row_tiles
+    # If there are as many entries as runs, most entries have one part, and a second launch would only copy it.
+    is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
+    fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
+    num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
     merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
+    merge_grid = rows * padded_dim // merged_columns, key_heads, batch
     pdl = supports_pdl(device)
     strides = *k_strides[:3], *v_strides[:3]
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
-        merged_columns, unit, page_tiles, pdl, pdl and not pages,
+        merged_rows, merged_columns, unit, page_tiles, pdl, pdl and not pages,
     )  # fmt: skip
     num_part_rows = (num_runs + batch - 1) * key_heads * rows
     sizes = batch, num_queries * (bounds > 1), int(sinks > 1), num_keys, num_runs, num_part_rows
     numbers = *sizes, pages, *(stride // unit for stride in strides), float(scale)
     dependent = {"launch_pdl": True} if pdl else {}
     attend_options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, **dependent}
-    merge_grid = rows * padded_dim // merged_columns, key_heads, batch
     merge_options = {"num_warps": 2, **dependent}
-    return _Plan(
-        config,
-        attend=PreparedLaunch(_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, numbers, CONFIG=config),
-        # Each launch compiles the kernel for the operands that are None.
-        merge={
-            results: PreparedLaunch(_merge_kernel, merge_grid, merge_options, sizes, CONFIG=config)
-            for results in ("state", "out", "out and lse")
-        },
-        parts_size=num_part_rows * (value_dim + 2),
+    # Each launch compiles the kernel for the operands that are None.
+    attend, merge = (
+        {results: PreparedLaunch(kernel, grid, options, fixed, CONFIG=config) for results in ("state", "out", "out and lse")}
+        for kernel, grid, options, fixed in (
+            (_attend_kernel, (key_heads, num_runs, row_tiles), attend_options, numbers),
+            (_merge_kernel, merge_grid, merge_options, sizes),
+        )
     )
+    return _Plan(config, attend, merge, num_part_rows * (value_dim + 2), num_counters)
 
 
 def supports_pdl(device: torch.device) -> bool:
@@ -538,6 +659,8 @@ class Decoder:
             pages = 0 if page_table is None else page_table.shape[1]
             rows = len(lo), 0 if sinks is None else len(sinks)
             self.plan = _plan(q.shape, k.shape, v.shape[3], k.stride(), v.stride(), pages, *rows, scale, q.dtype, q.device)
+            if q.is_cuda:
+                _scratch.reserve_counters(q)
 
     def __call__(
         self, q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None
@@ -559,10 +682,15 @@ class Decoder:
             if self.results == "out and lse":
                 lse = q.new_empty(self.out_shape[:3], dtype=torch.float32)
         if plan is not None:
-            key, parts = _scratch.take(plan.parts_size, q, stream)
-            plan.attend(stream, q, *self.cache, lo, hi, sinks, parts)
-            plan.merge[self.results](stream, lo, hi, sinks, parts, m, l, o, lse)
-            _scratch.give_back(key, parts)
+            key, memory = _scratch.take(plan.parts_size, plan.num_counters, q, stream)
+            parts, counters = memory
+            attend = plan.attend[self.results]
+            if plan.num_counters:
+                attend(stream, q, *self.cache, lo, hi, sinks, parts, counters, m, l, o, lse)
+            else:
+                attend(stream, q, *self.cache, lo, hi, sinks, parts, None, None, None, None, None)
+                plan.merge[self.results](stream, lo, hi, sinks, parts, m, l, o, lse)
+            _scratch.give_back(key, memory)
         if self.results == "state":
             return m, l, o
         return o if lse is None else (o, lse)
@@ -580,7 +708,7 @@ def decode(
     page_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> State | tuple[Tensor, Tensor] | Tensor:
-    """Compute `ringattn.kernels.reference.decode` in two launches. The host does not wait for the GPU.
+    """Compute `ringattn.kernels.reference.decode` in one or two launches. The host does not wait for the GPU.
 
     After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
     graph. Every replay reads the current `lo`, `hi` and `sinks`.

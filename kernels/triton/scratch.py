@@ -1,15 +1,32 @@
 """Keep scratch memory between calls, because an allocation takes as long on the host as half a launch."""
 
+import threading
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 MAX_KEPT_BYTES = 32 * 2**20  # larger scratch memory belongs to long calls, in which an allocation takes no noticeable time
+MAX_COUNTERS = 4096  # per call
+CHUNK_COUNTERS = 2**18  # the counters of captured calls are allocated in chunks of this size, which are 1 MiB
 
 Key = tuple[int, int]  # the index of a GPU and the address of one of its streams
 
 
+class Scratch(NamedTuple):
+    """Scratch memory of one call.
+
+    Args:
+        numbers: uninitialised, fp32.
+        counters: zeros, int32, or None. The kernels of the call must set them to 0 again.
+    """
+
+    numbers: Tensor
+    counters: Tensor | None
+
+
 class ScratchPool:
-    """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one tensor per stream.
+    """Scratch memory for kernels that write and read it on one stream. The pool keeps at most one `Scratch` per stream.
 
     A call takes the scratch memory of its stream, launches all kernels that use it, and gives it back. Kernels of one stream
     run one after the other, so the next call on this stream may overwrite the memory. Two streams never share memory. While
@@ -20,23 +37,69 @@ class ScratchPool:
     """
 
     def __init__(self) -> None:
-        self._kept: dict[Key, Tensor] = {}
+        self._kept: dict[Key, Scratch] = {}
+        self._chunks = CounterChunks()
 
-    def take(self, size: int, like: Tensor, stream: int | None) -> tuple[Key | None, Tensor]:
-        """Return at least `size` uninitialised fp32 numbers on the device of `like`, with the key that `give_back` expects.
+    def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
+        """Return memory with at least `size` numbers on the device of `like`, with the key that `give_back` expects.
 
-        `stream` is the address of the current stream of this device, or None if the device is not a GPU.
+        `num_counters` is at most MAX_COUNTERS. `stream` is the address of the current stream of this device, or None if the
+        device is not a GPU.
         """
-        key = None
-        if stream is not None and not torch.cuda.is_current_stream_capturing():
-            key = like.get_device(), stream
-            # `pop` is atomic, so no other thread receives the same memory.
-            scratch = self._kept.pop(key, None)
-            if scratch is not None and scratch.numel() >= size:
-                return key, scratch
-        return key, like.new_empty(size, dtype=torch.float32)
+        if stream is None:
+            counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
+            return None, Scratch(like.new_empty(size, dtype=torch.float32), counters)
+        if torch.cuda.is_current_stream_capturing():
+            counters = self._chunks.take(num_counters, like) if num_counters else None
+            return None, Scratch(like.new_empty(size, dtype=torch.float32), counters)
+        key = like.get_device(), stream
+        # `pop` is atomic, so no other thread receives the same memory.
+        scratch = self._kept.pop(key, None)
+        if scratch is None or scratch.numbers.numel() < size:
+            counters = like.new_zeros(MAX_COUNTERS, dtype=torch.int32)
+            scratch = Scratch(like.new_empty(size, dtype=torch.float32), counters)
+        return key, scratch
 
-    def give_back(self, key: Key | None, scratch: Tensor) -> None:
+    def reserve_counters(self, like: Tensor) -> None:
+        """Allocate counters for calls on the GPU of `like` that are captured later."""
+        if not torch.cuda.is_current_stream_capturing():
+            self._chunks.reserve(like)
+
+    def give_back(self, key: Key | None, scratch: Scratch) -> None:
         """Keep the memory for the next call on its stream. All kernels that use it must have been launched."""
-        if key is not None and scratch.nbytes <= MAX_KEPT_BYTES:
+        if key is not None and scratch.numbers.nbytes <= MAX_KEPT_BYTES:
             self._kept[key] = scratch
+
+
+class CounterChunks:
+    """Counters of captured calls. They are zeros before the first replay, and every replay leaves them as zeros.
+
+    A capture cannot initialise memory once. If the counters belonged to the graph, every replay would have to set them to 0,
+    which takes as long as a short kernel. Each captured call therefore receives its own part of a chunk of zeros that was
+    allocated outside of the capture. Nobody knows when the graph is deleted, so these counters are never freed. Most calls need
+    less than 1 KiB.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: list[Tensor] = []  # graphs refer to the memory of all chunks
+        self._unused: dict[int, Tensor] = {}  # the unused counters of the newest chunk, by the index of the GPU
+
+    def reserve(self, like: Tensor) -> None:
+        """Allocate a chunk on the GPU of `like` if less than half of the newest chunk is unused."""
+        with self._lock:
+            unused = self._unused.get(like.get_device())
+            if unused is None or 2 * len(unused) < CHUNK_COUNTERS:
+                chunk = like.new_zeros(CHUNK_COUNTERS, dtype=torch.int32)
+                self._chunks.append(chunk)
+                self._unused[like.get_device()] = chunk
+
+    def take(self, count: int, like: Tensor) -> Tensor:
+        """Return `count` zeros for a call that is being captured."""
+        padded = -(-count // 4) * 4  # kernels are launched faster if all addresses are multiples of 16 bytes
+        with self._lock:
+            unused = self._unused.get(like.get_device())
+            if unused is None or len(unused) < padded:
+                return like.new_zeros(count, dtype=torch.int32)  # Every replay sets these counters to 0.
+            self._unused[like.get_device()] = unused[padded:]
+            return unused[:count]

@@ -92,10 +92,11 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     Args:
         name: "decode" or "merge".
         dtype, head_dim: as for `compile_kernel`.
-        options: any of "queries" for 16 queries instead of one, "sinks" and "pages", joined by plus signs.
+        options: any of "queries" for 16 queries instead of one, "short" for so few keys that one launch computes the call,
+            "sinks" and "pages", joined by plus signs.
     """
     kernel = {"decode": triton_decode._attend_kernel, "merge": triton_decode._merge_kernel}[name]
-    shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**17, 8, head_dim)
+    shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**11 if "short" in options else 2**17, 8, head_dim)
     pages = 2**11 if "pages" in options else 0
     if pages:
         shapes = shapes[0], (pages, 2**17 // pages, 8, head_dim)
@@ -109,9 +110,10 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
         if option not in options:
             constants[operand] = None
+    constants |= dict(m=None, l=None, lse=None)
+    if name == "decode" and not plan.num_counters:
+        constants |= dict(counters=None, o=None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    if name == "merge":
-        constants |= dict(m=None, l=None, lse=None)
     types = {
         "q": f"*{dtype}",
         "k": f"*{dtype}",
@@ -121,13 +123,14 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         "hi": "*i32",
         "sinks": "*i32",
         "page_table": "*i32",
+        "counters": "*i32",
         "parts": "*fp32",
     }
     signature = {
         x: "constexpr" if x in constants else types.get(x, "fp32" if x == "scale" else "i32") for x in kernel.arg_names
     }
     source = ASTSource(kernel, signature, constants, aligned(signature))
-    options = (plan.attend if name == "decode" else plan.merge["out"]).options
+    options = (plan.attend if name == "decode" else plan.merge)["out"].options
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
 
 

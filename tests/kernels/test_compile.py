@@ -59,13 +59,14 @@ def check_resources(cases: list[str]) -> None:
 
 
 def test_triton_kernels_compile_without_spills():
-    check_resources(["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:", "merge:bf16:128:"])
+    check_resources(["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:short", "merge:bf16:128:"])
 
 
 @pytest.mark.slow
 def test_decoding_kernels_of_all_cases_compile_without_spills():
     kernels, options = ("decode", "merge"), ("", "queries", "sinks", "pages")
-    check_resources([f"{kernel}:bf16:{dim}:{option}" for kernel in kernels for dim in (64, 128, 256) for option in options])
+    cases = [f"{kernel}:bf16:{dim}:{option}" for kernel in kernels for dim in (64, 128, 256) for option in options]
+    check_resources(cases + [f"decode:bf16:{dim}:short+{option}" for dim in (64, 128, 256) for option in ("sinks", "pages")])
 
 
 @pytest.mark.slow

@@ -99,6 +99,21 @@ def test_any_lengths(lengths, device):
     check(random_call(bounds, capacity, (2, 2), (20, 36), torch.float32, device), torch.float32)
 
 
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_one_launch_computes_the_same_as_two(lengths, device, monkeypatch):
+    """The program of the last part merges like the second launch. Only the order of the sums may differ."""
+    call = random_call(causal_bounds(LENGTHS[lengths], 1, None), max(LENGTHS[lengths]) + 2, (4, 2), device=device)
+    arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale
+    one_launch = kernel.decode(*arguments, final=True, return_lse=True), kernel.decode(*arguments)
+    monkeypatch.setattr(kernel, "MAX_MERGED_ELEMENTS", 0)
+    kernel._plan.cache_clear()
+    two_launches = kernel.decode(*arguments, final=True, return_lse=True), kernel.decode(*arguments)
+    kernel._plan.cache_clear()
+    for results, expected in zip(one_launch, two_launches, strict=True):
+        for x, y in zip(results, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sixteen_queries(dtype, device):
