@@ -18,7 +18,8 @@ The rows of a tile of queries are all queries of all query heads that share a ke
 each key is read only once.
 
 At the start of an entry, a program first waits for the queries and then loads the first tile. So that the memory is busy in
-the meantime, the program prefetches this tile into the L2 cache.
+the meantime, the program prefetches this tile into the L2 cache. With two launches, a program prefetches its first tile even
+before the end of the kernels that come before it on the stream, if these kernels let it start early.
 
 The cache may be divided into pages. A page table then tells which page holds which rows of a batch entry. A tile lies within
 one page, so a program reads one number of the table per tile.
@@ -48,6 +49,9 @@ from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # Elements of o that a program of the second launch loads at once. It loads the same columns of all parts of one row.
 MERGE_ELEMENTS = 4096
+# With more programs per SM in the second launch, the next kernel does not start early. Programs of the second launch occupy
+# some SMs longer than others, so the programs of the next kernel would be distributed unevenly over the SMs.
+MAX_MERGE_PROGRAMS_PER_SM = 4
 # With one launch, the program that stores the last part of a tile of query rows loads all parts of this tile at once. They must
 # have at most this many elements of o.
 MAX_MERGED_ELEMENTS = 8192
@@ -97,6 +101,8 @@ class Config:
         page_tiles: the number of tiles of keys per page, or 0 if the cache has no pages.
         pdl: whether the kernels use programmatic dependent launch, which requires sm_90.
         prefetch: whether programs prefetch tiles into the L2 cache, which requires an NVIDIA GPU and a cache without pages.
+        prefetch_early: whether the second launch starts the next kernel early, and programs of the first launch prefetch a tile
+            before they wait for the kernels that come before them.
         precision: the precision of products of fp32 inputs, see `ringattn.kernels.triton.common.Config`.
     """
 
@@ -116,11 +122,12 @@ class Config:
     page_tiles: int
     pdl: bool
     prefetch: bool
+    prefetch_early: bool
     precision: str = "ieee"
 
 
 @triton.jit
-def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
+def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Return which tiles of keys the queries of a batch entry attend to.
 
     Tile t consists of the rows [t * keys, (t + 1) * keys) of the cache. The queries attend to the keys [0, num_sinks) in the
@@ -129,6 +136,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
         entry: the index of the batch entry, or a tensor of indices.
+        VOLATILE: whether the L1 cache must not keep the bounds, because another kernel may be writing them.
 
     Returns:
         (num_sinks, sink_tiles, first_tile, end, num_tiles). No query attends to a key from `end` on, and num_tiles is the
@@ -136,16 +144,16 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
     """
     lo, hi, sinks, bound_stride, sink_stride, num_keys = bounds
     lo += entry * bound_stride
-    first = tl.load(lo)
-    end = tl.load(hi + entry * bound_stride + (CONFIG.queries - 1))
+    first = tl.load(lo, volatile=VOLATILE)
+    end = tl.load(hi + entry * bound_stride + (CONFIG.queries - 1), volatile=VOLATILE)
     end = tl.minimum(tl.maximum(end, 0), num_keys)
     first_tile = tl.maximum(first, 0) // CONFIG.keys
     num_tiles = tl.where(first < end, tl.cdiv(end, CONFIG.keys) - first_tile, 0)
     num_sinks, sink_tiles = tl.zeros_like(first), tl.zeros_like(first)
     if sinks is not None:
         # The interval of a query may contain sinks. These keys belong to the interval.
-        num_sinks = tl.load(sinks + entry * sink_stride)
-        num_sinks = tl.minimum(num_sinks, tl.load(lo + (CONFIG.queries - 1)))
+        num_sinks = tl.load(sinks + entry * sink_stride, volatile=VOLATILE)
+        num_sinks = tl.minimum(num_sinks, tl.load(lo + (CONFIG.queries - 1), volatile=VOLATILE))
         num_sinks = tl.maximum(tl.minimum(num_sinks, end), 0)
         sink_tiles = tl.cdiv(num_sinks, CONFIG.keys)
         num_tiles += sink_tiles
@@ -153,14 +161,14 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr):
+def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
     """Divide the tiles of all batch entries into at most `num_runs` runs of equal length.
 
     All programs compute the same result: the indices of the entries (padded_batch,), the number of tiles of each entry
-    (padded_batch,), and the number of tiles per run.
+    (padded_batch,), and the number of tiles per run. VOLATILE is as for `_load_ranges`.
     """
     entries = tl.arange(0, CONFIG.padded_batch)
-    _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG)
+    _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
     tiles = tl.where(entries < batch, tiles, 0)
     return entries, tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), num_runs), CONFIG.min_tiles)
 
@@ -292,6 +300,21 @@ def _attend_to_tiles(
         )  # fmt: skip
         m, l, o = add_tile(operands, None, (m, l, o), tile * CONFIG.keys, 0, True, CONFIG)
     return m, l, o
+
+
+@triton.jit
+def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
+    """Prefetch the first tile of a run while earlier kernels, which may write the bounds and the cache, still run.
+
+    If the bounds change, this prefetches a wrong tile of the cache, which costs little time and does not affect the results.
+    The loads are volatile, because the L1 cache must not keep bounds that may change.
+    """
+    entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
+    begin = run * length
+    entry = tl.minimum(_entry_of_tile(tiles, begin), batch - 1)
+    tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
+    ranges = _load_ranges(bounds, entry, CONFIG, True)
+    _prefetch_tile(cache, strides, ranges, entry, head, begin - tiles_before, HAS_SINKS, CONFIG)
 
 
 @triton.jit
@@ -459,6 +482,8 @@ def _attend_kernel(
     row = tl.program_id(2) * CONFIG.rows + tl.arange(0, CONFIG.rows)
     bounds = lo, hi, sinks, bound_stride, sink_stride, num_keys
     cache, strides = (k, v, page_table, table_stride), (k_batch, k_row, k_head, v_batch, v_row, v_head)
+    if CONFIG.prefetch_early:
+        _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
         gdc_wait()  # Wait for the kernels that write the inputs.
         # The next kernel may start now, which hides its launch. It waits for the end of this kernel before it reads results.
@@ -476,7 +501,7 @@ def _attend_kernel(
         ranges = _load_ranges(bounds, entry, CONFIG)
         tiles_before = tl.sum(tl.where(entries < entry, tiles, 0), 0)
         first_tile, end_tile = tl.maximum(begin - tiles_before, 0), tl.minimum(end - tiles_before, ranges[4])
-        if CONFIG.prefetch:
+        if CONFIG.prefetch and (i > 0 or not CONFIG.prefetch_early):
             _prefetch_tile(cache, strides, ranges, entry, head, first_tile, sinks is not None, CONFIG)
         state = _attend_to_tiles(
             _load_queries(q, bounds, entry, head, row, CONFIG), cache, strides, ranges, entry, head, first_tile, end_tile,
@@ -513,6 +538,8 @@ def _merge_kernel(
     if CONFIG.pdl:
         # The intervals were written before `_attend_kernel` started, but its parts are complete only after this wait.
         gdc_wait()
+        if CONFIG.prefetch_early:
+            gdc_launch_dependents()  # The next kernel may start now, and prefetch its first tiles.
     rows = row + tl.arange(0, 1)
     state = _load_parts(parts, num_part_rows, first_run + entry, num_parts, head, rows, columns, CONFIG)
     _store_results((m, l, o, lse), state, entry, head, rows, columns, CONFIG)
@@ -593,11 +620,13 @@ def _plan(
     merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
     merge_grid = rows * padded_dim // merged_columns, key_heads, batch
     pdl = supports_pdl(device)
+    prefetch = pdl and not pages
+    prefetch_early = prefetch and num_counters == 0 and math.prod(merge_grid) <= MAX_MERGE_PROGRAMS_PER_SM * _num_sms(device)
     strides = *k_strides[:3], *v_strides[:3]
     unit = STRIDE_UNIT if all(stride % STRIDE_UNIT == 0 for stride in strides) else 1
     config = Config(
         num_queries, key_heads, group, dim, value_dim, tile_rows, tile.keys, min_tiles, triton.next_power_of_2(batch), parts,
-        merged_rows, merged_columns, unit, page_tiles, pdl, pdl and not pages,
+        merged_rows, merged_columns, unit, page_tiles, pdl, prefetch, prefetch_early,
     )  # fmt: skip
     num_part_rows = (num_runs + batch - 1) * key_heads * rows
     sizes = batch, num_queries * (bounds > 1), int(sinks > 1), num_keys, num_runs, num_part_rows

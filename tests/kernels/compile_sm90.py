@@ -106,7 +106,8 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
             *map(torch.Size, shapes), head_dim, strides, strides, pages, 1, int("sinks" in options), 1.0, DTYPES[dtype],
             torch.device("cpu"),
         )  # fmt: skip
-    constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True, prefetch=not pages))
+    early = not pages and not plan.num_counters
+    constants = dict(CONFIG=dataclasses.replace(plan.config, pdl=True, prefetch=not pages, prefetch_early=early))
     for operand, option in (("sinks", "sinks"), ("page_table", "pages")):
         if option not in options:
             constants[operand] = None
