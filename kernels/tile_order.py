@@ -77,7 +77,8 @@ def order_work_tiles(
     all_heads = torch.arange(num_heads, device="cpu")
     mask = (all_heads // heads).clamp(max=num_masks - 1)
     head_group = all_heads * num_groups // num_heads
-    # If every program has at most one work tile, all of them start at the same time, and only forwards are they staggered.
+    # If every program has at most one work tile, all work tiles start at the same time. A chain that runs forwards is then
+    # staggered, and a chain that runs backwards is not.
     alternates = shared[mask] & (exists[mask].sum() > programs)
     backwards = alternates & ((head_group % 2 == 1) | (num_groups == 1))
     # Both directions of every mask: (2, masks, T, ...).

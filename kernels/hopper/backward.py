@@ -736,7 +736,8 @@ def _main_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
-    # An arrival acts for a whole partition. The producer arrives at the `full` barriers, and both consumers arrive at `empty`.
+    # A partition makes a single arrival for all of its threads. The producer arrives at the `full` barriers, and both consumers
+    # arrive at `empty`.
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(dout_full.index(i), count=1)

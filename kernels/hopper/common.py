@@ -244,7 +244,7 @@ def tile_view(buffer, desc):
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
     """Return the barriers `full` and `empty` of SLOTS slots, at which PRODUCERS and CONSUMERS partitions arrive.
 
-    An arrival acts for a whole partition, so the counts are numbers of partitions.
+    A partition makes a single arrival for all of its threads, so the counts are numbers of partitions.
     """
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())

@@ -36,7 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 
-# The number of integers in front of the progress of the first work tile. The first of them counts the programs that have
+# The number of header integers, which precede the progress of all work tiles. The first of them counts the programs that have
 # started, and the second is not used.
 HEADER = gl.constexpr(2)
 

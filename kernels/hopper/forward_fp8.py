@@ -132,7 +132,8 @@ def _load_stage(
 ):
     """Load the tile K that begins with key `k_start` and the tile V of block `v_block` into the next stage.
 
-    Return the next position, which is (stage, phase). If HAS_K or HAS_V is 0, this tile is left out.
+    Return the next position, which is (stage, phase). If HAS_K is 0, the tile of K is not loaded. If HAS_V is 0, the
+    tile of V is not loaded.
     """
     q, k, v = tiles
     q_full, q_empty, full, empty = barriers
@@ -249,7 +250,8 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
     """Wait for the last part of P V, and add it to O. Return (parts of O, row sums).
 
-    The first three arguments are results of `_issue_output`. IN_FLIGHT is the number of later products that may be in flight.
+    The first three arguments are results of `_issue_output`. Up to IN_FLIGHT products that were issued later may still be in
+    flight afterwards.
     """
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
@@ -355,7 +357,7 @@ def _overlapped_steps(
     words = softmax_fp8.pack(rounded)
     l = gl.zeros_like(alpha)
     o = _zeros(CONFIG.dim)
-    # P V and the row sums of the block before the last one. They are not in o and l yet.
+    # P V and the row sums of the block before the last one. They have not been added to o and l yet.
     product, row_sums = _zeros(CONFIG.dim), gl.zeros_like(alpha)
     for step in range(1, num_masked + num_unmasked):
         previous_scales = block_scales

@@ -223,8 +223,8 @@ def to_bytes(levels):
 def pack(rounded):
     """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
 
-    A product P V reads these words from registers. While it runs, the words of the next step must not be defined, or else the
-    assembler would serialise all products. Therefore pack the words only after the product.
+    A product P V reads these words from registers. If registers for the words of the next step were written during this
+    product, the assembler would serialise all products. Therefore pack the words only after the product.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
@@ -235,7 +235,8 @@ def pack(rounded):
 def as_left_operand(words, CONFIG: gl.constexpr):
     """View words of `pack` as the left operand (64, keys) of P V, without any instruction.
 
-    Between two steps, the loop keeps the words. If it kept the e4m3 tensor, the compiler would use a register per number.
+    The loop carries the words from one step to the next. If it carried the e4m3 tensor, the compiler would use a register per
+    number.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

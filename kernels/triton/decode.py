@@ -11,8 +11,9 @@ picture shows two batch entries and three runs:
 A run that covers keys of several entries computes one partial state, called a part, for each of these entries. The work is
 therefore balanced for every number of entries and for every combination of their lengths.
 
-The parts of an entry and a key head are counted. The program that stores the last part merges all of them. If there are so many
-parts that a single program would take too long to merge them, a second launch merges the parts instead.
+A counter for every entry and key head counts the parts that have been stored. The program that stores the last part merges all
+of them. If there are so many parts that a single program would take too long to merge them, a second launch merges the parts
+instead.
 
 The rows of a tile of queries are all queries of all query heads that share a key head. If all of these rows fit into one tile,
 each key is read only once.
@@ -292,8 +293,8 @@ def _attend_to_tiles(
             # Load the page of the next tile now. If the loop loaded the page of the tile itself, Triton would wait for this
             # load, and all earlier loads, before it starts to load the tile.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
-        # All tiles are masked, which costs no time, because the kernel waits for memory. The rows of k and v from `end_key` on
-        # are not read, so they may contain NaN.
+        # The mask is applied to every tile. This costs no time, because the speed of the memory limits the kernel. The rows of
+        # k and v from `end_key` on are not read, so they may contain NaN.
         operands = (
             query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
             head, scale * LOG2_E,
@@ -471,7 +472,8 @@ def _attend_kernel(
         counters: int32 (B * Hkv * tiles of rows,), zeros, or None. With counters, the program that finishes the last part of an
             entry merges its parts. The counters are zeros again afterwards. With None, `_merge_kernel` merges the parts.
         m, l: fp32 (B, Nq, Hq) for the merged state. If they are None, the kernel finalises the state.
-        o: (B, Nq, Hq, Dv). In fp32 it receives the o of the state. If m is None, it receives o / l in its own dtype.
+        o: (B, Nq, Hq, Dv). If m is None, the kernel stores o / l in the dtype of this tensor. Otherwise it stores the o of the
+            state, and the tensor must be fp32.
         lse: fp32 (B, Nq, Hq) for the log-sum-exp of the scores, or None. If m is not None, it must be None. Without counters,
             m, l, o and lse must be None.
         num_keys: Nk, the number of rows per batch entry. The intervals are limited to [0, Nk).
@@ -486,7 +488,8 @@ def _attend_kernel(
         _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, sinks is not None, CONFIG)
     if CONFIG.pdl:
         gdc_wait()  # Wait for the kernels that write the inputs.
-        # The next kernel may start now, which hides its launch. It waits for the end of this kernel before it reads results.
+        # The next kernel may start now, so that its launch overlaps with this kernel. It waits for the end of this kernel
+        # before it reads results.
         gdc_launch_dependents()
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG)
     if counters is not None:
@@ -737,7 +740,7 @@ def decode(
     page_table: Tensor | None = None,
     return_lse: bool = False,
 ) -> State | tuple[Tensor, Tensor] | Tensor:
-    """Compute `ringattn.kernels.reference.decode` in one or two launches. The host does not wait for the GPU.
+    """Compute the same as `ringattn.kernels.reference.decode` in one or two launches. The host does not wait for the GPU.
 
     After one call outside of a capture, which compiles the kernels, a call with the same shapes can be captured in a CUDA
     graph. Every replay reads the current `lo`, `hi` and `sinks`.

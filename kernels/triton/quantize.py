@@ -2,9 +2,9 @@
 
 A program converts one block of 128 tokens of one head. The programs of q come first in the grid, then those of k and of v.
 
-The results differ from those of the PyTorch version in two ways. The rotation adds in another order, so an element may be
-rounded to a neighbouring e4m3 number, and a scale may differ if the largest element of a block is close to a power of two times
-448. If a block contains an infinite element or NaN, its scale may differ, too.
+The results may differ from those of the PyTorch version, because the rotation adds numbers in another order than PyTorch does.
+An element may be rounded to a neighbouring e4m3 number. A scale may differ if the largest element of a block is close to a
+power of two times 448. The scale of a block that contains an infinite element or NaN may also differ.
 """
 
 from functools import lru_cache

@@ -66,7 +66,7 @@ class ScratchPool:
             self._chunks.reserve(like)
 
     def give_back(self, key: Key | None, scratch: Scratch) -> None:
-        """Keep the memory for the next call on its stream. All kernels that use it must have been launched."""
+        """Keep the memory for the next call on the same stream. All kernels that use the memory must have been launched."""
         if key is not None and scratch.numbers.nbytes <= MAX_KEPT_BYTES:
             self._kept[key] = scratch
 
