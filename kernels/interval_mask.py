@@ -215,7 +215,8 @@ class Intervals:
             tiles = self._tiles_on_host(rows, step, aligned=True)
             work_tiles = tile_order.order_work_tiles(tiles, self.host, batch, heads, heads_per_group, programs, group, step)
             times = tile_scheduler.backward_times(work_tiles, group)
-            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, keep_order=True)
+            predecessors = tile_order.predecessors(work_tiles)
+            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, predecessors)
             self._tables[key] = _to_device(table, self.device, self.wait)
         return self._tables[key]
 

@@ -22,7 +22,8 @@ therefore start one after another, and each of them follows its predecessor at a
 nearly the same time.
 
 All programs together compute the work tiles in one order, in which every predecessor comes before the work tiles that wait for
-it. Consequently, a work tile never waits for a work tile that comes later.
+it. Consequently, a work tile never waits for a work tile that comes later. If `ringattn.kernels.tile_scheduler` moves a work
+tile forward in this order, it also moves the work tiles forward that this work tile waits for.
 """
 
 import torch
@@ -55,8 +56,8 @@ def order_work_tiles(
 
     Returns:
         int32 (N, 12). The columns are first key, end of the keys, first query of the first step, 0, num_unmasked and
-        num_masked, whose sum is the number of steps, head, batch entry, direction (1 forwards, -1 backwards), the index of this
-        work tile in the order, the index of its predecessor, and the number of steps, at the start of the loop, that visit
+        num_masked, whose sum is the number of steps, head, batch entry, direction (1 forwards, -1 backwards), the number of
+        this work tile in the order, the number of its predecessor, and the number of steps at the start of the loop that visit
         query tiles which the predecessor does not visit. Without a predecessor, these are all steps. Tiles without steps are
         left out.
     """
@@ -102,6 +103,12 @@ def order_work_tiles(
     table = [own[..., 0], own[..., 1], first * step, 0 * every, own[..., 4], own[..., 5], *by_head]
     table += [index, index.gather(1, predecessor), num_free]
     return torch.stack(table, -1).flatten(0, 1)[order].int()
+
+
+def predecessors(work_tiles: Tensor) -> Tensor:
+    """Return the number of the predecessor of each work tile (N, 12) from `order_work_tiles`, or -1 if it has none."""
+    num_steps, num_free = work_tiles[:, 4] + work_tiles[:, 5], work_tiles[:, 11]
+    return work_tiles[:, 10].where(num_free < num_steps, -1)
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:

@@ -169,7 +169,7 @@ def backward_times(work_tiles: Tensor, group: int) -> Tensor:
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
-def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, keep_order: bool = False) -> Tensor:
+def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, predecessors: Tensor | None = None) -> Tensor:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
     Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
@@ -180,7 +180,8 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, keep_ord
         work_tiles: int32 (N, c).
         times: integers (N,), the estimated time of each work tile in any unit.
         programs: the maximal number of programs. If there are fewer work tiles, fewer programs are used, but at least one.
-        keep_order: whether no work tile may be moved forward.
+        predecessors: integers (N,), for each work tile the index of an earlier work tile that must stay in front of it, or -1.
+            With None, every order is allowed.
 
     Returns:
         int32 (n, programs, c). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
@@ -190,8 +191,8 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, keep_ord
         return work_tiles.new_zeros(1, 1, work_tiles.shape[1])
     programs = min(programs, len(work_tiles))
     program, end = _assign_greedily(times, programs)
-    if not keep_order and end > (1 + MARGIN) * times.sum().item() / programs:
-        order = _start_long_tiles_earlier(times, programs)
+    if end > (1 + MARGIN) * times.sum().item() / programs:
+        order = _start_long_tiles_earlier(times, programs, predecessors)
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:
             work_tiles, program = work_tiles[order], other_program
@@ -215,15 +216,25 @@ def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
     return torch.tensor(least, device="cpu") % programs, max(heap) // programs
 
 
-def _start_long_tiles_earlier(times: Tensor, programs: int) -> Tensor:
+def _start_long_tiles_earlier(times: Tensor, programs: int, predecessors: Tensor | None) -> Tensor:
     """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
     Each work tile has two start times. The first one is its start time in the given order. With the second one, the work tile
-    ends at (1 - MARGIN) times the mean time of all programs. Work tiles are sorted by the earlier one of the two.
+    ends at (1 - MARGIN) times the mean time of all programs. Work tiles are sorted by the earlier one of the two. A predecessor
+    starts no later than the work tiles that follow it.
     """
     in_order = (times.cumsum(0) - times) / programs
     latest = (1 - MARGIN) * times.sum() / programs - times
-    return torch.minimum(in_order, latest).argsort(stable=True)
+    start = torch.minimum(in_order, latest)
+    if predecessors is not None:
+        # A predecessor has a smaller index than the work tiles that follow it. From the last work tile to the first, the start
+        # of each work tile is therefore final before it is passed on to its predecessor.
+        starts, earlier = start.tolist(), predecessors.tolist()
+        for i in reversed(range(len(starts))):
+            if earlier[i] >= 0:
+                starts[earlier[i]] = min(starts[earlier[i]], starts[i])
+        start = torch.tensor(starts, device="cpu")
+    return start.argsort(stable=True)
 
 
 def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import pytest
 from torch import Tensor
 
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.tile_scheduler import backward_times
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
 
 KEYS = 128
@@ -113,3 +114,12 @@ def test_long_sequences_have_few_heads_per_head_group(length, step, heads):
     table = by_key.ordered_work_tiles(KEYS, step, 1, 8, 1, 132, 1)
     order = sorted((x for x in table.flatten(0, 1).tolist() if x[END] > 0), key=lambda x: x[SLOT])
     assert [x[HEAD] for x in order[: 2 * heads]] == 2 * list(range(heads))
+
+
+def test_documents_with_grouped_heads_balance_the_programs():
+    """The long work tiles of the last heads start early enough, although they must not overtake their predecessors."""
+    lengths = [5000, 300, 2900, 40, 3300, 900, 3944]
+    by_key = Intervals.of(*packed_intervals([lengths]), sum(lengths)).transposed
+    table = by_key.ordered_work_tiles(KEYS, 64, 1, 8, 1, 132, 4)
+    work = backward_times(table.flatten(0, 1), 4).view(table.shape[:2]).where(table[..., END] > 0, 0).sum(0).double()
+    assert work.max() < 1.15 * work.mean()

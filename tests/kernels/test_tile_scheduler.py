@@ -63,6 +63,17 @@ def test_long_work_tiles_at_the_end_start_earlier():
     assert sorted(totals) == [8, 8]
 
 
+def test_work_tiles_are_moved_forward_with_their_predecessors():
+    """Work tile 9 takes 8, and waits for work tile 8, which waits for work tile 3. All three come first, in their order."""
+    work_tiles = torch.arange(9, dtype=torch.int32)[:, None].repeat(1, 8) + 1
+    times, predecessors = torch.tensor([1] * 8 + [8]), torch.full((9,), -1)
+    predecessors[8], predecessors[7] = 7, 2
+    order = tile_scheduler._start_long_tiles_earlier(times, 2, predecessors).tolist()
+    assert order == [2, 7, 8, 0, 1, 3, 4, 5, 6]
+    assigned = tile_scheduler.assign_work_tiles(work_tiles, times, 2, predecessors)
+    assert assigned[:3, :, 0].tolist() == [[3, 8], [9, 1], [0, 2]]
+
+
 def test_no_work_tiles_give_one_program_without_work():
     assigned = tile_scheduler.assign_work_tiles(torch.zeros(0, 8, dtype=torch.int32), torch.zeros(0), 4)
     assert assigned.shape == (1, 1, 8) and not assigned.any()
