@@ -58,6 +58,9 @@ MAX_MERGE_PROGRAMS_PER_SM = 4
 MAX_MERGED_ELEMENTS = 8192
 # Up to this size of the cache, the host may take longer than the GPU, so one launch is better than two.
 SMALL_CACHE_BYTES = 48 * 2**20
+# An SM of an H200 receives a tile in about the time that a program takes to compute it. Above this number of bytes per second,
+# an SM therefore needs either two programs, or one more tile in flight.
+FAST_MEMORY = 4e12
 # The minimum number of keys per run. With shorter runs, merging the parts takes longer than splitting the keys saves.
 MIN_RUN_KEYS = 128
 # Strides are passed as multiples of this number of elements, so that Triton can generate loads of 16 bytes.
@@ -611,7 +614,12 @@ def _plan(
     min_tiles = max(MIN_RUN_KEYS // tile.keys, 1)
     # The largest number of runs of the minimum length that the tiles of one entry fill. With sinks, one tile may occur twice.
     runs_per_entry = triton.cdiv(triton.cdiv(num_keys, tile.keys) + (sinks > 0), min_tiles)
-    num_runs = min(choose_num_runs(_num_sms(device), key_heads * row_tiles), max(batch * runs_per_entry, 1))
+    fast_memory = dtype.itemsize == 2 and has_fast_memory(device)
+    num_runs = choose_num_runs(_num_sms(device), key_heads * row_tiles)
+    shares_sms = fast_memory and batch >= num_runs
+    if shares_sms:
+        num_runs = choose_num_runs(2 * _num_sms(device), key_heads * row_tiles)
+    num_runs = min(num_runs, max(batch * runs_per_entry, 1))
     # The keys of an entry may start and end inside a run.
     parts = triton.next_power_of_2(max(min(num_runs, runs_per_entry + (batch > 1)), 1))
     merged_rows = triton.next_power_of_2(min(rows, tile_rows))
@@ -620,6 +628,8 @@ def _plan(
     is_small = batch * num_keys * key_heads * (dim + value_dim) * dtype.itemsize <= SMALL_CACHE_BYTES
     fits = num_counters <= MAX_COUNTERS and parts * merged_rows * padded_dim <= MAX_MERGED_ELEMENTS
     num_counters = num_counters if fits and (is_small or batch >= num_runs) else 0
+    if fast_memory and not shares_sms and num_counters == 0 and max(pad_dim(dim), padded_dim) <= 128:
+        tile = tile._replace(num_stages=tile.num_stages + 1)
     merged_columns = min(padded_dim, max(16, MERGE_ELEMENTS // parts))
     merge_grid = rows * padded_dim // merged_columns, key_heads, batch
     pdl = supports_pdl(device)
@@ -654,6 +664,15 @@ def supports_pdl(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.cuda is None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def has_fast_memory(device: torch.device) -> bool:
+    """Return whether the device is an NVIDIA GPU of sm_90 or newer whose memory is clearly faster than that of an H100."""
+    if not supports_pdl(device):
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    # The clock rate is in kHz, and the width is in bits. There are two transfers per clock cycle.
+    return 2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8 > FAST_MEMORY
 
 
 def _num_sms(device: torch.device) -> int:

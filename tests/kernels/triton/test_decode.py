@@ -224,6 +224,33 @@ def test_runs_fill_the_gpu(programs, runs):
     assert kernel.choose_num_runs(132, programs) == runs
 
 
+@pytest.mark.parametrize("clock_rate, width, fast", [(2_619_000, 5120, False), (3_201_000, 6016, True)], ids=["H100", "H200"])
+def test_fast_memory_is_faster_than_that_of_an_h100(clock_rate, width, fast, monkeypatch):
+    properties = SimpleNamespace(memory_clock_rate=clock_rate, memory_bus_width=width)
+    monkeypatch.setattr(kernel, "supports_pdl", lambda device: device.type == "cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert kernel.has_fast_memory(torch.device("cuda", 0)) is fast
+    assert not kernel.has_fast_memory(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "batch, keys, key_heads, runs, stages",
+    [(1, 131072, 8, 16, 4), (1, 2048, 8, 16, 3), (8, 8192, 32, 8, 3), (4, 32768, 32, 8, 3), (17, 8192, 8, 33, 3)],
+)
+def test_fast_memory_needs_more_loads_in_flight(batch, keys, key_heads, runs, stages, monkeypatch):
+    """Long sequences have one more stage, and with many entries, two programs share an SM."""
+    monkeypatch.setattr(kernel, "choose_tile", lambda dtype, dim: kernel.TILES_16_BIT[128])
+    monkeypatch.setattr(kernel, "has_fast_memory", lambda device: True)
+    monkeypatch.setattr(kernel, "_num_sms", lambda device: 132)
+    q_shape, k_shape = torch.Size((batch, 1, 32, 128)), torch.Size((batch, keys, key_heads, 128))
+    strides, device = torch.empty(k_shape, device="meta").stride(), torch.device("cpu")
+    kernel._plan.cache_clear()
+    plan = kernel._plan(q_shape, k_shape, 128, strides, strides, 0, 1, 0, 1.0, torch.bfloat16, device)
+    kernel._plan.cache_clear()
+    attend = plan.attend["out"]
+    assert (attend.grid[1], attend.options["num_stages"]) == (runs, stages)
+
+
 @pytest.mark.parametrize(
     "cuda, capability, supported",
     (("12.8", (9, 0), True), ("12.8", (12, 0), True), ("12.8", (8, 0), False), (None, (9, 4), False)),
