@@ -242,7 +242,7 @@ class TrainerConfig:
     # "always" (also in training). The backward pass computes with the rounded inputs, but not in FP8.
     fp8_attention: str = "never"
     # Whether to use only operations that give the same bits in every run. On Hopper GPUs, this setting makes the backward pass
-    # of attention take up to 1.3 times as long.
+    # of attention take up to 1.2 times as long.
     deterministic: bool = False
     # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
     # CUDA.
