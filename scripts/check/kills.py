@@ -136,7 +136,7 @@ def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Ran
             seen |= {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
             if len(seen) >= saves:
                 return
-        time.sleep(0.001)
+        time.sleep(0.001 if inside_save else 0.05)
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) -> bool:

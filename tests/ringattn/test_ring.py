@@ -54,21 +54,18 @@ def test_ranks_without_tokens(mask: str, layout: str, schedule: str, route: str)
     check_ring(16, mask, layout, schedule, route, torch.float64, "4/2", seq_len=9, backend="reference")
 
 
+QUICK_64_RANKS = ("window+documents", "striped", "kv")
+
+
 @pytest.mark.parametrize(
     "mask, layout, schedule",
-    [pytest.param("causal", "zigzag", "state", marks=pytest.mark.slow), ("window+documents", "striped", "kv")],
+    [
+        pytest.param(*case, marks=() if case == QUICK_64_RANKS else pytest.mark.slow)
+        for case in {QUICK_64_RANKS: None} | dict.fromkeys(pairs(mask=MASK_NAMES, layout=KINDS, schedule=SCHEDULES))
+    ],
 )
 def test_64_ranks(mask: str, layout: str, schedule: str) -> None:
     """A large ring has many more hops than tokens per rank."""
-    check_ring(64, mask, layout, schedule, "relayed", torch.float64, "4/2", seq_len=101, backend="reference")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("mask", MASK_NAMES)
-def test_64_ranks_with_every_mask_and_layout(mask: str, layout: str, schedule: str) -> None:
-    """The full product on a large ring."""
     check_ring(64, mask, layout, schedule, "relayed", torch.float64, "4/2", seq_len=101, backend="reference")
 
 

@@ -14,10 +14,9 @@ from scripts.check import kills
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_runs_survive_kills(capsys: pytest.CaptureFixture) -> None:
-    """Each way to kill and restart a run once. The script itself kills more often by default."""
-    number = len(kills.WAYS)
-    assert kills.main(["--kills", str(number), "--kills-per-run", "1", "--seed", "1"]) == 0
-    assert f"{number} of {number} kills" in capsys.readouterr().out
+    """Runs that torchrun restarts. In test_killed_run.py and test_preemption.py, runs are killed and launched again."""
+    assert kills.main(["--kills", "2", "--kills-per-run", "1", "--seed", "1", "--ways", "restart", "two launchers"]) == 0
+    assert "2 of 2 kills" in capsys.readouterr().out
 
 
 def test_processes_of_a_run_are_found_and_killed(tmp_path) -> None:
