@@ -145,8 +145,8 @@ def _order_chains(
 
     Returns:
         rank: (B, T), the place of each tile in the order. Tiles that do not exist come last.
-        columns: (B, T, 3), the first query tile that a tile visits, the number of its predecessor among `tiles`, and the number
-            of steps in front of the first query tile that the predecessor visits, too.
+        columns: (B, T, 3). The three numbers of a tile are its first query tile, the index of its predecessor in `tiles`, and
+            the number of its steps before the first query tile that the predecessor also visits.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin

@@ -276,8 +276,8 @@ def decode_attention(
         cache: this rank's shard of the cache. In a `PagedKVCache`, every sequence has its own length. The output of a sequence
             without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
-        window: the number of keys that a query attends to. These are the key at its own position and the window - 1 keys before
-            it. None for all keys.
+        window: the number of keys that a query attends to, which includes the key at its own position. The other keys are those
+            directly before it. None for all keys.
         bounds: a tuple (lo, hi), which replaces the causal mask and the window: query i attends to the rows [lo[i], hi[i]) of
             the cache. Both tensors are int32 (1 or B, N), contiguous, on the device of the queries. Their values must never
             decrease from one query to the next. The GPU reads the bounds, so the call can be captured in a CUDA graph. Every

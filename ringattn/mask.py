@@ -72,8 +72,8 @@ class Mask:
         """Return a mask in which a query attends to the key at its own position and to all keys before its own position.
 
         Args:
-            window: the number of keys that a query attends to. These are the key at its own position and the window - 1 keys
-                before it. None for all keys.
+            window: the number of keys that a query attends to, which includes the key at its own position. The other keys are
+                those directly before it. None for all keys.
             documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
                 Pass either one list or tensor for all batch entries, or one list or tensor per batch entry. Pass None if the
                 sequence is one document.

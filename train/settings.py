@@ -30,9 +30,9 @@ def resolve_settings(
     If `trainer.init_from` of a new run names the folder of a Hugging Face model, the settings of the model and the tokenizer
     come from this folder. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting,
     and the choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a
-    recipe, all composed settings have precedence. Only the number of steps is kept, unless the command line sets it. On the
-    command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, and `trainer.accumulate` replaces an earlier
-    `trainer.tokens_per_step`.
+    recipe, the settings that Hydra has composed replace all others. Only the number of steps is kept, unless the command line
+    sets it. On the command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, and `trainer.accumulate` replaces
+    an earlier `trainer.tokens_per_step`.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.

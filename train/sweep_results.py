@@ -100,7 +100,7 @@ def _losses_by_context(outcome: Outcome) -> dict[int, float]:
 
 
 def _context_groups(outcomes: list[Outcome]) -> list[int]:
-    """Return the minimum context lengths of all groups that any job has."""
+    """Return the minimum context length of each group that occurs in at least one job, in ascending order."""
     return sorted({start for outcome in outcomes for start in _losses_by_context(outcome)})
 
 

@@ -5,8 +5,8 @@ section 3).
 
 A work tile is a tile of queries of one head. `Intervals.work_tiles` assigns work tiles to programs before the launch. Usually
 there is one program per SM. The warps of a program are divided into partitions. One partition is the producer, a single warp
-that loads Q, K and V. The remaining partitions are two or three consumers. Each consumer is a warpgroup that computes 64 rows
-of every work tile and keeps scores, probabilities and o in registers.
+that loads Q, K and V. The other partitions are the consumers, of which there are two or three. Each consumer is a warpgroup
+that computes 64 rows of every work tile and keeps scores, probabilities and o in registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 

@@ -323,9 +323,10 @@ def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS
 
 @triton.jit
 def _entry_of_tile(tiles, t):
-    """Return the index of the entry to which tile t belongs, where t counts the tiles (padded_batch,) of all entries.
+    """Return the index of the batch entry to which tile number t belongs.
 
-    It is the number of entries whose tiles all come before tile t.
+    `tiles` (padded_batch,) holds the number of tiles of each entry. The tiles of all entries are numbered consecutively. The
+    result is the number of entries whose tiles all come before tile t.
     """
     return tl.sum((tl.cumsum(tiles, 0) <= t).to(tl.int32), 0)
 

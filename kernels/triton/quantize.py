@@ -74,7 +74,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return the parts of a rotated tile as a tuple, not divided by sqrt(DIM)."""
+    """Return a tuple of the parts of a rotated tile. The parts have not been divided by sqrt(DIM)."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
