@@ -12,12 +12,25 @@ from torch import Tensor
 # The label of tokens that do not contribute to the loss.
 IGNORE = -100
 
-# The number of tokens whose logits exist at the same time.
+# The number of tokens whose logits exist at the same time. With a small vocabulary, there are more tokens, because many small
+# kernels would take more time on the host than on the GPU: a chunk has at least CHUNK_LOGITS logits.
 CHUNK = 2048
+CHUNK_LOGITS = 2**26
+
+
+def chunk_size(padded_vocab: int) -> int:
+    """Return the number of tokens per chunk for a vocabulary of `padded_vocab` rows."""
+    return max(CHUNK, CHUNK_LOGITS // padded_vocab)
 
 
 def cross_entropy(
-    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, num_valid: int, chunk: int = CHUNK, compiled: bool = False
+    hidden: Tensor,
+    head: Tensor,
+    labels: Tensor,
+    vocab_size: int,
+    num_valid: int,
+    chunk: int | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
@@ -31,24 +44,26 @@ def cross_entropy(
         labels: int64 (B, N), the correct next tokens. A token with the label IGNORE does not contribute.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
-        chunk: the number of tokens per chunk. The logits of a chunk need about 14 * chunk * V bytes without torch.compile, and
-            4 to 8 * chunk * V bytes with torch.compile.
+        chunk: the number of tokens per chunk, by default `chunk_size(V)`. The logits of a chunk need about 14 * chunk * V bytes
+            without torch.compile, and 4 to 8 * chunk * V bytes with torch.compile.
         compiled: whether `torch.compile` fuses the operations between the matrix products.
 
     Returns:
         The loss, an fp32 scalar.
     """
+    chunk = chunk or chunk_size(len(head))
     loss = _CrossEntropy.apply(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)
     return loss / num_valid
 
 
 def token_losses(
-    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int = CHUNK, compiled: bool = False
+    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int | None = None, compiled: bool = False
 ) -> Tensor:
     """Return -log softmax(head hidden)[label] for every token as fp32 (B, N), without gradients.
 
     The loss of a token with the label IGNORE is 0. The arguments have the same meaning as those of `cross_entropy`.
     """
+    chunk = chunk or chunk_size(len(head))
     return _chunked_losses(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[1].view(labels.shape)
 
 
@@ -60,9 +75,9 @@ class _CrossEntropy(torch.autograd.Function):
         lse, losses = _chunked_losses(hidden, head, labels, vocab_size, chunk, compiled)
         ctx.save_for_backward(hidden, head, labels, lse)
         ctx.vocab_size, ctx.chunk, ctx.compiled = vocab_size, chunk, compiled
-        # The losses of each chunk are summed separately, because one fp32 sum over all tokens of a long sequence would be less
+        # Groups of tokens are summed separately, because one fp32 sum over all tokens of a long sequence would be less
         # accurate.
-        return sum(part.sum() for part in losses.split(chunk))
+        return sum(part.sum() for part in losses.split(min(chunk, CHUNK)))
 
     @staticmethod
     def backward(ctx, dloss):

@@ -6,7 +6,7 @@ import torch
 
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
-from ringattn.train.model.loss import CHUNK
+from ringattn.train.model.loss import chunk_size
 from ringattn.train.parallel.mesh import Mesh
 from ringattn.train.parallel.ranks import ranks_per_host
 
@@ -91,7 +91,7 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
         "gathered parameters and gradients": gathered_bytes,
         "activations": activation_bytes,
         "blocks that circulate in the ring": tokens * (8 * query_dim + 2 * size * key_value_dim),
-        "logits of a chunk": (2 * size if compiled else 14) * min(tokens, CHUNK) * logits_dim,
+        "logits of a chunk": (2 * size if compiled else 14) * min(tokens, chunk_size(logits_dim)) * logits_dim,
     }
 
 

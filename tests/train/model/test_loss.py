@@ -40,6 +40,11 @@ def test_loss_and_gradients_equal_those_of_pytorch(chunk, vocab_size, dtype, tol
         torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=tolerance, atol=tolerance)
 
 
+def test_chunks_are_longer_for_small_vocabularies():
+    """The logits of a vocabulary of bytes need little memory, and few large chunks need few kernels."""
+    assert loss_module.chunk_size(320) == 209_715 and loss_module.chunk_size(50_304) == loss_module.chunk_size(128_256) == 2048
+
+
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_the_loss_of_every_token_equals_that_of_pytorch(chunk):
     hidden, head, labels = problem(63, 57)
