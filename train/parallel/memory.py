@@ -22,7 +22,7 @@ COMFORTABLE_FRACTION = 0.85
 
 # FSDP gathers the parameters of several consecutive blocks in one all-gather, until the parameters reach this many bytes. The
 # host would take longer to launch a smaller all-gather than the interconnect takes to transfer its data.
-GROUP_BYTES = 2**26
+GROUP_BYTES = 2**28
 
 
 def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:

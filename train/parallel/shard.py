@@ -39,12 +39,16 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     options = dict(mesh=mesh.all, mp_policy=precision, reshard_after_forward=reshard)
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = memory.blocks_per_group(model.config, bf16), list(model.blocks)
-    for group in (*(blocks[start : start + size] for start in range(0, len(blocks), size)), [model]):
+    groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
+    for group in (*groups, [model]):
         for module in group:
             # The blocks are sharded first. When the parameters outside the blocks are allocated, the blocks must stay
             # unchanged.
             module.to_empty(device=device, recurse=module is not model)
             module.init_weights(generator)
+        if len(groups) == 1 and model not in group:
+            # One group contains all parameters of the model, because the hooks of a second group would need time on the host.
+            continue
         fully_shard(group, **options)
         # FSDP must sum the gradients and not average them, because the loss of every rank is already divided by the number of
         # tokens of all ranks.
