@@ -40,7 +40,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         `data_wait_s` are the same on every rank.
 
     Raises:
-        Diverged: on every rank, before the update, if the loss or the gradient norm is not finite.
+        Diverged: on every rank, if the loss or the gradient norm is not finite. The run must then not be saved, because its
+            parameters have been updated.
     """
     start = time.perf_counter()
     batches = load_batches(run, consumed)
@@ -66,28 +67,38 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
     dist.all_reduce(sums)
-    clip = math.inf if run.config.optim.clip is None else run.config.optim.clip
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
+    grad_norm, lr = update(run, step)
     # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
     # must wait for the GPU.
     if step < run.config.trainer.steps:
         load_time = prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
         data_wait += load_time if run.device.type == "cpu" else 0.0  # A GPU computes during this time.
-    loss, num_stopping = sums.tolist()
+    loss, num_stopping, grad_norm = torch.cat((sums, grad_norm[None])).tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
-            f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped before this "
-            "update: lower optim.lr, raise optim.warmup_steps, or resume from an earlier checkpoint"
+            f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped, and this update "
+            "is not saved: lower optim.lr, raise optim.warmup_steps, or resume from an earlier checkpoint"
         )
+    total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
+    record = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
+    return record, num_stopping > 0
 
-    lr = optim.learning_rate(step, run.config.trainer.steps, run.config.optim)
+
+def update(run: Run, step: int) -> tuple[Tensor, float]:
+    """Clip the gradients, update the parameters, and clear the gradients. The host does not wait for the GPU.
+
+    Returns:
+        The norm of the gradients before clipping, as a tensor on the device, and the learning rate.
+    """
+    config = run.config.optim
+    clip = math.inf if config.clip is None else config.clip
+    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
+    lr = optim.learning_rate(step, run.config.trainer.steps, config)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
-    total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
-    record = {"loss": loss, "grad_norm": float(grad_norm), "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
-    return record, num_stopping > 0
+    return grad_norm, lr
 
 
 def load_batches(run: Run, consumed: int) -> list[Batch]:
