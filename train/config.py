@@ -247,6 +247,10 @@ class TrainerConfig:
     # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
     # CUDA.
     compile: bool | None = None
+    # Whether compiled blocks are replayed from CUDA graphs, which shortens the time that the host needs. None: CUDA graphs are
+    # used if a block is so small that the host would limit the speed. Blocks that are recomputed in the backward pass never use
+    # CUDA graphs.
+    cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
     checkpoint_every: int = 250
     # The number of checkpoints that are kept. Older checkpoints are removed.

@@ -27,6 +27,7 @@ from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory
+from ringattn.train.parallel.graphs import graph_blocks, uses_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
@@ -105,6 +106,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     needed = estimate(recompute=recompute)
     with sync_errors():
         memory.check(needed, device)
+        graphed = uses_graphs(config, mesh, device, compiled and not recompute)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
@@ -123,6 +125,9 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     if recompute:
         checkpoint_activations(model)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
+    if graphed:
+        tokens = memory.tokens_per_rank(config, mesh)
+        graph_blocks(model, config.trainer.batch_size, tokens, torch.bfloat16 if bf16 else torch.float32, device)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recompute, model

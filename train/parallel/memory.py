@@ -36,10 +36,10 @@ def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
 
 
 def _block_bytes(model: ModelConfig, bf16: bool) -> int:
-    return (2 if bf16 else 4) * _block_parameters(model)
+    return (2 if bf16 else 4) * block_parameters(model)
 
 
-def _block_parameters(model: ModelConfig) -> int:
+def block_parameters(model: ModelConfig) -> int:
     return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
 
 
@@ -67,7 +67,7 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
         A dict that maps each purpose of memory to a number of bytes.
     """
     model, size = config.model, 2 if bf16 else 4
-    block = _block_parameters(model)
+    block = block_parameters(model)
     logits_dim = padded_vocabulary(model, vocab_size)
     vocab_parameters = logits_dim * model.dim * (1 if model.tie_embeddings else 2)
     sharded_bytes = 16 * (model.layers * block + vocab_parameters) / mesh.all.size()
