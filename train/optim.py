@@ -3,19 +3,70 @@
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 
 from ringattn.train.config import OptimConfig
 
 
-def build(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """AdamW that updates the shards of DTensors as plain tensors.
+
+    Operations on DTensors give the same results, but with them a step takes several times as long on the host.
+    """
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update all parameters. Every parameter must have a gradient."""
+        if not self.state:
+            super().step()  # The first step creates the state.
+            return
+        for group in self.param_groups:
+            states = [self.state[parameter] for parameter in group["params"]]
+            averages = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq"))
+            tensors = (group["params"], [parameter.grad for parameter in group["params"]], *averages)
+            beta1, beta2 = group["betas"]
+            adamw(
+                *([local_shard(x) for x in each] for each in tensors),
+                [],
+                [state["step"] for state in states],
+                fused=group["fused"],
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor itself. Call this function under `torch.no_grad()`."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+@torch.no_grad()
+def squared_norms(model: nn.Module) -> Tensor:
+    """Return the squared norm of this rank's shard of each gradient, fp32 (number of parameters,)."""
+    return torch.stack(torch._foreach_norm([local_shard(p.grad) for p in model.parameters()])) ** 2
+
+
+@torch.no_grad()
+def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
+    """Scale all gradients such that their norm is at most `limit`, if it is `norm` now. The host does not wait for the GPU."""
+    torch._foreach_mul_([local_shard(p.grad) for p in model.parameters()], (limit / (norm + 1e-6)).clamp(max=1))
+
+
+def build(model: nn.Module, config: OptimConfig) -> AdamW:
     """Build AdamW for the parameters of the model. Weight decay applies only to matrices, not to biases or norms."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     fused = matrices[0].device.type == "cuda"
     # The learning rate is 0 here, because every step sets the rate that `learning_rate` returns.
-    return torch.optim.AdamW(groups, lr=0.0, betas=tuple(config.betas), eps=config.eps, fused=fused)
+    return AdamW(groups, lr=0.0, betas=tuple(config.betas), eps=config.eps, fused=fused)
 
 
 def default_lr(num_parameters: int, continued: bool) -> float:

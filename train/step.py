@@ -55,7 +55,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # Each loss is divided by the number of labels of the whole step. The sum of the losses over all ranks and micro-steps is
     # then the mean loss per token.
     loss_fn = partial(cross_entropy, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=run.compiled)
-    # One all-reduce sums both the loss and the number of ranks that should stop.
+    # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
     sums = torch.zeros(2, device=run.device)
     for batch, mask in zip(batches, masks, strict=True):
         loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn, training=True)
@@ -66,14 +66,16 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
         sums[0] += loss.detach()
     # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
+    sums = torch.cat((sums, optim.squared_norms(run.model)))
     dist.all_reduce(sums)
-    grad_norm, lr = update(run, step)
+    grad_norm = torch.linalg.vector_norm(sums[2:].sqrt())
+    lr = update(run, step, grad_norm)
     # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
     # must wait for the GPU.
     if step < run.config.trainer.steps:
         load_time = prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
         data_wait += load_time if run.device.type == "cpu" else 0.0  # A GPU computes during this time.
-    loss, num_stopping, grad_norm = torch.cat((sums, grad_norm[None])).tolist()
+    loss, num_stopping, grad_norm = torch.cat((sums[:2], grad_norm[None])).tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped, and this update "
@@ -84,21 +86,23 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     return record, num_stopping > 0
 
 
-def update(run: Run, step: int) -> tuple[Tensor, float]:
-    """Clip the gradients, update the parameters, and clear the gradients. The host does not wait for the GPU.
+def update(run: Run, step: int, grad_norm: Tensor) -> float:
+    """Clip the gradients, whose norm is `grad_norm`, update the parameters, and clear the gradients.
+
+    The host does not wait for the GPU.
 
     Returns:
-        The norm of the gradients before clipping, as a tensor on the device, and the learning rate.
+        The learning rate of the step.
     """
     config = run.config.optim
-    clip = math.inf if config.clip is None else config.clip
-    grad_norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), clip).full_tensor()
+    if config.clip is not None:
+        optim.clip_gradients(run.model, grad_norm, config.clip)
     lr = optim.learning_rate(step, run.config.trainer.steps, config)
     for group in run.optimizer.param_groups:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
-    return grad_norm, lr
+    return lr
 
 
 def load_batches(run: Run, consumed: int) -> list[Batch]:

@@ -1,11 +1,15 @@
-"""Tests of the learning-rate schedules, and of which parameters decay."""
+"""Tests of the optimizer, of the learning-rate schedules, and of which parameters decay."""
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ringattn.train import optim
 from ringattn.train.config import ModelConfig, OptimConfig
 from ringattn.train.model.gpt import GPT
+from tests.train.jobs import one_rank
 
 
 def rates(steps: int, **settings) -> list[float]:
@@ -56,3 +60,31 @@ def test_default_learning_rate_falls_with_the_size_of_the_model():
     for size, lr in published.items():
         assert optim.default_lr(size, continued=False) == pytest.approx(lr, rel=0.35)
     assert optim.default_lr(1e5, continued=False) == 2e-3 and optim.default_lr(1e5, continued=True) == 2e-4
+
+
+def test_shards_are_updated_as_by_pytorch():
+    """Three steps of DTensors, with clipped gradients, give the same bits as PyTorch's optimizer and its clipping."""
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            parameters = [nn.Parameter(distribute_tensor(torch.randn(shape), mesh, [Shard(0)])) for shape in ((5, 3), (4,))]
+            models.append(nn.ParameterList(parameters))
+        ours, theirs = models
+        optimizers = [
+            kind(model.parameters(), lr=0.1) for kind, model in zip((optim.AdamW, torch.optim.AdamW), models, strict=True)
+        ]
+        for _ in range(3):
+            gradients = [distribute_tensor(torch.randn(x.shape), mesh, [Shard(0)]) for x in ours]
+            for model in models:
+                for parameter, gradient in zip(model, gradients, strict=True):
+                    parameter.grad = gradient.clone()
+            norm = torch.linalg.vector_norm(optim.squared_norms(ours).sqrt())
+            optim.clip_gradients(ours, norm, 0.5)
+            assert torch.equal(norm, torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.5).full_tensor()) and norm > 0.5
+            for optimizer in optimizers:
+                optimizer.step()
+        for x, y in zip(ours, theirs, strict=True):
+            assert torch.equal(x.full_tensor(), y.full_tensor())
+        assert all(isinstance(x["exp_avg"], DTensor) for x in optimizers[0].state.values())
