@@ -105,21 +105,37 @@ def write_flag(address: int, value: int, stream: int) -> None:
 
 def set_flags(addresses: Sequence[int], stream: int) -> None:
     """Set flags to 1 in order, after all earlier work of the stream has finished and has become visible to every device."""
-    _run_in_order([(_WRITE, address, 1) for address in addresses], stream)
+    _run_in_order(_writes(tuple(addresses)), stream)
 
 
 def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     """Make later work of the stream wait until each flag is 1. The stream then resets each flag to 0."""
-    _run_in_order([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))], stream)
+    _run_in_order(_waits(tuple(addresses)), stream)
 
 
-def _run_in_order(steps: Sequence[tuple[int, int, int]], stream: int) -> None:
-    """Enqueue the operations `steps` with as few driver calls as possible, and therefore with as few graph nodes as possible.
+# The operations are cached, because creating them takes as long as the call of the driver. A ring uses the same flags in every
+# pass.
+@lru_cache(maxsize=4096)
+def _writes(addresses: tuple[int, ...]) -> list[ctypes.Array]:
+    return _batches([(_WRITE, address, 1) for address in addresses])
+
+
+@lru_cache(maxsize=4096)
+def _waits(addresses: tuple[int, ...]) -> list[ctypes.Array]:
+    return _batches([step for address in addresses for step in ((_WAIT, address, 1), (_WRITE, address, 0))])
+
+
+def _batches(steps: Sequence[tuple[int, int, int]]) -> list[ctypes.Array]:
+    """Divide the operations `steps` into as few driver calls as possible, and therefore into as few graph nodes as possible.
 
     A step is a tuple (_WAIT or _WRITE, address, value).
     """
-    for first in range(0, len(steps), _MAX_OPERATIONS):
-        some = steps[first : first + _MAX_OPERATIONS]
-        operations = [(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in some]
-        code = _driver().cuStreamBatchMemOp_v2(stream, len(some), (_Operation * len(some))(*operations), 0)
+    operations = [_Operation(kind, address, value, _OPERATION_FLAGS[kind]) for kind, address, value in steps]
+    parts = (operations[first : first + _MAX_OPERATIONS] for first in range(0, len(operations), _MAX_OPERATIONS))
+    return [(_Operation * len(part))(*part) for part in parts]
+
+
+def _run_in_order(batches: Sequence[ctypes.Array], stream: int) -> None:
+    for operations in batches:
+        code = _driver().cuStreamBatchMemOp_v2(stream, len(operations), operations, 0)
         _check("to set or await flags", code)
