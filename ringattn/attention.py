@@ -57,7 +57,7 @@ def ring_attention(
         first_head: the index of q's first head among all heads of the layer; 0 unless the heads are divided among several
             rings. Only the dropout uses this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", the forward
-            pass and the backward pass each use the state ring, unless the KV ring is predicted to be at least 3% faster. On
+            pass and the backward pass each use the KV ring, unless the state ring is predicted to be at least 3% faster. On
             CPUs, "auto" always chooses the state ring. `ringattn.explain` shows the reason for the choice.
         route: "relay" (neighbours relay blocks and results around the ring), "direct" (each message goes directly to the rank
             that needs it), or "auto" ("direct" if all ranks are in one host, and "relay" otherwise). A ring with

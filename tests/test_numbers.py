@@ -166,7 +166,7 @@ def choice() -> list[str]:
     """The margin of the choice between both rings, and the largest ring of the tests."""
     tests = (DOCS.parent / "tests" / "ringattn" / "test_ring.py").read_text()
     largest = max(int(ranks) for ranks in re.findall(r"def test_(\d+)_ranks", tests))
-    return [f"faster by at least {100 * (rank_plan.STATE_RING_MARGIN - 1):.0f}%", f"simulated rings of up to {largest} ranks"]
+    return [f"faster by at least {100 * (rank_plan.KV_RING_MARGIN - 1):.0f}%", f"simulated rings of up to {largest} ranks"]
 
 
 def tour() -> list[str]:
