@@ -90,18 +90,19 @@ def ulysses_attention(
         warnings.warn("exchange_again is deprecated: use recompute_all_to_all", DeprecationWarning, stacklevel=2)
         recompute_all_to_all = exchange_again
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
+    options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
+    choices = dict(schedule=schedule, route=route, transport=transport)
+    # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
+    # and is the same as a call of ring_attention, which validates the arguments.
+    if size == 1 and getattr(layout, "parts", 1) == 1:
+        return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options, **choices)
     q, k, v = autocast(q, k, v)
     check_layout(layout)
-    scale = resolve_scale(q, scale)
-    check_choices(schedule, route, transport)
-    options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
+    options["scale"] = resolve_scale(q, scale)
+    check_choices(**choices)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
-    options |= dict(schedule=schedule, route=route, transport=transport)
-    # If a Ulysses group has only one rank, there is no all-to-all. The call then needs no chunks and no copies of key heads,
-    # and is the same as a call of ring_attention.
-    if size == 1:
-        return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options)
+    options |= choices
     # The key heads are copied before the operator is called, so that autograd adds the gradients of the copies.
     copies = key_copies(q.shape[2], k.shape[2], size)
     k, v = (x.repeat_interleave(copies, 2) for x in (k, v)) if copies > 1 else (k, v)

@@ -263,5 +263,9 @@ def test_invalid_arguments_raise_an_error(q: Tensor, k: Tensor, v: Tensor, chang
 
 def test_a_layout_of_a_ring_requires_its_group() -> None:
     """Without groups, this process is the only rank."""
-    with pytest.raises(ValueError, match="2 x 1 ranks.* ring of 1"):
-        ulysses_attention(*[EIGHT_HEADS] * 3, layout=Layout.contiguous(8, 2), mask=Mask.causal())
+    for layout, message in (
+        (Layout.contiguous(8, 2), "for 2 ranks but the group has 1"),
+        (Layout.contiguous(8, 1).split(2), "1 x 2 ranks.* ring of 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ulysses_attention(*[EIGHT_HEADS] * 3, layout=layout, mask=Mask.causal())
