@@ -17,8 +17,8 @@ class AdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self) -> None:
-        """Update all parameters. Every parameter must have a gradient."""
+    def step(self, closure: None = None) -> None:
+        """Update all parameters. Every parameter must have a gradient. There is no support for a closure."""
         if not self.state:
             super().step()  # The first step creates the state.
             return
