@@ -15,6 +15,7 @@ from ringattn.train.config import Config
 from ringattn.train.data.batch import Batch
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
+from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import Mesh
 from ringattn.train.setup import InferenceRun, Run
 
@@ -89,7 +90,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, whose norm is `grad_norm`, update the parameters, and clear the gradients.
 
-    The host does not wait for the GPU.
+    The parameters of small models are gathered again for the next step. The host does not wait for the GPU.
 
     Returns:
         The learning rate of the step.
@@ -102,6 +103,9 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
+    if not memory.reshard_after_forward(run.config.model, run.bf16):
+        # Otherwise, the GPU would wait for the host until the next step launches this gather.
+        run.model.unshard()
     return lr
 
 
