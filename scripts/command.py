@@ -6,6 +6,7 @@ The header of a result describes how the result was measured.
 import argparse
 import datetime
 import importlib.metadata
+import os
 import platform
 import shlex
 import sys
@@ -43,6 +44,19 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
         arguments: a script, or "-m" and a module, followed by its own arguments.
     """
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *arguments]
+
+
+def child_environment(root: Path = ROOT, **variables: str) -> dict[str, str]:
+    """Return the environment of a child process that imports the packages in `root`.
+
+    The other folders of PYTHONPATH follow `root`, so the child also finds the packages that the user provides there.
+
+    Args:
+        root: the folder.
+        variables: further environment variables of the child process.
+    """
+    paths = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    return os.environ | {"PYTHONPATH": paths} | variables
 
 
 def describe_run(module: str, argv: list[str], gpus: int, ranks: int | None = None, packages: list[str] | None = None) -> dict:

@@ -13,7 +13,6 @@ training.json and training.png to --output.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -60,7 +59,7 @@ def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Ro
     """Run one job and return its summary. If the job fails, return its error message under the key "failed"."""
     row = {"variant": variant, "length": length}
     with tempfile.TemporaryDirectory() as directory:
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(command.ROOT)}
+        environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(variant, model, length, ranks, steps, Path(directory) / "run")
         done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, env=environment)
         summary = Path(directory) / "run" / "summary.json"

@@ -82,7 +82,7 @@ class Run:
             torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
         else:
             torchrun, launchers = command.torchrun(RANKS, *restarts, *script), 1
-        environment = {**os.environ, MARKER: self.name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(command.ROOT)}
+        environment = command.child_environment(OMP_NUM_THREADS="1", **{MARKER: self.name})
         with open(self.log, "a") as log:
             return [
                 subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log) for _ in range(launchers)

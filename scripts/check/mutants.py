@@ -15,7 +15,6 @@ import argparse
 import ast
 import itertools
 import json
-import os
 import random
 import re
 import shutil
@@ -28,6 +27,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
+
+from scripts.command import child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
@@ -185,7 +186,7 @@ def run_tests(tree: Path, tests: tuple[str, ...]) -> str:
     command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *tests]
     # If two versions of a file were written within one second, Python would use the bytecode of the first version for both.
     # Therefore Python must not write bytecode.
-    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    environment = child_environment(tree, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     try:
         done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
     except subprocess.TimeoutExpired:

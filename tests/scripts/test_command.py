@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -68,3 +69,21 @@ def test_run_is_described_by_date_machine_and_command(monkeypatch):
     assert "no-such-package of unknown version" in run["machine"]
     assert run["command"] == "torchrun --nproc_per_node=2 -m scripts.bench.ring --cases 'a b'"
     assert command.describe_run("scripts.x", [], gpus=1)["command"] == "python -m scripts.x"
+
+
+def test_child_finds_the_packages_that_the_user_provides(monkeypatch):
+    """The folder of the child's packages comes first, so that other packages with the same names do not hide them."""
+    monkeypatch.setenv("PYTHONPATH", f"mine{os.pathsep}yours")
+    environment = command.child_environment(Path("/tree"), NAME="value")
+    assert environment["PYTHONPATH"].split(os.pathsep) == ["/tree", "mine", "yours"]
+    assert environment["NAME"] == "value" and environment["PATH"] == os.environ["PATH"]
+    monkeypatch.delenv("PYTHONPATH")
+    assert command.child_environment()["PYTHONPATH"] == str(command.ROOT)
+
+
+def test_no_program_replaces_the_search_path_of_the_user():
+    """Child processes take their search path from `child_environment`. Two tests of the search path itself set their own."""
+    assignment = '"PYTHONPATH"' + ":"  # in two parts, so that this file does not contain it
+    allowed = {"scripts/command.py", "tests/train/test_inference.py", "tests/train/test_run.py"}
+    files = [path for folder in ("scripts", "tests") for path in (command.ROOT / folder).rglob("*.py")]
+    assert {str(path.relative_to(command.ROOT)) for path in files if assignment in path.read_text()} == allowed

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ringattn.train import run
 from scripts.check.kills import write_corpus as write_corpus
+from scripts.command import child_environment
 from tests.distributed import start_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,7 +91,7 @@ def command(ranks: int, script: Path | str, *arguments: str, options: Iterable[s
 
 def environment(directory: Path) -> dict[str, str]:
     """The environment of a job, with a cache of its own, so that the job does not use text that an earlier job has cached."""
-    return {**os.environ, "HF_HOME": str(directory / "cache"), "PYTHONPATH": str(ROOT)}
+    return child_environment(HF_HOME=str(directory / "cache"))
 
 
 def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SCRIPT) -> subprocess.CompletedProcess:

@@ -18,6 +18,7 @@ from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
+from scripts.command import child_environment
 from tests.distributed import run_ranks
 from tests.ringattn.comm.test_p2p import check_rings
 from tests.ringattn.test_ulysses import check_mesh
@@ -228,7 +229,7 @@ def nodes() -> Iterator[list[str]]:
 @pytest.mark.slow
 def test_two_nodes_give_the_same_result(nodes: list[str]) -> None:
     """A ring across both nodes, and Ulysses inside the nodes with a ring across them."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "cable", "PYTHONPATH": str(ROOT)}
+    environment = child_environment(GLOO_SOCKET_IFNAME="cable")
     ranks = []
     for rank in range(RANKS):
         name = nodes[rank * 2 // RANKS]
