@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from ringattn.train.checkpoint import huggingface, resume, storage
 from ringattn.train.checkpoint.init import initial_weights_path
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig
+from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, unused_settings
 from ringattn.train.token_budget import SOURCES, check_sources, common_tokens_per_step
 
 log = logging.getLogger(__name__)
@@ -54,11 +54,25 @@ def resolve_settings(
         given = given - {"trainer.accumulate"} | {"trainer.tokens_per_step"}
     checkpoint, _ = resume.choose_checkpoint(directory / "checkpoints", composed.trainer)
     if checkpoint is None:
-        return _settings_of_new_run(composed, given)
+        return _reset_unused(_settings_of_new_run(composed, given), given)
     saved = resume.saved_config(storage.read_meta(checkpoint))
     log.info(f"{'settings':<12}of {checkpoint}, and of the command line")
     is_own = checkpoint.parent.resolve() == (directory / "checkpoints").resolve()
-    return _settings_of_resumed_run(composed, saved, given, is_own)
+    return _reset_unused(_settings_of_resumed_run(composed, saved, given, is_own), given)
+
+
+def _reset_unused(config: Config, given: set[str]) -> Config:
+    """Return a copy in which settings without an effect have their default values, unless the command line sets them.
+
+    A recipe or an experiment may set such a setting. For example, `trainer.eval_tokens` has no effect if the command line sets
+    `data.eval_fraction=0`. If the command line itself sets a setting without an effect, `config.check` raises an error.
+    """
+    config = deepcopy(config)
+    for name, _, _ in list(unused_settings(config)):
+        if name not in given:
+            group, option = name.split(".")
+            setattr(getattr(config, group), option, getattr(getattr(Config(), group), option))
+    return config
 
 
 def _names(overrides: Iterable[str]) -> set[str]:

@@ -64,7 +64,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         if run.init_from:
             initial_weights.load(run.init_from, run.model)
         if config.optim.lr is None:
-            config.optim.lr = optim.default_lr(run.num_parameters, continued=run.init_from is not None)
+            is_continued = run.init_from is not None
+            config.optim.lr = optim.default_lr(run.num_parameters, config.model.qk_norm, continued=is_continued)
         if done >= config.trainer.steps:
             return complete_summary(run, directory, facts)
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")

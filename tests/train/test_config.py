@@ -4,11 +4,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 
-from ringattn.train.config import Config, ConfigError, check
+from ringattn.train import optim
+from ringattn.train.config import Config, ConfigError, ModelConfig, check
+from ringattn.train.model.gpt import GPT
 from ringattn.train.run import CONFIGS, to_config
+from ringattn.train.token_budget import resolve_token_budget
 
 
 def changed(**changes) -> Config:
@@ -47,7 +51,9 @@ def test_default_yaml_files_equal_the_defaults_of_the_dataclasses():
 def test_every_yaml_file_is_valid(group):
     for option in options(group):
         needs_path = group == "data" and option not in ("stdlib", "recall")
-        check(composed(f"{group}={option}", *(["data.path=x"] if needs_path else [])), world_size=4)
+        config = composed(f"{group}={option}", *(["data.path=x"] if needs_path else []))
+        resolve_token_budget(config, world_size=4)
+        check(config, world_size=4)
 
 
 def test_command_line_overrides_an_experiment():
@@ -55,6 +61,35 @@ def test_command_line_overrides_an_experiment():
     config = composed("experiment=124m-64k", "trainer.steps=5")
     check(config, world_size=4)
     assert (config.model.dim, config.data.seq_len, config.trainer.steps) == (768, 65536, 5)
+
+
+def num_parameters(model: ModelConfig) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(model, vocab_size=257).parameters())
+
+
+@pytest.mark.parametrize("group", ["model", "optim", "recipe", "experiment"])
+def test_learning_rate_follows_from_the_model(group):
+    """No YAML file sets the rate. The command line can choose another model with any recipe or experiment, and its sizes."""
+    for option in options(group):
+        assert composed(f"{group}={option}").optim.lr is None
+
+
+def test_command_line_chooses_another_model_for_every_recipe_and_experiment():
+    expected = num_parameters(composed("model=1.4b").model)
+    for choice in [f"{group}={option}" for group in ("recipe", "experiment") for option in options(group)]:
+        assert num_parameters(composed(choice, "model=1.4b").model) == expected, choice
+
+
+def test_default_model_of_a_gpu_keeps_its_learning_rate():
+    model = composed("recipe=gpu").model
+    assert optim.default_lr(num_parameters(model), model.qk_norm, continued=False) == pytest.approx(1.5e-3, rel=0.01)
+
+
+def test_steps_of_an_experiment_have_the_same_tokens_at_every_length():
+    config = composed("experiment=124m-64k", "data.seq_len=131072")
+    resolve_token_budget(config, world_size=4)
+    assert (config.trainer.accumulate, config.trainer.tokens_per_step) == (4, 524288)
 
 
 YARN = dict(model__rope_scaling="yarn", model__rope_factor=2.0, model__rope_trained_len=64)

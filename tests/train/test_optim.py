@@ -55,11 +55,16 @@ def test_only_matrices_decay():
 
 
 def test_default_learning_rate_falls_with_the_size_of_the_model():
-    """It is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of it."""
+    """It is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of it.
+
+    Normalised queries and keys allow a higher rate.
+    """
     published = {125e6: 6e-4, 350e6: 3e-4, 1.3e9: 2e-4, 6.7e9: 1.2e-4}
     for size, lr in published.items():
-        assert optim.default_lr(size, continued=False) == pytest.approx(lr, rel=0.35)
-    assert optim.default_lr(1e5, continued=False) == 2e-3 and optim.default_lr(1e5, continued=True) == 2e-4
+        assert optim.default_lr(size, False, continued=False) == pytest.approx(lr, rel=0.35)
+    assert optim.default_lr(1e5, False, continued=False) == 2e-3 and optim.default_lr(1e5, False, continued=True) == 2e-4
+    assert optim.default_lr(1e5, True, continued=False) == 3e-3
+    assert optim.default_lr(1e9, True, continued=True) == pytest.approx(1.75 * optim.default_lr(1e9, False, continued=True))
 
 
 def test_shards_are_updated_as_by_pytorch():

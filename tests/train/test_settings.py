@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ringattn.train.config import Config, ConfigError, ModelConfig
+from ringattn.train.config import Config, ConfigError, ModelConfig, check
 from ringattn.train.settings import resolve_settings
 from tests.train.hub_models import LLAMA3, SIZES, settings_of, write_config
 
@@ -39,6 +39,15 @@ def directory(tmp_path) -> Path:
 def test_a_new_run_has_the_composed_settings(tmp_path):
     composed = config_with(optim__lr=0.5, trainer__steps=9)
     assert resolve_settings(composed, ["optim.lr=0.5", "trainer.steps=9"], tmp_path) == composed
+
+
+def test_a_recipe_may_set_what_the_command_line_makes_useless(tmp_path):
+    """The user has not set this number, so an error about it could not be resolved by leaving it out."""
+    composed = config_with(trainer__eval_tokens=524_288, data__eval_fraction=0.0, data__source="text", data__path="x")
+    overrides = ["data=text", "data.path=x", "data.eval_fraction=0"]
+    check(resolve_settings(composed, overrides, tmp_path), world_size=1)
+    with pytest.raises(ConfigError, match=r"eval_tokens=524288 has no effect without held-out text"):
+        check(resolve_settings(composed, [*overrides, "trainer.eval_tokens=524288"], tmp_path), world_size=1)
 
 
 def test_a_run_keeps_the_settings_of_its_checkpoint(directory):
