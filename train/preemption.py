@@ -8,7 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +21,9 @@ from ringattn.train.parallel.ranks import sync_errors
 # The signals that this process has received. No signal is ever removed from the set, because a signal stops the whole launch
 # and not only the current job of a sweep.
 _received_signals: set[int] = set()
+# Python writes the number of each signal to this pipe at once. It calls the handler of a signal later, when the main thread
+# returns to Python. During a save, this may take longer than torchrun waits, because fsync writes many gigabytes.
+_signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 INTERRUPTED = "Ctrl-C: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it without saving\n"
 
@@ -71,16 +74,30 @@ def handle_stop_signals() -> Iterator[None]:
                 # print() must not be used here, because the signal may have interrupted another print().
                 os.write(2, INTERRUPTED.encode())
 
+    global _signal_pipe
     previous = {number: signal.signal(number, record) or signal.SIG_DFL for number in HANDLED_SIGNALS}
+    _signal_pipe, end = os.pipe()
+    for each in (_signal_pipe, end):
+        os.set_blocking(each, False)
+    previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     try:
         yield
     finally:
+        signal.set_wakeup_fd(previous_end)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _signal_pipe = os.close(_signal_pipe)
+        os.close(end)
 
 
 def stop_requested(time_limit_s: float | None) -> bool:
-    """Return True if this rank has received a signal, or if more than `time_limit_s` seconds have passed since the launch."""
+    """Return True if this rank has received a signal, or if more than `time_limit_s` seconds have passed since the launch.
+
+    Any thread may call this function. It notices a signal even while the main thread is inside a long system call.
+    """
+    if _signal_pipe is not None:
+        with suppress(BlockingIOError):  # The pipe is empty.
+            _received_signals.update({*os.read(_signal_pipe, 1024)} & {*HANDLED_SIGNALS})
     return bool(_received_signals) or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
 
 

@@ -10,6 +10,7 @@ model.qkv_bias or model.qk_norm becomes a Qwen model. The export needs enough me
 """
 
 import json
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.init import initial_weights_path
+from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
 from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import JsonTokenizer, check_tokenizer, load_tokenizer
@@ -62,7 +64,9 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(tensors, folder)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
+            save_torch_state_dict(tensors, folder)
         _write_json(folder / "config.json", config)
         _write_json(folder / "generation_config.json", special)
         if isinstance(tokenizer, JsonTokenizer):
@@ -196,6 +200,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("folder", type=Path, help="a new or empty folder")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the exported parameters (default: bf16)")
     args = parser.parse_args(argv)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("ringattn.train").setLevel(logging.INFO)  # shows the progress of the load and of the save
     try:
         export(args.checkpoint, args.folder, DTYPES[args.dtype])
     except ConfigError as error:

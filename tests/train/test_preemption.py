@@ -1,12 +1,14 @@
 """Tests of how a run stops on SIGTERM and at its time limit, and of the lock on its directory."""
 
 import errno
+import hashlib
 import logging
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -39,6 +41,26 @@ def test_repeated_sigterm_is_one_request():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
+
+
+def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
+    """During a save, fsync may take longer than torchrun waits. Python calls the handler only afterwards."""
+    noticed, in_call = [], threading.Event()
+
+    def send_signal() -> None:
+        time.sleep(0.1)  # until the main thread is in the call
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.02)
+        noticed.append((stop_requested(None), in_call.is_set()))
+
+    with handle_stop_signals():
+        sender = threading.Thread(target=send_signal)
+        in_call.set()
+        sender.start()
+        hashlib.pbkdf2_hmac("sha256", b"a", b"b", 4_000_000)  # This call does not return to Python for about a second.
+        in_call.clear()
+        sender.join()
+    assert noticed == [(True, True)] and preemption._signal_pipe is None
 
 
 def test_time_limit_counts_from_the_launch(monkeypatch):

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_progress
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
@@ -210,22 +211,25 @@ def load(path: Path, model: nn.Module) -> None:
     Raises:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
-    files = _open_tensors(path)
-    for parameter_name, parameter in model.state_dict().items():
-        name = hugging_face_name(parameter_name)
-        if name not in files:
-            raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
-        stored = files[name].get_slice(name)
-        if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
-            raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
-        shape = tuple(stored.get_shape())
-        num_rows = min((*shape[:1], len(parameter))) if parameter_name in ("embedding", "head") else len(parameter)
-        if shape != (num_rows, *parameter.shape[1:]):
-            raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(parameter.shape)} in this run")
-        own, first = _own_rows(parameter)
-        last = min(first + len(own), num_rows)
-        if first < last:
-            own[: last - first].copy_(stored[first:last])
+    files, parameters = _open_tensors(path), model.state_dict()
+    size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
+    with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
+        for parameter_name, parameter in parameters.items():
+            name = hugging_face_name(parameter_name)
+            if name not in files:
+                raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
+            stored = files[name].get_slice(name)
+            if (dtype := stored.get_dtype()) not in ("F64", "F32", "F16", "BF16"):
+                raise ConfigError(f"{path}: {name} is {dtype}, so the model is quantized: use the original model")
+            shape = tuple(stored.get_shape())
+            num_rows = min((*shape[:1], len(parameter))) if parameter_name in ("embedding", "head") else len(parameter)
+            if shape != (num_rows, *parameter.shape[1:]):
+                raise ConfigError(f"{path}: {name} has shape {shape}, but {tuple(parameter.shape)} in this run")
+            own, first = _own_rows(parameter)
+            last = min(first + len(own), num_rows)
+            if first < last:
+                own[: last - first].copy_(stored[first:last])
+            copied += own.nbytes
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:

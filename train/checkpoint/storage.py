@@ -32,8 +32,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 
 from ringattn.train.checkpoint.index import parse_index
+from ringattn.train.checkpoint.progress import bytes_on_disk, format_size, local_bytes, show_progress
 from ringattn.train.config import ConfigError
 from ringattn.train.parallel.ranks import sync_errors
 
@@ -86,14 +88,20 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
         with _sync_checkpoint_errors(temporary):
+            for name, value in tensors.items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(f"{name} is not a tensor")
             if is_rank_0:
                 _remove_hidden(directory)
-        with _sync_checkpoint_errors(temporary):
-            _write_tensors(temporary, tensors)
+        with _show_save(target, temporary, tensors):
+            with _sync_checkpoint_errors(temporary):
+                _write_tensors(temporary, tensors)
+            with _sync_checkpoint_errors(target):
+                if is_rank_0:
+                    _write_meta(temporary, {**meta, "step": step})
+                    _publish(temporary, target)
         with _sync_checkpoint_errors(target):
             if is_rank_0:
-                _write_meta(temporary, {**meta, "step": step})
-                _publish(temporary, target)
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError as error:
         with sync_errors():
@@ -103,6 +111,18 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
                     raise _describe_full_disk(target, tensors) from error
         raise
     return target
+
+
+def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Show the progress of a save to `target`, whose files are first written to `temporary`."""
+    size = estimate_size(tensors.values())
+
+    def next_launch() -> str:
+        if newest := latest(target.parent):
+            return f"the next launch then resumes from {newest}"
+        return "the next launch then starts from the beginning, because there is no complete checkpoint"
+
+    return show_progress(("saving", "saved"), target, size, lambda: bytes_on_disk(temporary) / size, next_launch)
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
@@ -132,7 +152,7 @@ def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) 
     free = _free_space(directory) + sum(file.stat().st_size for file in files)
     # A save writes the new checkpoint before it removes the oldest one.
     added = min(saves, max(keep + 1 - len(_list_checkpoints(directory)) + len(later), 1))
-    sizes = f"needs about {_format_size(needed)}, and {directory} has {_format_size(free)} free"
+    sizes = f"needs about {format_size(needed)}, and {directory} has {format_size(free)} free"
     if free < needed:
         raise ConfigError(
             f"the disk is too full for a checkpoint: each {sizes}; free some space, or choose another hydra.run.dir"
@@ -193,12 +213,13 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
     """
-    with _sync_checkpoint_errors(path):
+    size, own, planner = estimate_size(tensors.values()), local_bytes(tensors.values()), _LoadPlanner(**PLANNER_OPTIONS)
+    with _sync_checkpoint_errors(path), show_progress(("loading", "loaded"), path, size, lambda: planner.loaded / max(own, 1)):
         index = _read_index(path)
         _check_tensors(path, index.state_dict_metadata, tensors)
         # DCP prints a warning because every rank reads without the other ranks. Reading in this way is intended.
         with warnings.catch_warnings(action="ignore"):
-            dcp.load(tensors, storage_reader=_Reader(path, index), planner=DefaultLoadPlanner(**PLANNER_OPTIONS), no_dist=True)
+            dcp.load(tensors, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
 
 
 @contextmanager
@@ -237,7 +258,7 @@ def _describe_full_disk(target: Path, tensors: dict[str, Tensor]) -> DiskFullErr
     free, newest = _free_space(target.parent), latest(target.parent)
     remaining = f"the latest checkpoint that remains is {newest}" if newest else "there is no earlier checkpoint"
     return DiskFullError(
-        f"the disk or its quota is full: {target} needs about {_format_size(needed)}, and {_format_size(free)} are free; "
+        f"the disk or its quota is full: {target} needs about {format_size(needed)}, and {format_size(free)} are free; "
         f"{remaining}: free some space, then launch the same name again"
     )
 
@@ -247,10 +268,6 @@ def _free_space(directory: Path) -> float:
     existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
     usage = shutil.disk_usage(existing)
     return usage.free if usage.total else float("inf")
-
-
-def _format_size(count: float) -> str:
-    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
 
 
 @contextmanager
@@ -267,9 +284,6 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
     """Write the tensors and their index to `directory`, which DCP creates."""
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is not a tensor")
     writer = dcp.FileSystemWriter(directory, sync_files=True)
     # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
@@ -329,6 +343,16 @@ def _hide(checkpoint: Path) -> None:
 def _remove_hidden(directory: Path) -> None:
     for path in directory.glob(".step_*"):
         shutil.rmtree(path)
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """Counts the bytes that this rank has loaded."""
+
+    loaded = 0
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self.loaded += tensor.nbytes
 
 
 class _Reader(dcp.FileSystemReader):

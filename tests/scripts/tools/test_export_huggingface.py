@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
-from ringattn.train.checkpoint import huggingface, state_dict, storage
+from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.model.gpt import GPT
@@ -196,10 +196,14 @@ def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys):
+def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys, monkeypatch, caplog):
+    """A long export is shown on the console."""
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     saved = save_checkpoint(tmp_path / "checkpoints")
     assert export_huggingface.main([str(saved), str(tmp_path / "a" / "b")]) == 0
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
+    loaded, written = (text for text in caplog.messages if text.startswith(("loaded", "saved")))
+    assert loaded.startswith(f"loaded      {saved}: ") and written.startswith(f"saved       {tmp_path}/a/b: ")
     (tmp_path / "file").write_text("")
     assert export_huggingface.main([str(saved), str(tmp_path / "file")]) == 1
     assert "file already exists and is not an empty folder" in capsys.readouterr().err

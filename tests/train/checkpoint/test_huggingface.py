@@ -1,6 +1,7 @@
 """Models in Hugging Face's format: the same logits as transformers, the same defaults, and errors for other architectures."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
-from ringattn.train.checkpoint import huggingface
+from ringattn.train.checkpoint import huggingface, progress
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel.mesh import build_mesh
@@ -69,6 +70,14 @@ def test_logits_equal_those_of_transformers(changes, tmp_path):
     torch.testing.assert_close(
         logits(model, tokens)[:, :259].double(), transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4
     )
+
+
+def test_long_load_is_shown(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
+    caplog.set_level(logging.INFO)
+    folder = write_folder(tmp_path / "hf")
+    huggingface.load(folder, GPT(settings_of(folder), 257))
+    assert caplog.messages[-1].startswith(f"loaded      {folder}: ")
 
 
 def test_every_rank_loads_its_own_rows(tmp_path):

@@ -1,0 +1,82 @@
+"""Show on the console how far a long save or load has come, and what remains if the run is killed during a save."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ringattn.train import preemption
+
+log = logging.getLogger(__name__)
+
+# The console shows the progress every INTERVAL_S seconds. A save or a load that takes less time is not shown.
+INTERVAL_S = 5.0
+# The number of seconds between two checks for a signal.
+POLL_S = 0.5
+
+
+@contextmanager
+def show_progress(
+    verbs: tuple[str, str], path: Path, size: int, fraction: Callable[[], float], if_killed: Callable[[], str] | None = None
+) -> Iterator[None]:
+    """Show the progress of the body at regular intervals, and its size, time and rate at its end. Only rank 0 shows anything.
+
+    Args:
+        verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
+        path: the file or the folder that the body reads or writes.
+        size: the number of bytes that all ranks together read or write.
+        fraction: a function that returns how much of the work is done, from 0 to 1. A thread calls it while the body runs.
+        if_killed: a function that returns what happens if the ranks are killed before the body has ended. The console shows
+            this text if the run receives a signal before the end of the body.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        yield
+        return
+    start, is_done = time.monotonic(), threading.Event()
+
+    def watch() -> None:
+        shown, has_warned = start, if_killed is None
+        while not is_done.wait(POLL_S):
+            seconds = time.monotonic() - start
+            if not has_warned and preemption.stop_requested(None):
+                has_warned = True
+                log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
+            if start + seconds - shown >= INTERVAL_S:
+                shown, done = start + seconds, min(fraction(), 1.0) * size
+                rate = f"{format_size(done / seconds)}/s"
+                log.info(f"{verbs[0]:<12}{path}: {format_size(done)} of {format_size(size)} after {seconds:.0f} s, {rate}")
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_done.set()
+        thread.join()
+    if (seconds := time.monotonic() - start) >= INTERVAL_S:
+        log.info(f"{verbs[1]:<12}{path}: {format_size(size)} in {seconds:.1f} s, {format_size(size / seconds)}/s")
+
+
+def format_size(count: float) -> str:
+    """Return a number of bytes in GiB or MiB, as text."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:,.1f} MiB"
+
+
+def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
+    """Return the bytes of the files in a folder whose names match a pattern. The folder may not exist yet."""
+    total = 0
+    with suppress(OSError):  # The folder may be renamed during the loop.
+        for file in folder.glob(pattern):
+            total += file.stat().st_size
+    return total
+
+
+def local_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of these tensors on this rank. A rank has one shard of a DTensor."""
+    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
