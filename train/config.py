@@ -254,6 +254,9 @@ class TrainerConfig:
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
     checkpoint_every: int = 250
+    # Whether the run saves a checkpoint after its last step. A run that stops early always saves a checkpoint. Without the last
+    # checkpoint, the trained model is lost, and another launch of the same name repeats the steps after the latest checkpoint.
+    save_final: bool = True
     # The number of checkpoints that are kept. Older checkpoints are removed.
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: the run evaluates only once, at its end.

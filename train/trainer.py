@@ -14,7 +14,7 @@ from ringattn.train import metrics, optim, preemption
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
-from ringattn.train.config import Config, check
+from ringattn.train.config import Config, TrainerConfig, check
 from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.description import communication_facts, describe, run_facts
 from ringattn.train.evaluate import evaluate
@@ -136,10 +136,12 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
             if step == done + 1:
                 wandb_run.add_facts(communication_facts(run))
-            if stop or runs_after_step(step, trainer.checkpoint_every, trainer.steps):
+            if stop or saves_after_step(step, trainer):
                 start = time.perf_counter()
                 save_checkpoint(run, directory, step, consumed)
                 recorder.extend(step, checkpoint_s=time.perf_counter() - start)
+                # If the request to stop came during the save, the run must not take another step and save again.
+                stop = step < trainer.steps and (stop or preemption.any_rank_stop_requested(trainer.time_limit_s))
             if stop:
                 log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
                 if dist.get_rank() == 0:
@@ -169,13 +171,27 @@ def runs_after_step(step: int, every: int, steps: int) -> bool:
     return step == steps or (every > 0 and step % every == 0)
 
 
+def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
+    """Return whether a run that does not stop early saves a checkpoint after `step`."""
+    if step == trainer.steps:
+        return trainer.save_final
+    return runs_after_step(step, trainer.checkpoint_every, trainer.steps)
+
+
 def check_space(run: Run, directory: Path, done: int) -> None:
-    """Check that the disk has enough space for the checkpoints of the steps after step `done`."""
+    """Check that the disk has enough space for the checkpoints of the steps after step `done`.
+
+    If the run will save no checkpoint, print a message instead.
+    """
     trainer = run.config.trainer
     # AdamW stores two averages for each parameter, and both have the size of the parameter.
     needed = 3 * storage.estimate_size(run.model.parameters())
     every = trainer.checkpoint_every or trainer.steps
-    saves = -(-trainer.steps // every) - done // every
+    saves = -(-trainer.steps // every) - done // every - (not trainer.save_final)
+    if saves == 0:
+        settings = f"trainer.save_final=false and trainer.checkpoint_every={trainer.checkpoint_every}"
+        log.info(f"{'checkpoint':<12}none, because of {settings}: the trained model is not kept, unless the run stops early")
+        return
     storage.check_space(directory, done, needed, trainer.keep_checkpoints, saves)
 
 

@@ -45,6 +45,7 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
             f"trainer.steps={steps}",
             "trainer.batch_size=1",
             "trainer.checkpoint_every=0",
+            "trainer.save_final=false",
             "trainer.sample_tokens=0",
             f"hydra.run.dir={output}",
         )

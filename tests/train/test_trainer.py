@@ -3,7 +3,9 @@
 import errno
 import json
 import math
+import os
 import shutil
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -16,10 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ringattn.train import config as train_config
-from ringattn.train import metrics, run, trainer
+from ringattn.train import metrics, preemption, run, trainer
 from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import ConfigError
+from ringattn.train.config import ConfigError, TrainerConfig
 from ringattn.train.parallel.ranks import disconnect_ranks
 from tests.train.hub_models import write_folder
 from tests.train.launch import SMALL
@@ -351,3 +353,52 @@ def test_disk_is_checked_before_the_first_step(settings, outputs, run_command_li
 def test_actions_run_regularly_and_after_the_last_step():
     assert [step for step in range(1, 8) if trainer.runs_after_step(step, every=3, steps=7)] == [3, 6, 7]
     assert [step for step in range(1, 4) if trainer.runs_after_step(step, every=0, steps=3)] == [3]
+
+
+def test_run_without_checkpoints_says_so_and_saves_none(settings, outputs, run_command_line, capfd, monkeypatch):
+    """Such a run does not need space on the disk. A launch of the same name starts from the beginning."""
+    settings = [*settings, "name=a", "trainer.save_final=false", "trainer.steps=2", "trainer.checkpoint_every=0"]
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40, free=0))
+    assert run_command_line(*settings) == 0
+    (line,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("checkpoint ")]
+    assert all(part in line for part in ("none", "trainer.save_final=false", "trainer.checkpoint_every=0"))
+    first = metrics.read(outputs / "a" / "metrics.jsonl")
+    assert not (outputs / "a" / "checkpoints").exists() and summary_of(outputs / "a")["steps"] == 2
+    assert run_command_line(*settings) == 0
+    again = metrics.read(outputs / "a" / "metrics.jsonl")
+    assert [record["loss"] for record in again] == [record["loss"] for record in first]
+
+
+def test_run_without_the_final_checkpoint_keeps_the_earlier_ones(settings, outputs, run_command_line, capfd):
+    """Another launch repeats the steps after the latest checkpoint."""
+    settings = [*settings, "name=a", "trainer.save_final=false", "trainer.checkpoint_every=2", "trainer.steps=4"]
+    for _ in range(2):
+        assert run_command_line(*settings) == 0
+        assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
+    output = capfd.readouterr().out
+    assert "step_00000002" in output and output.count("checkpoint  none") == 1, "the second launch saves no checkpoint"
+    assert [record["step"] for record in metrics.read(outputs / "a" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_checkpoints_follow_from_the_settings():
+    config = TrainerConfig(steps=7, checkpoint_every=3)
+    assert [step for step in range(1, 8) if trainer.saves_after_step(step, config)] == [3, 6, 7]
+    config.save_final = False
+    assert [step for step in range(1, 8) if trainer.saves_after_step(step, config)] == [3, 6]
+    config = TrainerConfig(steps=6, checkpoint_every=0, save_final=False)
+    assert not any(trainer.saves_after_step(step, config) for step in range(1, 7))
+
+
+def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, run_command_line, monkeypatch, capfd):
+    """A further step and its save might not end before torchrun kills the ranks."""
+    monkeypatch.setattr(preemption, "_received_signals", set())
+    write = storage._write_tensors
+
+    def write_during_signal(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        write(*arguments)
+
+    monkeypatch.setattr(storage, "_write_tensors", write_during_signal)
+    assert run_command_line(*settings, "name=a", "trainer.checkpoint_every=2", "trainer.steps=9") == 0
+    assert "step 2 is saved" in capfd.readouterr().out
+    assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
