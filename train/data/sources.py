@@ -6,6 +6,7 @@ The library `datasets` reads the files of every source. The library returns one 
 import glob
 import itertools
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterable
@@ -100,8 +101,12 @@ def _parquet_column(config: DataConfig) -> datasets.Dataset:
 
 def library_files() -> list[str]:
     """Return the source files of Python's standard library, sorted."""
-    root = Path(sysconfig.get_path("stdlib"))
-    return sorted(str(file) for file in root.rglob("*.py") if not EXCLUDED_FOLDERS & {*file.relative_to(root).parts})
+    found = []
+    for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
+        # Excluded folders must not be searched, because site-packages may contain many thousand files.
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
 
 
 def files(config: DataConfig) -> list[str]:

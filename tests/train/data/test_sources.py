@@ -1,6 +1,7 @@
 """Where documents come from, and one-line errors for files, columns and rows that cannot be used."""
 
 import json
+import os
 
 import datasets
 import pyarrow as pa
@@ -34,6 +35,18 @@ def test_the_standard_library_excludes_tests_and_installed_packages():
     assert files == sorted(files)
     assert any(file.endswith("/json/decoder.py") for file in files)
     assert not [file for file in files if "/site-packages/" in file or "/test/" in file or "/idlelib/" in file]
+
+
+def test_installed_packages_are_not_searched(tmp_path, monkeypatch):
+    """The folder site-packages may contain so many files that a search takes many seconds."""
+    for name in ("b.py", "a/c.py", "a/c.txt", "site-packages/torch/d.py", "a/test/e.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    searched, scandir = [], os.scandir
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(os, "scandir", lambda path: searched.append(str(path)) or scandir(path))
+    assert sources.library_files() == [f"{tmp_path}/a/c.py", f"{tmp_path}/b.py"]
+    assert searched == [str(tmp_path), f"{tmp_path}/a"]
 
 
 def test_every_text_file_is_a_document(tmp_path):
