@@ -44,6 +44,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from ringattn.train import startup
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, is_out_of_memory, report_error, terminate, terminate_on_error
@@ -66,6 +67,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 # A rank that runs out of memory in a sweep creates this file in the directory of the job.
 MEMORY_MARKER = "out_of_memory"
 
+startup.end_part("imports")
+
 
 def main() -> NoReturn:
     """Run the command line and exit. This function is the entry point of `ringattn-train`."""
@@ -76,6 +79,7 @@ def run_command_line() -> int:
     """Join the other ranks, run all jobs of the command line, and return the exit status."""
     logging.raiseExceptions = False  # Otherwise logging would print a traceback for every line that it cannot write.
     launch = connect_ranks()
+    startup.end_part("connection")
     try:
         status = run_as_rank_zero(launch) if dist.get_rank() == 0 else run_as_other_rank()
     except KeyboardInterrupt:

@@ -18,7 +18,7 @@ from ringattn import Mask
 from ringattn.kernels import dispatch
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
-from ringattn.train import optim
+from ringattn.train import optim, startup
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.data.batch import Batch
@@ -114,6 +114,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
+    startup.end_part("data")
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
     # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)

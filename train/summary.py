@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn.train import metrics
+from ringattn.train import metrics, startup
 from ringattn.train.config import ConfigError
 from ringattn.train.data.recall import CHANCE
 from ringattn.train.generate import generate
@@ -72,7 +72,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
     step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_context` contains the losses on held-out text by
     the minimum context length. Only runs with data.source=recall have `recall_accuracy`, see
-    `ringattn.train.recall_results.to_metrics`. Rates are computed from the median step after step `done`. The first step after
+    `ringattn.train.recall_results.to_metrics`. `start_up_s` contains the seconds of the parts of the start, see
+    `ringattn.train.startup.seconds`. Rates are computed from the median step after step `done`. The first step after
     `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
 
     Args:
@@ -103,6 +104,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         **flops.utilisation(flops_per_s, run.peak_flops),
         "peak_memory_gib": peak_memory_gib(run.device),
         "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
+        "start_up_s": startup.seconds(),
     }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.train import metrics, optim, preemption
+from ringattn.train import metrics, optim, preemption, startup
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
@@ -48,6 +48,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         Diverged: on every rank, if the loss or the gradient norm is not finite.
         TrainingStopped: on every rank, if any rank was asked to stop. The progress of the run is saved.
     """
+    startup.begin_job()
+    startup.end_part("settings")
     with sync_errors():
         resolve_token_budget(config, dist.get_world_size())
         check(config, dist.get_world_size())
@@ -68,10 +70,12 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
             config.optim.lr = optim.default_lr(run.num_parameters, config.model.qk_norm, continued=is_continued)
         if done >= config.trainer.steps:
             return complete_summary(run, directory, facts)
+        startup.end_part("model")
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")
         prepare_directory(run, directory, done)
         with sync_errors():
             wandb_run = WandbRun(config, directory, facts)
+        startup.end_part("W&B")
         with wandb_run:
             take_steps(run, directory, done, consumed, wandb_run)
             return write_results(run, directory, done, wandb_run)
@@ -126,6 +130,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             with profiler.profile_step(step):
                 record, stop = take_step(run, step, consumed)
             seconds = time.perf_counter() - start
+            if step == done + 1:
+                startup.end_part("first step")
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
             record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
@@ -135,6 +141,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 record |= timed_evaluation(run)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
             if step == done + 1:
+                log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
             if stop or saves_after_step(step, trainer):
                 start = time.perf_counter()

@@ -402,3 +402,11 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
     assert run_command_line(*settings, "name=a", "trainer.checkpoint_every=2", "trainer.steps=9") == 0
     assert "step 2 is saved" in capfd.readouterr().out
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_parts_of_the_start_are_shown_and_in_the_summary(settings, outputs, run_command_line, capfd):
+    assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
+    (line,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("start-up ")]
+    parts = summary_of(outputs / "a")["start_up_s"]
+    assert {"settings", "data", "model", "W&B", "first step"} <= parts.keys() and min(parts.values()) >= 0
+    assert all(f"{name} {seconds:.1f}" in line for name, seconds in parts.items())
