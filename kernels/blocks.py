@@ -1,11 +1,14 @@
 """Block masks for block-sparse attention. They tell which blocks of keys each block of queries attends to."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from ringattn.kernels.caching import SharedTensors, is_capturing
 
 # The size of a block must be a multiple of this number. A tile must not cross the border between two blocks. Because the sides
 # of tiles are powers of two, tiles with sides of 64 fit into blocks of every allowed size.
@@ -46,10 +49,10 @@ class BlockMask:
             raise ValueError(f"block size={self.size}: must be a multiple of {SIZE_UNIT}, because no tile may cross two blocks")
 
     @cached_property
-    def _key_lists(self) -> dict[int, Tensor]:
+    def _cached_lists(self) -> SharedTensors:
         # This cache is a property and not a field. If the object is copied field by field, the copy therefore starts with an
-        # empty cache.
-        return {}
+        # empty cache. The keys are "queries", and the groups of `key_lists`.
+        return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":
         """Return the part of the mask for these queries and keys.
@@ -70,10 +73,10 @@ class BlockMask:
         dense = self.keep.repeat_interleave(self.size, 2).repeat_interleave(self.size, 3)
         return dense[:, :, :num_queries, :num_keys]
 
-    @cached_property
+    @property
     def query_lists(self) -> Tensor:
         """The lists of kept key blocks: int32 (B or 1, Hq or 1, query blocks, key blocks + 1, 2), see `_lists`."""
-        return _lists(self.keep)
+        return self._lists("queries", lambda: self.keep)
 
     def key_lists(self, group: int) -> Tensor:
         """Return, for every key block and key head, the list of kept pairs (query block, query head of the group).
@@ -85,13 +88,24 @@ class BlockMask:
             int32 (B or 1, Hkv or 1, key blocks, query blocks * group + 1, 2), see `_lists`. The index of a pair is
             query block * group + head within the group.
         """
-        if group not in self._key_lists:
-            # Make query blocks and heads the last two dimensions, in this order. A list then contains all heads of a query
-            # block before the heads of the next query block.
-            heads = self.keep.shape[1]
-            grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
-            self._key_lists[group] = _lists(grouped.permute(0, 1, 4, 3, 2).flatten(3))
-        return self._key_lists[group]
+        return self._lists(group, lambda: self._rows_by_key(group))
+
+    def _rows_by_key(self, group: int) -> Tensor:
+        # Make query blocks and heads the last two dimensions, in this order. A list then contains all heads of a query block
+        # before the heads of the next query block.
+        heads = self.keep.shape[1]
+        grouped = self.keep.unflatten(1, (-1, group)) if heads > 1 else self.keep[:, :, None].expand(-1, -1, group, -1, -1)
+        return grouped.permute(0, 1, 4, 3, 2).flatten(3)
+
+    def _lists(self, key: str | int, rows: Callable[[], Tensor]) -> Tensor:
+        if key in self._cached_lists:
+            return self._cached_lists[key]
+        lists = _lists(rows())
+        # During a capture, the lists become part of the graph, and every replay computes them from the current values of
+        # `keep`. They have no values before the first replay, so no other call may receive them.
+        if not is_capturing(self.keep.device):
+            self._cached_lists[key] = lists
+        return lists
 
 
 def _lists(keep: Tensor) -> Tensor:

@@ -1,16 +1,31 @@
-"""A cache for functions that torch.compile may also trace.
+"""Caches: of functions that torch.compile may also trace, and of GPU tensors that calls on several streams read.
 
-This decorator has a module of its own, because both `ringattn.layout` and `ringattn.kernels.dispatch` use it. `ringattn.layout`
-must not import the code that selects kernels.
+This module imports no other module of the project, because `ringattn.layout` and the kernels both use it.
+
+**GPU tensors.** A cache returns tensors that an earlier call has written, and the earlier call may have used another stream.
+PyTorch only orders the work of a single stream. Without further measures, a call on a second stream could read a tensor before
+it is written. When a cache drops a tensor, PyTorch gives the memory to the next tensor of the first stream, even if the second
+stream still reads the old tensor. `SharedTensors` prevents both. A tensor that is computed while a CUDA graph is captured has
+no values before the first replay, so no cache may keep it.
 """
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
-from typing import TypeVar
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 F = TypeVar("F", bound=Callable)
+
+_get = dict.__getitem__
+_on_gpu = attrgetter("is_cuda")
+# Returns the address of the current stream of a GPU. It is 20 times as fast as torch.cuda.current_stream. PyTorch for CPUs does
+# not have it.
+_stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
@@ -30,3 +45,109 @@ def cached(maxsize: int) -> Callable[[F], F]:
         return call
 
     return decorate
+
+
+def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
+    """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns a tensor or a tuple of tensors.
+
+    The last argument of the function is the device of the tensors. A tuple may also contain None.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, and no earlier call has computed the result.
+    """
+
+    def decorate(function: F) -> F:
+        @lru_cache(maxsize)
+        def compute(*arguments):
+            check_not_capturing(arguments[-1])  # before the function launches kernels
+            result = SharedTensors()
+            result[()] = function(*arguments)
+            return result
+
+        @wraps(function)
+        def call(*arguments):
+            return compute(*arguments)[()]
+
+        call.cache_clear = compute.cache_clear
+        return call
+
+    return decorate
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Return whether `device` is a GPU on whose current stream a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def check_not_capturing(device: torch.device) -> None:
+    """Raise RuntimeError if a CUDA graph is being captured, before a cache computes a new tensor on `device`."""
+    if is_capturing(device):
+        raise RuntimeError(
+            "a CUDA graph is being captured, but attention was not called with this mask, these shapes and these options yet: "
+            "call it once before capturing it in a CUDA graph"
+        )
+
+
+class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
+    """A dictionary of tensors on one device, which calls on several streams may read.
+
+    A value must be stored by the stream that has written its tensors. If another stream reads a value for the first time, the
+    stream waits for the tensors, and their memory is not reused before the stream has finished its work. Tensors that are not
+    on a GPU need none of this.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[Tensor] = []
+        self._streams: set[int] = set()  # the addresses of the streams that may read all of these tensors
+        self._written: torch.cuda.Event | None = None  # this event occurs when all of these tensors have been written
+        self._device = -1
+
+    def __setitem__(self, key: Hashable, value: Tensor | tuple[Tensor | None, ...]) -> None:
+        self.add(*(value if isinstance(value, tuple) else (value,)))
+        super().__setitem__(key, value)
+
+    def __getitem__(self, key: Hashable) -> Any:
+        value = _get(self, key)
+        # These lines repeat `use`, because a call of `use` would take a third of the time. They come last, because another
+        # thread may have stored the value a moment ago.
+        if self._written is not None and _stream_address(self._device) not in self._streams:
+            self.use()
+        return value
+
+    def add(self, *tensors: Tensor | None) -> None:
+        """Add tensors that are not values of the dictionary. The current stream must have written them.
+
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+        """
+        on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
+        if not on_gpu:
+            return
+        check_not_capturing(on_gpu[0].device)
+        self._device = on_gpu[0].get_device()
+        stream = torch.cuda.current_stream(self._device)
+        with _lock:
+            if self._written is None:
+                self._written = torch.cuda.Event()
+            elif stream.cuda_stream not in self._streams:
+                self._share(stream)  # so that the event also occurs after all earlier tensors have been written
+            self._written.record(stream)
+            self._tensors += on_gpu
+            self._streams = {stream.cuda_stream}
+
+    def use(self) -> None:
+        """Allow the current stream to read all tensors. On the stream that has written them, this method does nothing."""
+        if self._written is None or _stream_address(self._device) in self._streams:
+            return
+        # A captured stream cannot wait for work outside of its graph. `torch.cuda.graph` has already waited for all of this
+        # work, and `custom_op.keep_for_graph` keeps the tensors.
+        if not torch.cuda.is_current_stream_capturing():
+            with _lock:
+                self._share(torch.cuda.current_stream(self._device))
+
+    def _share(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._written)
+        for x in self._tensors:
+            x.record_stream(stream)
+        self._streams.add(stream.cuda_stream)

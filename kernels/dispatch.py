@@ -208,7 +208,7 @@ def forward(
         return _forward_rounded(q, k, v, intervals, scale, state, final, backend, shares_sms)
     chosen = _choose(q, v, backend, dropout, blocks)
     if backend == "auto" and final and state is None and _splits_keys(q, k, v, chosen, dropout, blocks):
-        return _module("triton", "decode").decode(q, k, v, intervals.lo, intervals.hi, scale, final=True, return_lse=True)
+        return _module("triton", "decode").decode(q, k, v, *intervals.bounds, scale, final=True, return_lse=True)
     options = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms

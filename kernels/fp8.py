@@ -32,12 +32,12 @@ stay in the registers of their thread. The sum over the keys does not depend on 
 """
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ringattn.kernels.caching import cached_on_device
 from ringattn.kernels.reference import state_dtype
 
 BLOCK = 128  # tokens per scale
@@ -81,7 +81,7 @@ def num_blocks(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK)
 
 
-@cache
+@cached_on_device(maxsize=None)
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal matrix (D, D) by which queries and keys are multiplied, in fp32 on `device`: x becomes x @ matrix.
 
@@ -105,7 +105,7 @@ def _hadamard(size: int) -> Tensor:
     return matrix
 
 
-@cache
+@cached_on_device(maxsize=None)
 def key_order(device: torch.device) -> Tensor:
     """Return the key at each of the 128 positions of a tile of values: int64 (128,) on `device`."""
     with torch.inference_mode(False):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import tile_order, tile_scheduler
+from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
 # A document counts as long if a bound jumps by at least this many tiles of rows at its end. A tile always ends where a long
 # document ends, whereas shorter documents may share a tile.
@@ -30,7 +31,7 @@ class Intervals:
     never equal.
 
     Attributes:
-        lo, hi: int32 (B or 1, rows), on the device of the kernels.
+        lo, hi: int32 (B or 1, rows), on the device of the kernels. A kernel that reads no table must read `bounds` instead.
         num_keys: the number of columns.
         host: lo and hi on the CPU.
         wait: whether the host waits until copies to the device have arrived.
@@ -44,7 +45,7 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     # A key of this dictionary is the name of the method that computed the table, followed by the method's arguments.
-    _tables: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
@@ -54,8 +55,7 @@ class Intervals:
             lo, hi: integers (1 or B, Nq) on the CPU.
             num_keys: Nk.
             device: the device on which the kernels run.
-            wait: whether the host waits until copies to the device, including those of tables, have arrived. Otherwise the
-                copies are queued on the current stream, and the mask may only be used on this stream.
+            wait: whether the host waits until copies to the device, including those of tables, have arrived.
 
         Raises:
             ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave
@@ -75,7 +75,15 @@ class Intervals:
         cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, wait: bool, of_keys: bool = False
     ) -> "Intervals":
         host = tuple(x.to(torch.int32).contiguous() for x in host)
-        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
+        intervals = cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
+        intervals._tables.add(intervals.lo, intervals.hi)
+        return intervals
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """The tuple (lo, hi), for kernels without a table. Methods that return tables also let the stream read lo and hi."""
+        self._tables.use()
+        return self.lo, self.hi
 
     @property
     def batch(self) -> int:
@@ -263,10 +271,9 @@ def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
         RuntimeError: a CUDA graph is being captured. Every replay of the graph would repeat the copy, but the source memory
             would have been freed by then.
     """
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("this mask was not used with these shapes yet: call it once before capturing it in a CUDA graph")
-    if on_gpu and not wait:
+    device = torch.device(device)
+    check_not_capturing(device)
+    if device.type == "cuda" and not wait:
         # Pin the memory, because a copy from pageable memory would make the host wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

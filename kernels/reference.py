@@ -132,7 +132,7 @@ def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _scores(q: Tensor, k: Tensor, intervals: Intervals, scale: float, blocks: BlockMask | None) -> Tensor:
     """Return the scores (B, Hkv, G, Nq, Nk), with G = Hq / Hkv, in the dtype of states. The score of a masked pair is -inf."""
     q, k = _to_head_groups(q, k.shape[2]), k.to(state_dtype(k.dtype)).permute(0, 2, 3, 1)[:, :, None]
-    mask = dense(intervals.lo, intervals.hi, intervals.num_keys)[:, None, None]
+    mask = dense(*intervals.bounds, intervals.num_keys)[:, None, None]
     if blocks is not None:
         kept = blocks.dense(q.shape[3], k.shape[-1])
         mask = mask & (kept.unflatten(1, q.shape[1:3]) if kept.shape[1] > 1 else kept[:, :, None])

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
 from ringattn.checkpointing import reuse_or_compute
+from ringattn.kernels.caching import is_capturing
 from ringattn.kernels.reference import state_dtype
 
 _library = torch.library.Library("ringattn", "FRAGMENT")
@@ -287,5 +288,5 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
     A replay of the graph uses the addresses that the call used during the capture, so the memory at these addresses must stay
     allocated.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         _kept_for_graphs[id(thing)] = thing

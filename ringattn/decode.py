@@ -7,7 +7,7 @@ Keys and values are never sent.
 """
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
+from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.reference import State
 from ringattn.kernels.validation import check_bounds, check_new_tokens, check_rows, check_scale, check_tensors
 from ringattn.layout import Layout
@@ -384,7 +385,7 @@ def _rows_of_window(
     cache: KVCache | PagedKVCache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of sinks."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if is_capturing(device):
         raise ValueError("bounds=None: every replay of this CUDA graph would attend to the same keys; pass bounds on the GPU")
     if cache.ranks == 1:
         return _rows_of_lengths(tuple(cache.lengths), num_queries, window, sinks, device)
@@ -400,7 +401,7 @@ def _rows_of_window(
     return _upload(tuple(lo.tolist()), tuple(hi.tolist()), 1, sinks, device)
 
 
-@lru_cache(maxsize=8)  # all layers of a model use the same bounds
+@cached_on_device(maxsize=8)  # all layers of a model use the same bounds
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -426,7 +427,7 @@ def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | No
     return min(sinks, length) if sinks and window else None, min(window or length, length)
 
 
-@lru_cache(maxsize=8)  # on several ranks, all layers of a model use the same bounds
+@cached_on_device(maxsize=8)  # on several ranks, all layers of a model use the same bounds
 def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ringattn import custom_op
 from ringattn.kernels import dispatch, fp8, validation
 from ringattn.kernels.blocks import BlockMask
+from ringattn.kernels.caching import cached_on_device
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
@@ -44,6 +45,9 @@ def flash_attention(
     Under `torch.use_deterministic_algorithms(True)`, dq has the same bits in every run, and the backward pass takes longer. All
     other results always have the same bits in every run.
 
+    Calls may run on any CUDA stream, and on several streams at the same time. A CUDA graph can capture a call if the same call
+    has run once before the capture.
+
     This function differs from `scaled_dot_product_attention` in two ways. First, `scaled_dot_product_attention` expects tensors
     of the shape (B, H, N, D), in which heads come before tokens. Second, `is_causal` has a different meaning if there are fewer
     queries than keys: `scaled_dot_product_attention` aligns the first query with the first key, and this function aligns the
@@ -65,7 +69,9 @@ def flash_attention(
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
         seed: the seed of the dropout. If `seed` is None and `dropout_p` is not 0, every call draws a new seed from torch's
             default generator on the CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
-        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
+        blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. The kernels
+            read lists of blocks, which are computed once for each version of `blocks.keep`. A replay of a CUDA graph that
+            writes `blocks.keep` does not change its version, so pass a copy of `blocks.keep` after the replay.
         backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
             forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
@@ -82,6 +88,7 @@ def flash_attention(
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
+        RuntimeError: a CUDA graph captures a call that has not run before.
     """
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
@@ -149,7 +156,7 @@ def _intervals(
     return Intervals.of(*shared_intervals(mask, num_keys, num_queries), num_keys, device)
 
 
-@lru_cache(maxsize=8)
+@cached_on_device(maxsize=8)
 def _positions(num_tokens: int, seq_len: int, device: torch.device) -> Tensor:
     """Return the last `num_tokens` positions of a sequence of `seq_len` tokens, int32."""
     return torch.arange(seq_len - num_tokens, seq_len, dtype=torch.int32, device=device)

@@ -7,14 +7,13 @@ An element may be rounded to a neighbouring e4m3 number. A scale may differ if t
 power of two times 448. The scale of a block that contains an infinite element or NaN may also differ.
 """
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import fp8
+from ringattn.kernels.caching import cached_on_device
 from ringattn.kernels.fp8 import HEAD_DIMS, QuantizedRows, QuantizedValues
 
 BLOCK = tl.constexpr(fp8.BLOCK)
@@ -173,7 +172,7 @@ def _quantize_kernel(
         _quantize_values(v, v_out, v_scales, (v_batch, v_token, v_head), position, num_keys, K_HEADS, DIM)
 
 
-@lru_cache(maxsize=64)
+@cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the matrices (D / PART, PART, PART) by which the parts of a row are multiplied.
 

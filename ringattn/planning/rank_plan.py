@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ringattn.kernels.caching import SharedTensors, cached_on_device
 from ringattn.kernels.interval_mask import Intervals, transpose
 from ringattn.layout import Layout
 from ringattn.mask import Mask, shared_intervals
@@ -45,10 +46,17 @@ class BlockPair:
     layout: Layout
     sides: tuple[tuple[int, slice], tuple[int, slice]]  # (rank, rows) of the queries, then (rank, rows) of the keys
 
-    @cached_property
-    def positions(self) -> tuple[Tensor, ...]:
+    @property
+    def positions(self) -> tuple[Tensor, Tensor]:
         """Two int32 tensors: the positions of the query rows and the positions of the key rows in the whole sequence."""
-        return tuple(_positions(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
+        return self._cached["positions"]
+
+    @cached_property
+    def _cached(self) -> SharedTensors:
+        cached = SharedTensors()
+        positions = (_positions(self.layout, rank, self.intervals.device)[rows] for rank, rows in self.sides)
+        cached["positions"] = tuple(positions)
+        return cached
 
 
 class Plan:
@@ -259,7 +267,7 @@ def _rows_before(layout: Layout, rank: int) -> Tensor:
     return is_own.cumsum(0, dtype=torch.int32)
 
 
-@lru_cache(maxsize=128)
+@cached_on_device(maxsize=128)
 def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
     """Return the positions of a rank's rows in the whole sequence: int32, on `device`."""
     return layout.positions(rank).to(device, torch.int32)
