@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ringattn import custom_op
 from ringattn.kernels import dispatch, fp8, validation
 from ringattn.kernels.blocks import BlockMask
-from ringattn.kernels.caching import cached_on_device
+from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.mask import Mask, shared_intervals
@@ -68,7 +68,8 @@ def flash_attention(
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
         seed: the seed of the dropout. If `seed` is None and `dropout_p` is not 0, every call draws a new seed from torch's
-            default generator on the CPU, which `torch.manual_seed` seeds. `torch.compile` does not accept None with dropout.
+            default generator on the CPU, which `torch.manual_seed` seeds. `torch.compile` and the capture of a CUDA graph do
+            not accept None with dropout. All replays of a graph drop the same entries.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. The kernels
             read lists of blocks, which are computed once for each version of `blocks.keep`. A replay of a CUDA graph that
             writes `blocks.keep` does not change its version, so pass a copy of `blocks.keep` after the replay.
@@ -87,7 +88,8 @@ def flash_attention(
         fp64 inputs). For a query that may attend to no key, `out` is 0 and `lse` is -inf.
 
     Raises:
-        ValueError: arguments contradict each other. All arguments are checked before any work starts.
+        ValueError: arguments contradict each other, or a CUDA graph captures a call with dropout and without a seed. All
+            arguments are checked before any work starts.
         RuntimeError: a CUDA graph captures a call that has not run before.
     """
     if mask is not None and is_causal:
@@ -98,7 +100,7 @@ def flash_attention(
         mask = _CAUSAL if is_causal else _FULL
     q, k, v = autocast(q, k, v)
     if seed is None:
-        seed = _draw_seed() if dropout_p else 0
+        seed = _draw_seed(q.device) if dropout_p else 0
     # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for such a k.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
@@ -119,13 +121,18 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _draw_seed() -> int:
+def _draw_seed(device: torch.device) -> int:
     """Draw the seed of a dropout from torch's default generator on the CPU.
 
     Activation checkpointing restores the state of this generator, so the recomputation of a call draws the same seed.
     """
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
+    if is_capturing(device):
+        raise ValueError(
+            "seed=None: every replay of this CUDA graph would drop the same entries: capture the call without dropout, or pass "
+            "a seed if all replays may drop the same entries"
+        )
     with unset_fake_temporarily():  # a fake tensor has no value
         return int(torch.randint(2**63 - 1, (), device="cpu"))
 

@@ -91,7 +91,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         ("Event", FakeEvent),
     ):
         monkeypatch.setattr(torch.cuda, name, replacement)
-    for module in (caching, blocks):
+    for module in (caching, blocks, flash):
         monkeypatch.setattr(module, "is_capturing", lambda device: gpu.capturing)
     monkeypatch.setattr(caching, "_on_gpu", gpu.owns)
     monkeypatch.setattr(caching, "_stream_address", lambda device: gpu.current.cuda_stream)
@@ -233,6 +233,16 @@ def test_the_lists_of_a_block_mask_in_a_capture_are_part_of_the_graph(gpu):
     assert all(map(torch.equal, eager, captured))
 
 
+def test_a_captured_dropout_requires_a_seed(gpu):
+    q, k, v = random_inputs(10)
+    flash_attention(q, k, v, dropout_p=0.5, backend="triton")
+    gpu.capturing = True
+    with pytest.raises(ValueError, match="seed=None: every replay of this CUDA graph would drop the same entries"):
+        flash_attention(q, k, v, dropout_p=0.5, backend="triton")
+    flash_attention(q, k, v, dropout_p=0.5, seed=1, backend="triton")
+    flash_attention(q, k, v, backend="triton")
+
+
 def test_tensors_of_functions_with_a_device_are_shared_tensors():
     """A cached function that returns tensors on a device must use `cached_on_device`."""
     found = set()
@@ -339,6 +349,14 @@ def test_a_capture_does_not_fill_the_caches_of_a_gpu(name):
     graph.replay()
     assert torch.equal(captured, expected)
     del garbage
+
+
+@pytest.mark.gpu
+def test_a_captured_dropout_without_a_seed_raises_an_error_on_a_gpu():
+    q, k, v = on_cuda(torch.float32)
+    flash_attention(q, k, v, dropout_p=0.5, backend="triton")
+    with pytest.raises(ValueError, match="seed=None: every replay"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        flash_attention(q, k, v, dropout_p=0.5, backend="triton")
 
 
 @pytest.mark.gpu
