@@ -208,9 +208,25 @@ def test_a_call_on_a_second_stream_waits_for_all_cached_tensors(name, gpu):
     assert all(gpu.streams[1].may_read(x) for x in gpu.tensors.values())
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("block mask", "decoding")])
+# For each cache of tensors: a call that uses the cache, and the functions whose results must be forgotten to empty the cache.
+CACHES = {
+    "intervals": ("intervals", [flash._intervals]),
+    "positions": ("dropout", [flash._positions]),
+    "rotation": ("fp8", [fp8.rotation]),
+    "order of keys": ("fp8", [fp8.key_order]),
+    "matrices": ("matrices of fp8", [quantize._matrices]),
+    "plan": ("ring", [ring._cached_plan, rank_plan._plans]),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
 def test_a_call_that_would_cache_tensors_of_a_capture_raises_an_error(name, gpu):
+    """All other caches contain the tensors of an earlier call."""
+    name, caches = CACHES[name]
     call = CALLS[name]()
+    call()
+    for cache in caches:
+        cache.cache_clear()
     gpu.capturing = True
     with pytest.raises(RuntimeError, match="call it once before capturing"):
         call()
@@ -329,22 +345,26 @@ def test_evicted_tensors_live_until_all_streams_have_read_them():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["dropout", "fp8", "ring"])
+@pytest.mark.parametrize("name", ["positions", "matrices", "plan"])
 def test_a_capture_does_not_fill_the_caches_of_a_gpu(name):
-    options, dtype, _ = GPU_CALLS[name]
+    """After the error, eager calls and replays return the right values."""
+    _, caches = CACHES[name]
+    options, dtype, _ = GPU_CALLS[{"positions": "dropout", "matrices": "fp8", "plan": "ring"}[name]]
     q, k, v = on_cuda(dtype)
     options = options(q)
     attention = ring_attention if "layout" in options else flash_attention
     expected = attention(q, k, v, **options)
     torch.cuda.synchronize()
-    forget()
+    for cache in caches:
+        cache.cache_clear()
     with pytest.raises(RuntimeError, match="call it once before capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         attention(q, k, v, **options)
     assert torch.equal(attention(q, k, v, **options), expected)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = attention(q, k, v, **options)
-    forget()  # the graph keeps its tensors
+    for cache in (flash._intervals, flash._positions, ring._cached_plan, rank_plan._plans):
+        cache.cache_clear()  # these caches drop old entries, and the graph must keep its tensors
     garbage = [torch.full((1024,), 7, device="cuda", dtype=torch.int32) for _ in range(256)]
     graph.replay()
     assert torch.equal(captured, expected)
