@@ -20,7 +20,7 @@ def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
 
 
 class P2PTransport(MessageTransport):
-    """A transport that uses isend and irecv of a process group. NCCL sends and receives all messages of a step in one kernel.
+    """A transport that uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
     gloo can only send and receive tensors in host memory. With gloo, tensors on GPUs are therefore copied to the host and back.
 
@@ -80,15 +80,19 @@ class P2PTransport(MessageTransport):
         return wait
 
     def _exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        operations = [
-            # P2POp expects global ranks, even if the group has fewer ranks than the job. Both the sender and the receiver of a
-            # message know its size, so both of them skip a message that is empty.
-            dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
-            for start, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for tensor, peer in messages
-            if tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        # Both the sender and the receiver of a message know its size, so both of them skip a message that is empty.
+        sends, receives = ([(x, peer) for x, peer in messages if x.numel()] for messages in (sends, receives))
+        if not sends and not receives:
+            return lambda: None
+        # `dist.batch_isend_irecv` makes the same calls, but checks and wraps every message in Python first.
+        group, device = self.group, (sends or receives)[0][0].device
+        coalesces = group._get_backend(device).supports_coalescing  # NCCL does, and gloo does not
+        if coalesces:
+            group._start_coalescing(device)
+        works = [group.send([x], peer, 0) for x, peer in sends]
+        works += [group.recv([x], peer, 0) for x, peer in receives]
+        if coalesces:
+            return group._end_coalescing(device).wait
 
         def wait() -> None:
             for work in works:

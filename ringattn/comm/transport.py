@@ -1,4 +1,4 @@
-"""Define the interface of all transports, and the base class of the transports that exchange single tensors.
+"""Define the interface of all transports, and the base class of the transports that exchange messages.
 
 A transport is one rank's connection to the other ranks of a ring. The transport sends and receives the messages of a schedule
 step by step:
@@ -10,21 +10,30 @@ step by step:
         incoming = wait()                        # blocks that the next step computes with
     ring_pass.end()
 
-`MessageTransport` turns each step into one exchange of tensors. `ringattn.comm.p2p` implements this class for NCCL and gloo,
-and `ringattn.comm.simulated` implements this class for threads of one process. `ringattn.comm.nvlink` does not exchange
-messages, because it writes directly into the memory of other GPUs. `ringattn.comm.connect` chooses the transport for a process
-group.
+`MessageTransport` turns each step into one exchange of messages, and a message is one contiguous tensor. If a block or a result
+consists of several tensors, these tensors lie one after the other in the bytes of the message:
+
+    k, v  --pack-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
+
+A rank packs its own block once per pass. Received tensors are views of the message, so a block or a result that a neighbour
+relays is sent on without a copy.
+
+`ringattn.comm.p2p` implements `MessageTransport` for NCCL and gloo, and `ringattn.comm.simulated` implements it for threads of
+one process. `ringattn.comm.nvlink` does not exchange messages, because it writes directly into the memory of other GPUs.
+`ringattn.comm.connect` chooses the transport for a process group.
 """
 
+import math
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from functools import lru_cache
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ringattn.comm.watchdog import Hop, NoWatchdog, Watchdog
 from ringattn.planning.cost_model import Interconnect
-from ringattn.planning.schedule import Message, RankStep, Schedule
+from ringattn.planning.schedule import Message, Schedule
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a block or a result: tensors whose dimension 1 contains the same tokens of one rank
@@ -36,6 +45,8 @@ Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends,
 # The maximum number of results that a pass keeps until its end. If more results return to a rank, each result is merged when it
 # arrives, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
+
+ALIGNMENT = 128  # bytes, a cache line of a GPU; in a message, every tensor starts at a multiple of this number
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
@@ -97,8 +108,100 @@ def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -
     return result
 
 
+Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
+
+
+class Packing(NamedTuple):
+    """The positions of the tensors of a block, or of a result, in the bytes of a message."""
+
+    size: int  # bytes of the message
+    parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, offset in elements
+
+    @classmethod
+    def of(cls, shapes: Shapes, rows: int) -> "Packing":
+        """Return the positions of tensors that have the given number of rows (dimension 1)."""
+        size, parts = 0, []
+        for batch, rest, dtype in shapes:
+            shape = torch.Size((batch, rows, *rest))
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            parts.append((dtype, shape, strides, size // dtype.itemsize))
+            size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(size, tuple(parts))
+
+    def new_message(self, device: torch.device) -> tuple[Tensor, Tensors]:
+        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
+        if len(self.parts) == 1:
+            ((dtype, shape, *_),) = self.parts
+            message = torch.empty(shape, dtype=dtype, device=device)
+            return message, (message,)
+        message = torch.empty(self.size, dtype=torch.uint8, device=device)
+        views = {dtype: message.view(dtype) for dtype in {part[0] for part in self.parts}}
+        return message, tuple(views[dtype].as_strided(*position) for dtype, *position in self.parts)
+
+    def pack(self, block: Tensors) -> Tensor:
+        """Return a contiguous tensor with the bytes of a message that contains `block`. The tensor may share memory with it."""
+        first = block[0]
+        if len(block) == 1:
+            return first.contiguous()
+        start, positions = first.data_ptr(), zip(block, self.parts, strict=True)
+        if all(x.is_contiguous() and x.data_ptr() == start + offset * x.itemsize for x, (*_, offset) in positions):
+            # A block that has been received still lies in its message.
+            storage = first.untyped_storage()
+            if (offset := start - storage.data_ptr()) + self.size <= storage.nbytes():
+                return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,))
+        message, views = self.new_message(first.device)
+        torch._foreach_copy_(views, block)
+        return message
+
+
+class _Outgoing(NamedTuple):
+    """A message that this rank sends."""
+
+    dst: int
+    rows: range
+    packing: Packing
+    is_own: bool  # whether the message contains rows of this rank's own block
+    is_last: bool  # whether this rank does not send the same rows of its own block again in a later step
+
+
+class _PlannedStep(NamedTuple):
+    """The messages of one rank in one step."""
+
+    sends: tuple[_Outgoing, ...]
+    receives: tuple[tuple[int, Packing], ...]  # the sender of each incoming message, and the positions of its tensors
+
+
+@lru_cache(maxsize=64)  # all layers of a model use the same plan
+def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> tuple[tuple[_PlannedStep, ...], bool]:
+    """Return the messages of each step of a rank, and whether the pass keeps all results that return to the rank.
+
+    `block` and `result` contain the shapes of the tensors of a block and of a result.
+    """
+    own_rows = [[m.rows for m in step.outgoing if m.kind == "block" and m.owner == rank] for step in schedule.by_rank[rank]]
+    packings: dict[tuple[str, int], Packing] = {}
+
+    def packing(message: Message) -> Packing:
+        key = message.kind, len(message.rows)
+        if key not in packings:
+            packings[key] = Packing.of(block if message.kind == "block" else result, len(message.rows))
+        return packings[key]
+
+    def outgoing(t: int, message: Message) -> _Outgoing:
+        is_own = message.kind == "block" and message.owner == rank
+        is_last = all(message.rows not in later for later in own_rows[t + 1 :])
+        return _Outgoing(message.dst, message.rows, packing(message), is_own, is_last)
+
+    steps = tuple(
+        _PlannedStep(tuple(outgoing(t, m) for m in step.outgoing), tuple((m.src, packing(m)) for m in step.incoming))
+        for t, step in enumerate(schedule.by_rank[rank])
+    )
+    incoming = [message for step in schedule.by_rank[rank] for message in step.incoming]
+    returning = [message for message in incoming if message.kind == "result" and message.owner == rank]
+    return steps, len(returning) <= MAX_KEPT_RESULTS
+
+
 class MessageTransport(Transport):
-    """A transport that sends and receives single tensors. Subclasses implement the method `exchange`."""
+    """A transport in which every message is one contiguous tensor. Subclasses implement the method `exchange`."""
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, and return a function that waits until they are complete.
@@ -120,29 +223,27 @@ class MessageTransport(Transport):
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`, see `Transport.begin`."""
-        return _MessagePass(self, schedule.by_rank[self.rank], templates)
+        block, result = (tuple((x.shape[0], x.shape[2:], x.dtype) for x in templates[kind]) for kind in ("block", "result"))
+        return _MessagePass(self, _plan_messages(schedule, self.rank, block, result), templates["block"][0].device)
 
 
 class _MessagePass:
     """A ring pass in which every step is one exchange of messages."""
 
-    def __init__(self, transport: MessageTransport, steps: tuple[RankStep, ...], templates: Templates) -> None:
-        self.transport, self.steps, self.templates = transport, steps, templates
-        incoming = [message for step in steps for message in step.incoming]
-        returning = [message for message in incoming if message.kind == "result" and message.owner == transport.rank]
-        self.keeps_results = len(returning) <= MAX_KEPT_RESULTS
+    def __init__(self, transport: MessageTransport, plan: tuple[tuple[_PlannedStep, ...], bool], device: torch.device) -> None:
+        self.transport, self.device = transport, device
+        self.steps, self.keeps_results = plan
+        self._own_messages: dict[range, Tensor] = {}  # the packed rows of this rank's own block that are sent again later
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
-        # Every step receives into new tensors. A message therefore never overwrites tensors that kernels still read.
-        received = [self._allocate(message) for message in step.incoming]
-        # The tensors of a message are sent one after the other. The receiver lists these tensors in the same order.
-        sends = [
-            (x.contiguous(), message.dst)
-            for message, block in zip(step.outgoing, outgoing, strict=True)
-            for x in take_rows(block, message.rows)
-        ]
-        receives = [(x, message.src) for message, block in zip(step.incoming, received, strict=True) for x in block]
+        sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
+        # Every step receives into new memory. A message therefore never overwrites tensors that kernels still read.
+        receives, received = [], []
+        for src, packing in step.receives:
+            message, block = packing.new_message(self.device)
+            receives.append((message, src))
+            received.append(block)
         wait_for_messages = self.transport.exchange(sends, receives)
 
         def wait() -> list[Tensors]:
@@ -151,7 +252,12 @@ class _MessagePass:
 
         return wait
 
-    def _allocate(self, message: Message) -> Tensors:
-        return tuple(x.new_empty(x.shape[0], len(message.rows), *x.shape[2:]) for x in self.templates[message.kind])
+    def _pack(self, message: _Outgoing, block: Tensors) -> Tensor:
+        packed = self._own_messages.pop(message.rows, None) if message.is_own else None
+        if packed is None:
+            packed = message.packing.pack(take_rows(block, message.rows))
+        if message.is_own and not message.is_last:
+            self._own_messages[message.rows] = packed
+        return packed
 
     def end(self) -> None: ...

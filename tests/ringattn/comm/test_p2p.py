@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ringattn import Layout, Mask, flash_attention, ring_attention
+from ringattn.comm import connect
 from ringattn.comm.p2p import P2PTransport, backend_name
 from ringattn.layout import KINDS
 from tests.covering import pairs
@@ -151,6 +152,67 @@ def pass_sharded_tensors() -> None:
 def test_dtensors_raise_an_error(tmp_path: Path) -> None:
     """A rank must pass its own tokens as plain tensors."""
     run_ranks(pass_sharded_tensors, 1, tmp_path / "ranks")
+
+
+class RecordingGroup:
+    """A process group that records the calls of messages. With `coalesces`, it starts them together, like NCCL."""
+
+    def __init__(self, group: dist.ProcessGroup, coalesces: bool) -> None:
+        self.group, self.supports_coalescing = group, coalesces
+        self.calls: list[tuple[object, ...]] = []
+        self.works: list[dist.Work] = []
+
+    def _get_backend(self, device: torch.device) -> "RecordingGroup":
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.calls.append(("start",))
+
+    def _end_coalescing(self, device: torch.device) -> "RecordingGroup":
+        self.calls.append(("end",))
+        return self
+
+    def wait(self) -> None:
+        self.calls.append(("wait",))
+        for work in self.works:
+            work.wait()
+        self.works.clear()
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._record("send", tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._record("recv", tensors, peer, tag)
+
+    def _record(self, name: str, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        self.calls.append((name, peer))
+        self.works.append(getattr(self.group, name)(tensors, peer, tag))
+        return self.works[-1]
+
+
+def check_calls_per_hop(coalesces: bool) -> None:
+    """Every pass of a ring of two makes one call per message, in one group of calls per hop if the backend supports it."""
+    rank, layout = dist.get_rank(), Layout.zigzag(64, 2)
+    case, peer = Case.random(64, batch=2, dtype=torch.float32), 1 - rank
+    transport = connect.connect(dist.group.WORLD.group_name, torch.device("cpu"))
+    transport.group = group = RecordingGroup(dist.group.WORLD, coalesces)
+    for schedule, hops in (
+        # The forward pass of the KV ring has no results. In all other passes, a block comes first and a result comes last.
+        ("kv", 1 + 2),
+        ("state", 2 + 2),
+    ):
+        group.calls.clear()
+        results = case.on_rank(layout, Mask.full(), rank, dist.group.WORLD, schedule=schedule)
+        exact = case.to(torch.float64).unsharded(Mask.full())
+        assert_close([layout.unshard(x, group=dist.group.WORLD) for x in results], exact, 1e-5)
+        hop = [("send", peer), ("recv", peer)]
+        assert group.calls == hops * ([("start",), *hop, ("end",), ("wait",)] if coalesces else hop)
+
+
+@pytest.mark.parametrize("coalesces", (False, True))
+def test_a_hop_is_one_send_and_one_receive(coalesces: bool, tmp_path: Path) -> None:
+    """Blocks of two to four tensors and results of one to three tensors are single messages."""
+    run_ranks(check_calls_per_hop, 2, tmp_path / "ranks", coalesces)
 
 
 def check_messages_through_host_memory() -> None:

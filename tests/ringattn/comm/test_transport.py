@@ -1,10 +1,12 @@
-"""Tests of the passes of transports that exchange single tensors, and of the errors that a missing rank causes."""
+"""Tests of messages and of the passes that exchange messages, and of the errors that a missing rank causes."""
 
+import numpy as np
 import pytest
 import torch
 
 from ringattn import simulate
-from ringattn.comm.transport import MAX_KEPT_RESULTS, complete_hop, report_faults, take_rows
+from ringattn.comm.simulated import SimulatedRank
+from ringattn.comm.transport import ALIGNMENT, MAX_KEPT_RESULTS, Packing, complete_hop, report_faults, take_rows
 from ringattn.comm.watchdog import NoWatchdog, RingFault
 from ringattn.planning.schedule import direct, relay
 
@@ -35,6 +37,67 @@ def test_take_rows_returns_views() -> None:
     (rows,) = take_rows((x,), range(2, 4))
     assert rows.tolist() == [[2.0, 3.0], [8.0, 9.0]] and rows.data_ptr() == x[:, 2:].data_ptr()
     assert take_rows((x,), range(10, 16))[0] is x
+
+
+def block_of(*dtypes: torch.dtype, batch: int = 1, rows: int = 5) -> tuple[torch.Tensor, ...]:
+    """A block of tensors of different shapes with small whole numbers."""
+    shapes = ((batch, rows, 3, 5), (batch, rows, 3), (batch, rows, 2, 3), (batch, rows, 1))
+    return tuple(torch.randint(100, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False))
+
+
+def packing_of(block: tuple[torch.Tensor, ...], rows: int) -> Packing:
+    """The positions of some rows of a block in a message."""
+    return Packing.of(tuple((x.shape[0], x.shape[2:], x.dtype) for x in block), rows)
+
+
+@pytest.mark.parametrize("batch", (1, 2))
+@pytest.mark.parametrize(
+    "dtypes",
+    (
+        (torch.bfloat16, torch.bfloat16),  # k, v
+        (torch.float16, torch.bfloat16, torch.float32, torch.float32),  # like q, dout, lse, delta
+        (torch.float32, torch.uint8, torch.float64),
+        (torch.uint8, torch.uint8, torch.uint8),  # FP8 blocks
+        (torch.bfloat16,),
+    ),
+    ids=str,
+)
+def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...], batch: int) -> None:
+    """Every tensor starts at a multiple of the alignment, and slices of rows are packed like whole tensors."""
+    block = take_rows(block_of(*dtypes, batch=batch), range(1, 4))
+    packing = packing_of(block, 3)
+    message = packing.pack(block)
+    assert message.is_contiguous() and message.nbytes == (packing.size if len(block) > 1 else block[0].nbytes)
+    copy, received = packing.new_message(message.device)
+    copy.copy_(message)
+    for x, y in zip(block, received, strict=True):
+        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) and y.is_contiguous()
+        assert (y.data_ptr() - copy.data_ptr()) % ALIGNMENT == 0
+
+
+def test_a_received_block_is_sent_on_without_a_copy() -> None:
+    """Also if its tensors have been changed in place, as the merge of a result does."""
+    block = block_of(torch.float32, torch.float32)
+    packing = packing_of(block, 5)
+    message, received = packing.new_message(torch.device("cpu"))
+    for x, y in zip(received, block, strict=True):
+        x.copy_(y).add_(1)
+    again = packing.pack(received)
+    assert again.data_ptr() == message.data_ptr() and again.nbytes == message.nbytes
+    assert packing.pack(block).data_ptr() != block[0].data_ptr()
+
+
+def test_tensors_that_only_seem_to_be_packed_are_copied() -> None:
+    """The addresses fit, but the tensors have separate storages, or one of them is transposed."""
+    memory = np.arange(2 * ALIGNMENT, dtype=np.float32)
+    halves = memory[:ALIGNMENT], memory[ALIGNMENT:]
+    packed = tuple(x.view(1, 8, -1) for x in torch.from_numpy(memory).split(ALIGNMENT))
+    separate = tuple(torch.from_numpy(x).view(1, 8, -1) for x in halves)
+    transposed = torch.from_numpy(memory)[:ALIGNMENT].view(1, -1, 8).mT, packed[1]
+    for block, is_packed in ((packed, True), (separate, False), (transposed, False)):
+        message = packing_of(block, 8).pack(block)
+        assert (message.data_ptr() == memory.ctypes.data) == is_packed
+        assert torch.equal(message.view(torch.float32), torch.cat([x.flatten() for x in block]))
 
 
 def test_an_error_of_the_network_names_the_missing_rank() -> None:
@@ -86,6 +149,29 @@ def test_a_pass_moves_the_scheduled_rows(build) -> None:
         ring_pass.end()
 
     simulate(ranks, run)
+
+
+@pytest.mark.parametrize("build", (direct, relay))
+def test_a_block_is_one_message_and_is_packed_once(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every hop sends one message per block, and a pass copies this rank's own block once, however often it is sent."""
+    ranks, packed, sent = 4, [], []
+    schedule = build(((range(4),) * ranks,) * ranks, False)
+    exchange, copy = SimulatedRank.exchange, torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *arguments: packed.append(1) or copy(*arguments))
+    monkeypatch.setattr(SimulatedRank, "exchange", lambda rank, *messages: sent.append(messages) or exchange(rank, *messages))
+
+    def run(rank: int, group: SimulatedRank) -> None:
+        block = torch.full((1, 4, 2), float(rank)), torch.full((1, 4, 1), 10.0 + rank)
+        ring_pass, held = group.begin(schedule, {"block": block, "result": ()}), {rank: block}
+        for t, step in enumerate(schedule.by_rank[rank]):
+            arrived = ring_pass.exchange(t, [held[m.owner] for m in step.outgoing])()
+            held |= {m.owner: received for m, received in zip(step.incoming, arrived, strict=True)}
+        assert all((x == owner).all() and (y == 10 + owner).all() for owner, (x, y) in held.items()) and len(held) == ranks
+
+    simulate(ranks, run)
+    assert len(packed) == ranks
+    messages = [len(x) for exchanged in sent for x in exchanged]
+    assert sum(messages) == 2 * sum(len(step.messages) for step in schedule.steps) and max(messages) == 1
 
 
 @pytest.mark.parametrize("ranks, keeps", ((MAX_KEPT_RESULTS + 1, True), (MAX_KEPT_RESULTS + 2, False)))
