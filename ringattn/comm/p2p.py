@@ -105,7 +105,8 @@ class P2PTransport(MessageTransport):
 
         NCCL needs seconds to open connections. Without this method, this time would be a part of the first hop.
         """
-        # Relayed blocks use only the connections between neighbours.
+        # Relayed blocks use only the connections between neighbours. Under some masks, a result also returns over another
+        # connection, which NCCL opens in the first pass.
         for distance in range(1, self.size) if self.interconnect.all_pairs else (1, self.size - 1):
             sent, received = torch.zeros(1, device=device), torch.empty(1, device=device)
             after, before = ((self.rank + sign * distance) % self.size for sign in (1, -1))

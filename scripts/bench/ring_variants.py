@@ -60,6 +60,7 @@ VARIANTS = (
     "nvlink-kv",
     "nvlink-state",
     "p2p-auto",
+    "p2p-auto-graph",
     "p2p-kv",
     "p2p-state",
     "ulysses-2",

@@ -23,7 +23,7 @@ from ringattn.comm import connect
 from ringattn.comm.nvlink import NvlinkTransport
 from ringattn.comm.p2p import P2PTransport, backend_name
 from tests.covering import pairs
-from tests.distributed import RankPool, gpu_ranks
+from tests.distributed import RankPool, gpu_backend, gpu_ranks
 from tests.ringattn.comm.test_p2p import check_rings, check_subgroups
 from tests.ringattn.rings import MASK_NAMES, NAMES, Case, assert_close, masks
 from tests.ringattn.test_decode import assert_rows_close, decode
@@ -201,12 +201,12 @@ def capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph,
     return graph, results
 
 
-def check_graph(schedule: str) -> None:
+def check_graph(options: dict[str, str]) -> None:
     """Capture a forward and a backward pass, and replay the graph with other data, between passes outside of the graph."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     layout, mask = Layout.zigzag(256 * ranks, ranks), Mask.causal()
     cases = [fp32_case(256 * ranks, seed=i) for i in range(3)]
-    options = {"schedule": schedule, "transport": "nvlink", "backend": "triton"}
+    options = options | {"backend": "triton"}
     alone = [run_alone(lambda case=case: case.on_rank(layout, mask, rank, group, **options)) for case in cases]
     for case, results in zip(cases, alone, strict=True):
         assert_close(results, float64_results(case, mask, layout), FP32_TOLERANCE)
@@ -235,7 +235,16 @@ def check_graph(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", ("state", "kv"))
 def test_rings_in_a_cuda_graph(schedule: str, gpu_ranks: RankPool) -> None:
     """Replays return the same bits as passes outside of a graph."""
-    gpu_ranks.run(check_graph, schedule)
+    gpu_ranks.run(check_graph, {"schedule": schedule, "transport": "nvlink"})
+
+
+@pytest.mark.parametrize("route", ("direct", "relay"))
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+def test_rings_over_nccl_in_a_cuda_graph(schedule: str, route: str, gpu_ranks: RankPool) -> None:
+    """NCCL sends the messages from inside the graph."""
+    if gpu_backend(gpu_ranks.ranks) != "nccl":
+        pytest.skip("NCCL requires one GPU per rank, and messages over gloo cannot be part of a graph")
+    gpu_ranks.run(check_graph, {"schedule": schedule, "transport": "p2p", "route": route})
 
 
 def mesh_of(ulysses_ranks: int) -> dict[str, dist.ProcessGroup]:
