@@ -32,6 +32,9 @@ Group = dist.ProcessGroup | SimulatedRank
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
+# Name of the environment variable that replaces the name of this host. Tests on one machine set it to different values, so that
+# ranks behave as if they were on different hosts.
+HOST_VARIABLE = "RINGATTN_HOST"
 log = logging.getLogger(__name__)
 
 
@@ -181,7 +184,8 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
 def _identity(device: torch.device) -> _Identity:
     # The host name alone does not identify a machine, because several containers of one image may have the same host name.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    host = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
+    name = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
+    host = os.environ.get(HOST_VARIABLE, name)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
     return _Identity(host, gpu, attention_flops(device))
 

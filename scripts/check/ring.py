@@ -56,15 +56,17 @@ class Way:
 def available_ways(device: torch.device) -> Iterator[Way]:
     """Yield all combinations of transport, schedule and Ulysses degree that are available to this job."""
     ranks = dist.get_world_size()
-    degrees = [degree for degree in (1, 2, ranks) if ranks % degree == 0]
+    degrees = [degree for degree in dict.fromkeys((1, 2, ranks)) if ranks % degree == 0]
     for transport in ("nvlink", "p2p"):
+        usable = degrees
         try:
             connect(dist.group.WORLD.group_name, device, transport)
         except ValueError as error:
             if dist.get_rank() == 0:
                 print(error)
-            continue
-        for degree in dict.fromkeys(degrees):
+            # On several hosts, "auto" combines an all-to-all over NVLink inside each host with a ring over NCCL.
+            transport, usable = "auto", [degree for degree in degrees if 1 < degree < ranks and device.type == "cuda"]
+        for degree in usable:
             # If all ranks take part in the all-to-all, the ring has only one rank and does not communicate. Both schedules are
             # then the same.
             schedules = ("state", "kv") if degree < ranks else ("auto",)

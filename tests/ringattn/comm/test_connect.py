@@ -1,10 +1,8 @@
 """Tests of the handshake in which the ranks of a group compare their calls and choose a transport."""
 
 import os
-import shutil
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,13 +13,10 @@ import torch.distributed as dist
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate, ulysses_attention
 from ringattn.comm import connect, nvlink
 from ringattn.comm.all_to_all import PointToPointAllToAll
-from ringattn.comm.connect import TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
+from ringattn.comm.connect import HOST_VARIABLE, TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
-from scripts.command import child_environment
 from tests.distributed import run_ranks
-from tests.ringattn.comm.test_p2p import check_rings
-from tests.ringattn.test_ulysses import check_mesh
 
 CPU = torch.device("cpu")
 
@@ -192,69 +187,12 @@ def test_first_calls_that_differ_raise_an_error(operation: str, tmp_path: Path) 
     run_ranks(check_first_calls, 3, tmp_path, *FIRST_CALLS[operation])
 
 
-ROOT = Path(__file__).parents[3]
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-PORT = 29517
-RANKS = 4  # two on each node
-
-
-def ip(*arguments: str) -> None:
-    """Run the command `ip`."""
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=10)
-
-
-@pytest.fixture
-def nodes() -> Iterator[list[str]]:
-    """The names of two network namespaces that can reach each other, and nothing else."""
-    if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
-        pytest.skip("needs root, ip and unshare to make network namespaces")
-    names = [f"ring-{os.getpid()}-{i}" for i in range(2)]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            ip("link", "add", "cable", "netns", names[0], "type", "veth", "peer", "name", "cable", "netns", names[1])
-            for name, address in zip(names, ADDRESSES, strict=True):
-                ip("-n", name, "addr", "add", f"{address}/24", "dev", "cable")
-                for device in ("lo", "cable"):
-                    ip("-n", name, "link", "set", device, "up")
-        except subprocess.CalledProcessError as error:
-            pytest.skip(f"no network namespaces here: {error.stderr.decode().strip()}")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)
-
-
-@pytest.mark.slow
-def test_two_nodes_give_the_same_result(nodes: list[str]) -> None:
-    """A ring across both nodes, and Ulysses inside the nodes with a ring across them."""
-    environment = child_environment(GLOO_SOCKET_IFNAME="cable")
-    ranks = []
-    for rank in range(RANKS):
-        name = nodes[rank * 2 // RANKS]
-        program = f"hostname {name} && exec {sys.executable} -m tests.ringattn.comm.test_connect {rank}"
-        command = ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", program]
-        ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
-    try:
-        outputs = [rank.communicate(timeout=240)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(outputs)
-
-
-def main(rank: int) -> None:
-    """Run one rank of the job."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://{ADDRESSES[0]}:{PORT}", rank=rank, world_size=RANKS)
-    interconnect = connect.connect(dist.group.WORLD.group_name, torch.device("cpu")).interconnect
-    assert not interconnect.all_pairs, "ranks of two hosts relay"
-    check_rings(33, 8, torch.float64, "reference", 1e-10, quick=True)
-    check_mesh(ulysses=2)
-    dist.destroy_process_group()
-    os._exit(0)  # The threads of gloo sometimes abort a process that exits in the usual way.
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+def test_a_host_has_a_name_and_a_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks with different names of their machine are on different hosts. The environment variable replaces this name."""
+    names = []
+    for name in ("a", "b"):
+        monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
+        names.append(connect._identity(CPU).host)
+    assert names[0] != names[1] and names[0].startswith("a")
+    monkeypatch.setenv(HOST_VARIABLE, "first")
+    assert connect._identity(CPU).host == "first"
