@@ -96,6 +96,8 @@ def _poisoned(allocate):
         if x.is_floating_point():
             with torch.no_grad():  # a leaf that requires a gradient must not be modified in place otherwise
                 x.fill_(float("nan"))
+        elif x.dtype == torch.uint8:
+            x.fill_(255)  # every floating-point number of these bytes is NaN
         return x
 
     return wrapper

@@ -16,7 +16,7 @@ consists of several tensors, these tensors lie one after the other in the bytes 
     k, v  --pack-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
 
 A rank packs its own block once per pass. Received tensors are views of the message, so a block or a result that a neighbour
-relays is sent on without a copy.
+relays is sent on without a copy. Passes with equal shapes use the memory of their messages in turn.
 
 `ringattn.comm.p2p` implements `MessageTransport` for NCCL and gloo, and `ringattn.comm.simulated` implements it for threads of
 one process. `ringattn.comm.nvlink` does not exchange messages, because it writes directly into the memory of other GPUs.
@@ -24,7 +24,9 @@ one process. `ringattn.comm.nvlink` does not exchange messages, because it write
 """
 
 import math
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -111,7 +113,8 @@ def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -
 Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
 
 
-class Packing(NamedTuple):
+@dataclass(frozen=True, eq=False)  # compared by identity, because a pass uses positions as keys
+class Packing:
     """The positions of the tensors of a block, or of a result, in the bytes of a message."""
 
     size: int  # bytes of the message
@@ -128,7 +131,7 @@ class Packing(NamedTuple):
             size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(size, tuple(parts))
 
-    def new_message(self, device: torch.device) -> tuple[Tensor, Tensors]:
+    def new_message(self, device: torch.device) -> "Memory":
         """Return new memory for a message, and the tensors of the message, which are views of this memory."""
         if len(self.parts) == 1:
             ((dtype, shape, *_),) = self.parts
@@ -138,20 +141,20 @@ class Packing(NamedTuple):
         views = {dtype: message.view(dtype) for dtype in {part[0] for part in self.parts}}
         return message, tuple(views[dtype].as_strided(*position) for dtype, *position in self.parts)
 
-    def pack(self, block: Tensors) -> Tensor:
-        """Return a contiguous tensor with the bytes of a message that contains `block`. The tensor may share memory with it."""
+    def packed(self, block: Tensors) -> Tensor | None:
+        """Return the message in whose memory the tensors of `block` lie, or None if they do not lie in one message."""
         first = block[0]
         if len(block) == 1:
-            return first.contiguous()
+            return first if first.is_contiguous() else None
         start, positions = first.data_ptr(), zip(block, self.parts, strict=True)
         if all(x.is_contiguous() and x.data_ptr() == start + offset * x.itemsize for x, (*_, offset) in positions):
-            # A block that has been received still lies in its message.
             storage = first.untyped_storage()
             if (offset := start - storage.data_ptr()) + self.size <= storage.nbytes():
                 return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,))
-        message, views = self.new_message(first.device)
-        torch._foreach_copy_(views, block)
-        return message
+        return None
+
+
+Memory = tuple[Tensor, Tensors]  # the memory of a message, and the tensors of the message, which are views of this memory
 
 
 class _Outgoing(NamedTuple):
@@ -168,15 +171,20 @@ class _PlannedStep(NamedTuple):
     """The messages of one rank in one step."""
 
     sends: tuple[_Outgoing, ...]
-    receives: tuple[tuple[int, Packing], ...]  # the sender of each incoming message, and the positions of its tensors
+    # The sender of each incoming message, the positions of its tensors, and whether it is a result for this rank.
+    receives: tuple[tuple[int, Packing, bool], ...]
+
+
+class _MessagePlan(NamedTuple):
+    """The messages of one rank in a pass."""
+
+    steps: tuple[_PlannedStep, ...]
+    keeps_results: bool  # whether the pass keeps all results that return to the rank
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same plan
-def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> tuple[tuple[_PlannedStep, ...], bool]:
-    """Return the messages of each step of a rank, and whether the pass keeps all results that return to the rank.
-
-    `block` and `result` contain the shapes of the tensors of a block and of a result.
-    """
+def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes) -> _MessagePlan:
+    """Return the messages of a rank. `block` and `result` contain the shapes of the tensors of a block and of a result."""
     own_rows = [[m.rows for m in step.outgoing if m.kind == "block" and m.owner == rank] for step in schedule.by_rank[rank]]
     packings: dict[tuple[str, int], Packing] = {}
 
@@ -192,12 +200,14 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
         return _Outgoing(message.dst, message.rows, packing(message), is_own, is_last)
 
     steps = tuple(
-        _PlannedStep(tuple(outgoing(t, m) for m in step.outgoing), tuple((m.src, packing(m)) for m in step.incoming))
+        _PlannedStep(
+            tuple(outgoing(t, m) for m in step.outgoing),
+            tuple((m.src, packing(m), m.kind == "result" and m.owner == rank) for m in step.incoming),
+        )
         for t, step in enumerate(schedule.by_rank[rank])
     )
-    incoming = [message for step in schedule.by_rank[rank] for message in step.incoming]
-    returning = [message for message in incoming if message.kind == "result" and message.owner == rank]
-    return steps, len(returning) <= MAX_KEPT_RESULTS
+    returning = sum(returns for step in steps for *_, returns in step.receives)
+    return _MessagePlan(steps, returning <= MAX_KEPT_RESULTS)
 
 
 class MessageTransport(Transport):
@@ -224,24 +234,58 @@ class MessageTransport(Transport):
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`, see `Transport.begin`."""
         block, result = (tuple((x.shape[0], x.shape[2:], x.dtype) for x in templates[kind]) for kind in ("block", "result"))
-        return _MessagePass(self, _plan_messages(schedule, self.rank, block, result), templates["block"][0].device)
+        plan, device = _plan_messages(schedule, self.rank, block, result), templates["block"][0].device
+        return _MessagePass(self, plan, device, self._spare_memory(plan, device))
+
+    # The plan and the stream of the latest pass, and the memory of its messages.
+    _spare: tuple[_MessagePlan | None, int, dict[Packing, list[Memory]]] = None, 0, {}
+
+    def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
+        """Return memory of earlier messages that a pass of `plan` can use. The pass returns this memory when it ends.
+
+        The process group orders its messages after all earlier work of the current stream. Memory can therefore be used again
+        without any wait, but only on the same stream. If torch's allocator managed the memory, NCCL's stream would delay the
+        reuse of every message. A CUDA graph contains the addresses of its messages, so its messages have their own memory.
+        """
+        stream = 0
+        if device.type == "cuda":
+            if torch.cuda.is_current_stream_capturing():
+                return {}
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+        if self._spare[0] is not plan or self._spare[1] != stream:
+            self._spare = plan, stream, {}
+        return self._spare[2]
 
 
 class _MessagePass:
-    """A ring pass in which every step is one exchange of messages."""
+    """A ring pass in which every step is one exchange of messages.
 
-    def __init__(self, transport: MessageTransport, plan: tuple[tuple[_PlannedStep, ...], bool], device: torch.device) -> None:
-        self.transport, self.device = transport, device
+    Args:
+        transport: the transport of the messages.
+        plan: the messages of the pass.
+        device: the device of the tensors.
+        spare: memory for messages. When the pass ends, this memory contains all messages of the pass.
+    """
+
+    def __init__(
+        self, transport: MessageTransport, plan: _MessagePlan, device: torch.device, spare: dict[Packing, list[Memory]]
+    ) -> None:
+        self.transport, self.device, self.spare = transport, device, spare
         self.steps, self.keeps_results = plan
         self._own_messages: dict[range, Tensor] = {}  # the packed rows of this rank's own block that are sent again later
+        self._kept: list[tuple[Packing, Memory]] = []  # memory that the pass uses until its end
+        self._in_use: deque[list[tuple[Packing, Memory]]] = deque()  # the other memory of the latest two steps
 
     def exchange(self, t: int, outgoing: list[Tensors]) -> WaitForBlocks:
         step = self.steps[t]
+        self._in_use.append([])
+        if len(self._in_use) > 2:
+            # The messages of exchange t - 2 have been sent on, and the kernels that read them have been issued.
+            self._release(self._in_use.popleft())
         sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
-        # Every step receives into new memory. A message therefore never overwrites tensors that kernels still read.
         receives, received = [], []
-        for src, packing in step.receives:
-            message, block = packing.new_message(self.device)
+        for src, packing, is_kept in step.receives:
+            message, block = self._allocate(packing, until_end=is_kept and self.keeps_results)
             receives.append((message, src))
             received.append(block)
         wait_for_messages = self.transport.exchange(sends, receives)
@@ -255,9 +299,25 @@ class _MessagePass:
     def _pack(self, message: _Outgoing, block: Tensors) -> Tensor:
         packed = self._own_messages.pop(message.rows, None) if message.is_own else None
         if packed is None:
-            packed = message.packing.pack(take_rows(block, message.rows))
+            block = take_rows(block, message.rows)
+            packed = message.packing.packed(block)
+            if packed is None:
+                packed, views = self._allocate(message.packing, until_end=message.is_own)
+                torch._foreach_copy_(views, block)
         if message.is_own and not message.is_last:
             self._own_messages[message.rows] = packed
         return packed
 
-    def end(self) -> None: ...
+    def _allocate(self, packing: Packing, until_end: bool) -> Memory:
+        """Return memory for a message, which the pass uses for two steps or until its end."""
+        memory = self.spare[packing].pop() if self.spare.get(packing) else packing.new_message(self.device)
+        (self._kept if until_end else self._in_use[-1]).append((packing, memory))
+        return memory
+
+    def _release(self, messages: list[tuple[Packing, Memory]]) -> None:
+        for packing, memory in messages:
+            self.spare.setdefault(packing, []).append(memory)
+
+    def end(self) -> None:
+        for messages in (self._kept, *self._in_use):
+            self._release(messages)

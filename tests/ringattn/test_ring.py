@@ -13,7 +13,7 @@ from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.workload import forward_work
 from ringattn.ring import Ring
 from tests.covering import every_pair, pairs
-from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
+from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors, unshard_results
 
 SCHEDULES = ("state", "kv")
 ROUTES = ("relayed", "direct")
@@ -215,6 +215,20 @@ def test_a_query_without_keys_on_its_own_rank_is_exact() -> None:
     out, _, _, _, dv = case.on_ring(Layout.striped(20, 3), Mask.causal(window=1))
     assert torch.allclose(out, case.v, atol=1e-12)
     assert torch.allclose(dv, case.dout, atol=1e-12)
+
+
+@pytest.mark.parametrize("all_pairs", (False, True))
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+def test_passes_that_reuse_memory_are_exact(schedule: str, all_pairs: bool) -> None:
+    """Several passes of the same shapes, with other data. The messages of a pass use the memory of earlier messages."""
+    ranks, layout, mask = 5, Layout.zigzag(40, 5), Mask.causal()
+    cases = [Case.random(40, batch=batch, seed=seed) for seed, batch in enumerate((1, 1, 2, 2, 1))]
+
+    def run(rank: int, group: SimulatedRank) -> list[list[torch.Tensor]]:
+        return [case.on_rank(layout, mask, rank, group, schedule=schedule) for case in cases]
+
+    for case, by_rank in zip(cases, zip(*simulate(ranks, run, all_pairs), strict=True), strict=True):
+        assert_close(unshard_results(layout, list(by_rank)), case.unsharded(mask), 1e-10)
 
 
 def test_a_relay_moves_what_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,13 +170,13 @@ def run_alone(function: Callable[[], list[Tensor]]) -> list[Tensor]:
     return results
 
 
-def check_rings_with_delays(schedule: str) -> None:
-    """Passes with other data reuse the slots of the receive buffer."""
+def check_rings_with_delays(schedule: str, transport: str) -> None:
+    """Passes with other data reuse the slots of the receive buffer, or the memory of messages."""
     ranks = dist.get_world_size()
     layout, mask = Layout.zigzag(256 * ranks, ranks), Mask.causal()
     cases = [fp32_case(256 * ranks, seed=i) for i in range(3)]
     # The kernels of this backend return the same bits in every call.
-    options = {"schedule": schedule, "transport": "nvlink", "backend": "triton"}
+    options = {"schedule": schedule, "transport": transport, "backend": "triton"}
     rank, group = dist.get_rank(), dist.group.WORLD
     passes = [lambda case=case: case.on_rank(layout, mask, rank, group, **options) for case in cases]
     alone = [run_alone(run_pass) for run_pass in passes]
@@ -185,10 +185,11 @@ def check_rings_with_delays(schedule: str) -> None:
     passes_with_delays(passes, alone)
 
 
+@on_both_transports
 @pytest.mark.parametrize("schedule", ("state", "kv"))
-def test_rings_with_delays(schedule: str, gpu_ranks: RankPool) -> None:
-    """No rank overwrites a slot that another rank still reads."""
-    gpu_ranks.run(check_rings_with_delays, schedule)
+def test_rings_with_delays(schedule: str, transport: str, gpu_ranks: RankPool) -> None:
+    """No rank overwrites memory that another rank or one of its own kernels still reads."""
+    gpu_ranks.run(check_rings_with_delays, schedule, transport)
 
 
 def capture(function: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:

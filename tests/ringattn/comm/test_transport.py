@@ -66,9 +66,9 @@ def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...],
     """Every tensor starts at a multiple of the alignment, and slices of rows are packed like whole tensors."""
     block = take_rows(block_of(*dtypes, batch=batch), range(1, 4))
     packing = packing_of(block, 3)
-    message = packing.pack(block)
+    (message, views), (copy, received) = (packing.new_message(torch.device("cpu")) for _ in range(2))
+    torch._foreach_copy_(views, block)
     assert message.is_contiguous() and message.nbytes == (packing.size if len(block) > 1 else block[0].nbytes)
-    copy, received = packing.new_message(message.device)
     copy.copy_(message)
     for x, y in zip(block, received, strict=True):
         assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) and y.is_contiguous()
@@ -82,12 +82,12 @@ def test_a_received_block_is_sent_on_without_a_copy() -> None:
     message, received = packing.new_message(torch.device("cpu"))
     for x, y in zip(received, block, strict=True):
         x.copy_(y).add_(1)
-    again = packing.pack(received)
+    again = packing.packed(received)
     assert again.data_ptr() == message.data_ptr() and again.nbytes == message.nbytes
-    assert packing.pack(block).data_ptr() != block[0].data_ptr()
+    assert packing.packed(block) is None
 
 
-def test_tensors_that_only_seem_to_be_packed_are_copied() -> None:
+def test_tensors_that_only_seem_to_be_packed() -> None:
     """The addresses fit, but the tensors have separate storages, or one of them is transposed."""
     memory = np.arange(2 * ALIGNMENT, dtype=np.float32)
     halves = memory[:ALIGNMENT], memory[ALIGNMENT:]
@@ -95,9 +95,9 @@ def test_tensors_that_only_seem_to_be_packed_are_copied() -> None:
     separate = tuple(torch.from_numpy(x).view(1, 8, -1) for x in halves)
     transposed = torch.from_numpy(memory)[:ALIGNMENT].view(1, -1, 8).mT, packed[1]
     for block, is_packed in ((packed, True), (separate, False), (transposed, False)):
-        message = packing_of(block, 8).pack(block)
-        assert (message.data_ptr() == memory.ctypes.data) == is_packed
-        assert torch.equal(message.view(torch.float32), torch.cat([x.flatten() for x in block]))
+        message = packing_of(block, 8).packed(block)
+        assert (message is not None) == is_packed
+    assert torch.equal(packing_of(packed, 8).packed(packed).view(torch.float32), torch.from_numpy(memory))
 
 
 def test_an_error_of_the_network_names_the_missing_rank() -> None:
@@ -165,13 +165,35 @@ def test_a_block_is_one_message_and_is_packed_once(build, monkeypatch: pytest.Mo
         ring_pass, held = group.begin(schedule, {"block": block, "result": ()}), {rank: block}
         for t, step in enumerate(schedule.by_rank[rank]):
             arrived = ring_pass.exchange(t, [held[m.owner] for m in step.outgoing])()
-            held |= {m.owner: received for m, received in zip(step.incoming, arrived, strict=True)}
-        assert all((x == owner).all() and (y == 10 + owner).all() for owner, (x, y) in held.items()) and len(held) == ranks
+            held = {rank: block} | {m.owner: received for m, received in zip(step.incoming, arrived, strict=True)}
+            assert all((x == owner).all() and (y == 10 + owner).all() for owner, (x, y) in held.items())
 
     simulate(ranks, run)
     assert len(packed) == ranks
     messages = [len(x) for exchanged in sent for x in exchanged]
     assert sum(messages) == 2 * sum(len(step.messages) for step in schedule.steps) and max(messages) == 1
+
+
+def test_passes_use_the_same_memory_in_turn() -> None:
+    """A pass holds the blocks of two steps. The next pass uses the same memory, unless its shapes differ."""
+    ranks = 5
+    schedule = relay(((range(4),) * ranks,) * ranks, False)
+
+    def run(rank: int, group: SimulatedRank, width: int) -> list[int]:
+        block = torch.full((1, 4, width), float(rank)), torch.full((1, 4, 1), 10.0 + rank)
+        ring_pass, held, addresses = group.begin(schedule, {"block": block, "result": ()}), {rank: block}, []
+        for t, step in enumerate(schedule.by_rank[rank]):
+            wait = ring_pass.exchange(t, [held[m.owner] for m in step.outgoing])
+            assert all((x == owner).all() and (y == 10 + owner).all() for owner, (x, y) in held.items())
+            held = {m.owner: received for m, received in zip(step.incoming, wait(), strict=True)}
+            addresses += [x.data_ptr() for x, _ in held.values()]
+        ring_pass.end()
+        return addresses
+
+    for first, again, other in simulate(ranks, lambda rank, group: [run(rank, group, width) for width in (2, 2, 99)]):
+        assert len(first) == ranks - 1 and first[0] != first[1] and first[:2] == first[2:]
+        # Both passes use three messages: one for the rank's own block, and two for received blocks.
+        assert len(set(again)) == 2 and len({*first, *again}) <= 3 and not set(other) & {*first, *again}
 
 
 @pytest.mark.parametrize("ranks, keeps", ((MAX_KEPT_RESULTS + 1, True), (MAX_KEPT_RESULTS + 2, False)))
