@@ -131,6 +131,7 @@ class Packing:
             size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         return cls(size, tuple(parts))
 
+    @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
     def new_message(self, device: torch.device) -> "Memory":
         """Return new memory for a message, and the tensors of the message, which are views of this memory."""
         if len(self.parts) == 1:

@@ -231,6 +231,20 @@ def test_passes_that_reuse_memory_are_exact(schedule: str, all_pairs: bool) -> N
         assert_close(unshard_results(layout, list(by_rank)), case.unsharded(mask), 1e-10)
 
 
+@pytest.mark.parametrize("schedule", ("state", "kv"))
+def test_passes_after_a_pass_in_inference_mode(schedule: str) -> None:
+    """Training uses the memory of messages that an evaluation has allocated."""
+    layout, mask, case = Layout.zigzag(40, 3), Mask.causal(), Case.random(40)
+
+    def run(rank: int, group: SimulatedRank) -> list[torch.Tensor]:
+        with torch.inference_mode():
+            q, k, v = (layout.shard(x, rank) for x in (case.q, case.k, case.v))
+            ring_attention(q, k, v, layout=layout, mask=mask, group=group, schedule=schedule)
+        return case.on_rank(layout, mask, rank, group, schedule=schedule)
+
+    assert_close(unshard_results(layout, simulate(3, run)), case.unsharded(mask), 1e-10)
+
+
 def test_a_relay_moves_what_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every hop of a relaying state ring sends at most one message with queries and one with a state to the next rank.
 
