@@ -197,7 +197,7 @@ def measure(case: Case, names: list[str], rounds: int) -> dict[str, dict]:
         found[variant] |= parts
     group, device = dist.group.WORLD.group_name, torch.device("cuda", torch.cuda.current_device())
     rings = [variant for variant in found if variants.is_ring(variant)]
-    interconnects = {variant: connect(group, device, variant.split("-")[0]).interconnect for variant in rings}
+    interconnects = {variant: connect(group, device, variants.transport_of(variant)).interconnect for variant in rings}
     add_communication(case, found, dist.get_world_size(), interconnects)
     return found
 
@@ -207,7 +207,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     cases = list(variants.CASES)[1:]
     parser.add_argument("--output", type=Path, default=command.RESULTS / "ring", help="default: outputs/benchmarks/ring")
     parser.add_argument("--cases", nargs="+", choices=variants.CASES, default=cases, help="default: all of at least 16k")
-    parser.add_argument("--variants", nargs="+", choices=variants.VARIANTS, help="default: all that the ranks allow")
+    choices = (*variants.VARIANTS, *variants.REQUESTED_VARIANTS)
+    parser.add_argument("--variants", nargs="+", choices=choices, help="default: all that the ranks allow")
     parser.add_argument("--rounds", type=command.at_least(1), default=3, help="rounds of timing; default: 3")
     return parser.parse_args(argv)
 

@@ -1,6 +1,8 @@
 """Define the attention problems that `scripts.bench.ring` measures, and the calls that it times for each variant.
 
 - `nvlink-auto`, `p2p-kv` and similar names stand for `ring_attention` with the named transport and schedule.
+- `p2p_priority-auto` and similar names stand for `p2p-auto` over a process group with the options of NCCL_OPTIONS. These
+  variants are timed only on request.
 - `ulysses-4` stands for `ulysses_attention` with an all-to-all in groups of 4 ranks and a ring that connects the groups.
 - `local` and `ulysses-4-local` stand for the kernels of the ring and of `ulysses-4` without communication.
 - `context_parallel` stands for PyTorch's context_parallel with cuDNN.
@@ -70,6 +72,13 @@ VARIANTS = (
     "ulysses-4-graph",
     "context_parallel",
 )
+# Options of NCCL process groups: whether NCCL's kernels run on a stream of high priority, and how many CTAs they may have.
+NCCL_OPTIONS = {
+    "p2p_priority": (True, None),
+    "p2p_priority_16": (True, 16),
+    "p2p_priority_8": (True, 8),
+}
+REQUESTED_VARIANTS = tuple(f"{name}-auto" for name in NCCL_OPTIONS)  # variants that are timed only on request
 
 
 class Calls(NamedTuple):
@@ -82,7 +91,25 @@ class Calls(NamedTuple):
 
 def is_ring(variant: str) -> bool:
     """Return whether the variant is `ring_attention` with communication."""
-    return variant.split("-")[0] in ("nvlink", "p2p")
+    return variant.split("-")[0] in ("nvlink", "p2p", *NCCL_OPTIONS)
+
+
+def transport_of(variant: str) -> str:
+    """Return the transport of a ring: "nvlink" or "p2p"."""
+    return variant.split("-")[0].split("_")[0]
+
+
+@cache
+def ring_group(variant: str) -> dist.ProcessGroup:
+    """Return the process group of a ring. All ranks must make this call."""
+    name = variant.split("-")[0]
+    if name not in NCCL_OPTIONS:
+        return dist.group.WORLD
+    high_priority, max_ctas = NCCL_OPTIONS[name]
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=high_priority)
+    if max_ctas is not None:
+        options.config.max_ctas = max_ctas
+    return dist.new_group(pg_options=options)
 
 
 def communicates(variant: str) -> bool:
@@ -161,9 +188,8 @@ def _calls_with_autograd(
 
 def ring_calls(case: Case, variant: str, shard: list[Tensor]) -> Calls:
     """Return the calls of `ring_attention` with the transport and the schedule that the variant names."""
-    transport, schedule = variant.split("-")
-    layout, group = ring_layout(case, dist.get_world_size()), dist.group.WORLD
-    options = {"layout": layout, "mask": case.mask, "group": group, "transport": transport, "schedule": schedule}
+    options = {"layout": ring_layout(case, dist.get_world_size()), "mask": case.mask, "group": ring_group(variant)}
+    options |= {"transport": transport_of(variant), "schedule": variant.split("-")[1]}
     return _calls_with_autograd(lambda: ring_attention(*shard[:3], **options), shard)
 
 
