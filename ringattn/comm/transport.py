@@ -10,29 +10,24 @@ step by step:
         incoming = wait()                        # blocks that the next step computes with
     ring_pass.end()
 
-`MessageTransport` turns each step into one exchange of messages, and a message is one contiguous tensor. If a block or a result
-consists of several tensors, these tensors lie one after the other in the bytes of the message:
-
-    k, v  --pack-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
-
-A rank packs its own block once per pass. Received tensors are views of the message, so a block or a result that a neighbour
-relays is sent on without a copy. Passes with equal shapes use the memory of their messages in turn.
+`MessageTransport` turns each step into one exchange of messages. A message is one contiguous tensor, into which
+`ringattn.comm.packing` packs all tensors of a block or of a result. A rank packs its own block once per pass. A block or a
+result that a neighbour relays is sent on without a copy. Passes with equal shapes use the memory of their messages in turn.
 
 `ringattn.comm.p2p` implements `MessageTransport` for NCCL and gloo, and `ringattn.comm.simulated` implements it for threads of
 one process. `ringattn.comm.nvlink` does not exchange messages, because it writes directly into the memory of other GPUs.
 `ringattn.comm.connect` chooses the transport for a process group.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from ringattn.comm.packing import Memory, Packing, Shapes
 from ringattn.comm.watchdog import Hop, NoWatchdog, Watchdog
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, Schedule
@@ -47,8 +42,6 @@ Addressed = list[tuple[Tensor, int]]  # (contiguous tensor, receiver) for sends,
 # The maximum number of results that a pass keeps until its end. If more results return to a rank, each result is merged when it
 # arrives, because every kept result needs memory.
 MAX_KEPT_RESULTS = 3
-
-ALIGNMENT = 128  # bytes, a cache line of a GPU; in a message, every tensor starts at a multiple of this number
 
 
 def take_rows(block: Tensors, rows: range) -> Tensors:
@@ -108,54 +101,6 @@ def complete_hop(wait: Callable[[], T], transport: Transport, hop: Hop | None) -
     result = report_faults(wait, transport, hop)
     transport.watchdog.finished(hop)
     return result
-
-
-Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
-
-
-@dataclass(frozen=True, eq=False)  # compared by identity, because a pass uses positions as keys
-class Packing:
-    """The positions of the tensors of a block, or of a result, in the bytes of a message."""
-
-    size: int  # bytes of the message
-    parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, offset in elements
-
-    @classmethod
-    def of(cls, shapes: Shapes, rows: int) -> "Packing":
-        """Return the positions of tensors that have the given number of rows (dimension 1)."""
-        size, parts = 0, []
-        for batch, rest, dtype in shapes:
-            shape = torch.Size((batch, rows, *rest))
-            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-            parts.append((dtype, shape, strides, size // dtype.itemsize))
-            size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        return cls(size, tuple(parts))
-
-    @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
-    def new_message(self, device: torch.device) -> "Memory":
-        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
-        if len(self.parts) == 1:
-            ((dtype, shape, *_),) = self.parts
-            message = torch.empty(shape, dtype=dtype, device=device)
-            return message, (message,)
-        message = torch.empty(self.size, dtype=torch.uint8, device=device)
-        views = {dtype: message.view(dtype) for dtype in {part[0] for part in self.parts}}
-        return message, tuple(views[dtype].as_strided(*position) for dtype, *position in self.parts)
-
-    def packed(self, block: Tensors) -> Tensor | None:
-        """Return the message in whose memory the tensors of `block` lie, or None if they do not lie in one message."""
-        first = block[0]
-        if len(block) == 1:
-            return first if first.is_contiguous() else None
-        start, positions = first.data_ptr(), zip(block, self.parts, strict=True)
-        if all(x.is_contiguous() and x.data_ptr() == start + offset * x.itemsize for x, (*_, offset) in positions):
-            storage = first.untyped_storage()
-            if (offset := start - storage.data_ptr()) + self.size <= storage.nbytes():
-                return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,))
-        return None
-
-
-Memory = tuple[Tensor, Tensors]  # the memory of a message, and the tensors of the message, which are views of this memory
 
 
 class _Outgoing(NamedTuple):

@@ -1,12 +1,11 @@
-"""Tests of messages and of the passes that exchange messages, and of the errors that a missing rank causes."""
+"""Tests of the passes that exchange messages, and of the errors that a missing rank causes."""
 
-import numpy as np
 import pytest
 import torch
 
 from ringattn import simulate
 from ringattn.comm.simulated import SimulatedRank
-from ringattn.comm.transport import ALIGNMENT, MAX_KEPT_RESULTS, Packing, complete_hop, report_faults, take_rows
+from ringattn.comm.transport import MAX_KEPT_RESULTS, complete_hop, report_faults, take_rows
 from ringattn.comm.watchdog import NoWatchdog, RingFault
 from ringattn.planning.schedule import direct, relay
 
@@ -37,67 +36,6 @@ def test_take_rows_returns_views() -> None:
     (rows,) = take_rows((x,), range(2, 4))
     assert rows.tolist() == [[2.0, 3.0], [8.0, 9.0]] and rows.data_ptr() == x[:, 2:].data_ptr()
     assert take_rows((x,), range(10, 16))[0] is x
-
-
-def block_of(*dtypes: torch.dtype, batch: int = 1, rows: int = 5) -> tuple[torch.Tensor, ...]:
-    """A block of tensors of different shapes with small whole numbers."""
-    shapes = ((batch, rows, 3, 5), (batch, rows, 3), (batch, rows, 2, 3), (batch, rows, 1))
-    return tuple(torch.randint(100, shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=False))
-
-
-def packing_of(block: tuple[torch.Tensor, ...], rows: int) -> Packing:
-    """The positions of some rows of a block in a message."""
-    return Packing.of(tuple((x.shape[0], x.shape[2:], x.dtype) for x in block), rows)
-
-
-@pytest.mark.parametrize("batch", (1, 2))
-@pytest.mark.parametrize(
-    "dtypes",
-    (
-        (torch.bfloat16, torch.bfloat16),  # k, v
-        (torch.float16, torch.bfloat16, torch.float32, torch.float32),  # like q, dout, lse, delta
-        (torch.float32, torch.uint8, torch.float64),
-        (torch.uint8, torch.uint8, torch.uint8),  # FP8 blocks
-        (torch.bfloat16,),
-    ),
-    ids=str,
-)
-def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...], batch: int) -> None:
-    """Every tensor starts at a multiple of the alignment, and slices of rows are packed like whole tensors."""
-    block = take_rows(block_of(*dtypes, batch=batch), range(1, 4))
-    packing = packing_of(block, 3)
-    (message, views), (copy, received) = (packing.new_message(torch.device("cpu")) for _ in range(2))
-    torch._foreach_copy_(views, block)
-    assert message.is_contiguous() and message.nbytes == (packing.size if len(block) > 1 else block[0].nbytes)
-    copy.copy_(message)
-    for x, y in zip(block, received, strict=True):
-        assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) and y.is_contiguous()
-        assert (y.data_ptr() - copy.data_ptr()) % ALIGNMENT == 0
-
-
-def test_a_received_block_is_sent_on_without_a_copy() -> None:
-    """Also if its tensors have been changed in place, as the merge of a result does."""
-    block = block_of(torch.float32, torch.float32)
-    packing = packing_of(block, 5)
-    message, received = packing.new_message(torch.device("cpu"))
-    for x, y in zip(received, block, strict=True):
-        x.copy_(y).add_(1)
-    again = packing.packed(received)
-    assert again.data_ptr() == message.data_ptr() and again.nbytes == message.nbytes
-    assert packing.packed(block) is None
-
-
-def test_tensors_that_only_seem_to_be_packed() -> None:
-    """The addresses fit, but the tensors have separate storages, or one of them is transposed."""
-    memory = np.arange(2 * ALIGNMENT, dtype=np.float32)
-    halves = memory[:ALIGNMENT], memory[ALIGNMENT:]
-    packed = tuple(x.view(1, 8, -1) for x in torch.from_numpy(memory).split(ALIGNMENT))
-    separate = tuple(torch.from_numpy(x).view(1, 8, -1) for x in halves)
-    transposed = torch.from_numpy(memory)[:ALIGNMENT].view(1, -1, 8).mT, packed[1]
-    for block, is_packed in ((packed, True), (separate, False), (transposed, False)):
-        message = packing_of(block, 8).packed(block)
-        assert (message is not None) == is_packed
-    assert torch.equal(packing_of(packed, 8).packed(packed).view(torch.float32), torch.from_numpy(memory))
 
 
 def test_an_error_of_the_network_names_the_missing_rank() -> None:

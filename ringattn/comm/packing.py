@@ -1,0 +1,61 @@
+"""Pack the tensors of a block, or of a result, into one message.
+
+A message is one contiguous tensor. The tensors of a block lie one after the other in the bytes of the message:
+
+    k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
+
+The receiver uses views of the message. It can therefore send the block on, also after changes in place, without a copy.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ALIGNMENT = 128  # bytes, a cache line of a GPU; in a message, every tensor starts at a multiple of this number
+
+Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor (B, N, ...) of a block: B, (...), dtype
+Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the message, which are views of it
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity, because a pass uses positions as keys
+class Packing:
+    """The positions of the tensors of a block, or of a result, in the bytes of a message."""
+
+    size: int  # bytes of the message
+    parts: tuple[tuple[torch.dtype, torch.Size, tuple[int, ...], int], ...]  # dtype, shape, strides, offset in elements
+
+    @classmethod
+    def of(cls, shapes: Shapes, rows: int) -> "Packing":
+        """Return the positions of tensors that have the given number of rows (dimension 1)."""
+        size, parts = 0, []
+        for batch, rest, dtype in shapes:
+            shape = torch.Size((batch, rows, *rest))
+            strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+            parts.append((dtype, shape, strides, size // dtype.itemsize))
+            size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(size, tuple(parts))
+
+    @torch.inference_mode(False)  # a later pass outside of inference mode could not modify inference tensors
+    def new_message(self, device: torch.device) -> Memory:
+        """Return new memory for a message, and the tensors of the message, which are views of this memory."""
+        if len(self.parts) == 1:
+            ((dtype, shape, *_),) = self.parts
+            message = torch.empty(shape, dtype=dtype, device=device)
+            return message, (message,)
+        message = torch.empty(self.size, dtype=torch.uint8, device=device)
+        views = {dtype: message.view(dtype) for dtype in {part[0] for part in self.parts}}
+        return message, tuple(views[dtype].as_strided(*position) for dtype, *position in self.parts)
+
+    def packed(self, block: tuple[Tensor, ...]) -> Tensor | None:
+        """Return the message in whose memory the tensors of `block` lie, or None if they do not lie in one message."""
+        first = block[0]
+        if len(block) == 1:
+            return first if first.is_contiguous() else None
+        start, positions = first.data_ptr(), zip(block, self.parts, strict=True)
+        if all(x.is_contiguous() and x.data_ptr() == start + offset * x.itemsize for x, (*_, offset) in positions):
+            storage = first.untyped_storage()
+            if (offset := start - storage.data_ptr()) + self.size <= storage.nbytes():
+                return torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage, offset, (self.size,))
+        return None
