@@ -99,12 +99,13 @@ class ModelConfig:
 class DataConfig:
     """The settings of the text, the tokenizer and the packing of documents into sequences."""
 
-    # The kind of text: "stdlib" (the source code of Python's standard library), "text" (one document per file), "jsonl" (one
-    # document per line), "parquet" (one document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated
-    # task, whose answers lie far back in the sequence).
+    # The kind of text: "stdlib" (the source code of Python's standard library, one document per file), "packages" (the same
+    # source code, one document per package), "text" (one document per file), "jsonl" (one document per line), "parquet" (one
+    # document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated task, whose answers lie far back in
+    # the sequence).
     source: str = "stdlib"
     # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
-    # except "stdlib" and "recall" require a path.
+    # except "stdlib", "packages" and "recall" require a path.
     path: str | None = None
     # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
     subset: str | None = None
@@ -338,7 +339,7 @@ class Config:
 # The valid values of each setting that accepts only a few values.
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
-    "data.source": ("stdlib", "text", "jsonl", "parquet", "hub", "recall"),
+    "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,
@@ -454,7 +455,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     for names, is_unused, reason in (
         (
             "data.path data.eval_path",
-            data.source in ("stdlib", "recall"),
+            data.source in ("stdlib", "packages", "recall"),
             f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
         ),
         (
@@ -465,7 +466,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
         ("data.subset", data.source != "hub", f"if data.source={data.source}: choose data=hub"),
         (
             "data.column",
-            data.source in ("stdlib", "text", "recall"),
+            data.source in ("stdlib", "packages", "text", "recall"),
             f"if data.source={data.source}: choose data=jsonl, parquet or hub",
         ),
         ("model.rope_trained_len model.rope_scaling", config.model.rope_factor is None, "without model.rope_factor: set it"),

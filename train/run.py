@@ -56,6 +56,7 @@ from ringattn.train.preemption import TrainingStopped
 from ringattn.train.settings import resolve_settings
 from ringattn.train.sweep import is_job_of_sweep, job_directory, varied_lengths, varied_settings
 from ringattn.train.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
+from ringattn.train.token_budget import by_ranks
 from ringattn.train.trainer import train
 
 log = logging.getLogger(__name__)
@@ -209,6 +210,8 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     ConfigStore.instance().store(name="schema", node=Config)
     # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
+    # configs/recipe/gpu.yaml contains ${by_ranks:...}.
+    OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
     try:

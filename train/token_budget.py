@@ -8,6 +8,8 @@ them to `trainer.accumulate` and `trainer.steps` before a run starts, so the res
 import math
 from collections.abc import Collection, Iterable
 
+import torch.distributed as dist
+
 from ringattn.train.config import Config, ConfigError, TrainerConfig, check_values
 
 # Each setting that is derived, and the number of tokens from which it is derived.
@@ -37,6 +39,15 @@ def resolve_token_budget(config: Config, world_size: int) -> None:
             )
     if trainer.total_tokens is not None:
         trainer.steps = -(-trainer.total_tokens // (tokens * trainer.accumulate))
+
+
+def by_ranks(value: int, power: float, ranks: int | None = None) -> int:
+    """Return `value` x `ranks` ** `power`, rounded. A recipe can therefore depend on the number of ranks.
+
+    If `ranks` is None, it is the number of ranks that were launched.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return round(value * (ranks or world_size) ** power)
 
 
 def num_data_parallel_ranks(config: Config, world_size: int) -> int:

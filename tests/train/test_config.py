@@ -50,7 +50,7 @@ def test_default_yaml_files_equal_the_defaults_of_the_dataclasses():
 @pytest.mark.parametrize("group", ["model", "data", "parallel", "optim", "logger", "experiment"])
 def test_every_yaml_file_is_valid(group):
     for option in options(group):
-        needs_path = group == "data" and option not in ("stdlib", "recall")
+        needs_path = group == "data" and option not in ("stdlib", "packages", "recall")
         config = composed(f"{group}={option}", *(["data.path=x"] if needs_path else []))
         resolve_token_budget(config, world_size=4)
         check(config, world_size=4)
@@ -144,7 +144,7 @@ INVALID = {
     "text for the recall task": (dict(data__source="recall", data__path="x"), 1, ["data.path=x", "data.source=recall"]),
     "split of the recall task": (dict(data__source="recall", data__split="x"), 1, ["data.split=x", "data.source=recall"]),
     "recall across documents": (dict(data__source="recall", data__mask_documents=False), 1, ["data.mask_documents=false"]),
-    "unknown source": (dict(data__source="web"), 1, ["data.source=web", "stdlib, text, jsonl, parquet, hub"]),
+    "unknown source": (dict(data__source="web"), 1, ["data.source=web", "stdlib, packages, text, jsonl"]),
     "unknown precision": (dict(trainer__precision="fp8"), 1, ["trainer.precision=fp8", "auto, fp32, bf16"]),
     "unknown use of FP8": (dict(trainer__fp8_attention="on"), 1, ["trainer.fp8_attention=on", "never, inference, always"]),
     "FP8 in evaluation without evaluation": (

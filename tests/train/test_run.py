@@ -6,17 +6,22 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train import run, trainer
+from ringattn.train.config import check
 from ringattn.train.parallel.memory import InsufficientMemory
+from ringattn.train.settings import resolve_settings
 from tests.train.launch import ROOT, SMALL, launch, launch_ranks, own_errors, write_corpus
+from tests.train.test_settings import write_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -254,27 +259,68 @@ def test_other_ranks_report_a_killed_rank(tmp_path):
     assert re.search(r"^rank 0 failed: .*rank", stderr, re.MULTILINE)
 
 
+@pytest.fixture
+def compose_on_gpus(monkeypatch, tmp_path) -> Callable[..., tuple[DictConfig, str]]:
+    """A function that returns the settings and the recipe that Hydra composes on this number of GPUs."""
+
+    def compose_settings(gpus: int, *arguments: str) -> tuple[DictConfig, str]:
+        monkeypatch.chdir(tmp_path)
+        OmegaConf.register_new_resolver("launch_time", lambda: "now", replace=True)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: gpus)
+        monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
+        configs = []
+        assert run.run_hydra(lambda settings: configs.append((settings, HydraConfig.get().runtime.choices.recipe))) == 0
+        return configs[0]
+
+    return compose_settings
+
+
 @pytest.mark.parametrize(
-    ("on_gpu", "arguments", "recipe"),
+    ("gpus", "arguments", "recipe"),
     [
-        (False, ["trainer.steps=7"], "cpu"),
-        (True, ["trainer.steps=7"], "gpu"),
-        (True, ["trainer.steps=7", "trainer.device=cpu"], "cpu"),
-        (True, ["trainer.steps=7", "recipe=cpu"], "cpu"),
-        (True, ["trainer.steps=7", "experiment=124m-64k"], "cpu"),
+        (0, ["trainer.steps=7"], "cpu"),
+        (1, ["trainer.steps=7"], "gpu"),
+        (1, ["trainer.steps=7", "trainer.device=cpu"], "cpu"),
+        (1, ["trainer.steps=7", "recipe=cpu"], "cpu"),
+        (1, ["trainer.steps=7", "experiment=124m-64k"], "cpu"),
     ],
 )
-def test_device_selects_the_recipe(on_gpu, arguments, recipe, monkeypatch, tmp_path):
+def test_device_selects_the_recipe(gpus, arguments, recipe, compose_on_gpus):
     """The command line overrides every setting of a recipe."""
-    monkeypatch.chdir(tmp_path)
-    OmegaConf.register_new_resolver("launch_time", lambda: "now", replace=True)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(sys, "argv", ["run.py", *arguments])
-    configs = []
-    assert run.run_hydra(lambda settings: configs.append((settings, HydraConfig.get().runtime.choices.recipe))) == 0
-    ((settings, chosen),) = configs
+    settings, chosen = compose_on_gpus(gpus, *arguments)
     assert chosen == recipe and settings.trainer.steps == 7
     assert settings.data.seq_len == (65536 if "experiment=124m-64k" in arguments else {"cpu": 512, "gpu": 32768}[recipe])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "seq_len", "steps"),
+    [
+        (1, [], 32_768, 1000),
+        (2, [], 65_536, 707),
+        (4, [], 131_072, 500),
+        (8, [], 262_144, 354),
+        (8, ["parallel.ring=2"], 65_536, 354),
+        (4, ["parallel=ulysses"], 131_072, 500),
+        (4, ["data.seq_len=1000", "trainer.steps=9"], 1000, 9),
+        (4, ["data=stdlib"], 131_072, 500),
+    ],
+    ids=lambda value: "" if isinstance(value, list) and not value else None,
+)
+def test_context_grows_with_the_gpus_that_share_a_sequence(gpus, arguments, seq_len, steps, compose_on_gpus):
+    settings, _ = compose_on_gpus(gpus, *arguments)
+    assert (settings.data.seq_len, settings.trainer.steps) == (seq_len, steps)
+    assert settings.data.source == ("stdlib" if "data=stdlib" in arguments else "packages")
+    config = run.to_config(settings)
+    check(config, world_size=gpus)
+
+
+def test_a_resumed_run_keeps_its_context_on_another_number_of_gpus(compose_on_gpus, tmp_path):
+    saved, resumed = (run.to_config(compose_on_gpus(gpus)[0]) for gpus in (4, 2))
+    write_checkpoint(tmp_path / "run", saved)
+    config = resolve_settings(resumed, [], tmp_path / "run")
+    assert (config.data.seq_len, config.trainer.steps) == (131_072, 500)
 
 
 @pytest.mark.slow

@@ -49,6 +49,8 @@ def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
     match config.source:
         case "stdlib":
             return _text_files(library_files(), config.split, errors="replace"), "text"
+        case "packages":
+            return _select(datasets.Dataset.from_dict({"text": library_packages()}), config.split), "text"
         case "text":
             return _text_files(files(config), config.split, errors="strict"), "text"
         case "jsonl":
@@ -107,6 +109,16 @@ def library_files() -> list[str]:
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
         found += [os.path.join(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)
+
+
+def library_packages() -> list[str]:
+    """Return one text per package of Python's standard library. A module that belongs to no package has a text of its own.
+
+    The packages are sorted by their names, and each text contains the sorted files of its package.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    packages = itertools.groupby(map(Path, library_files()), key=lambda file: file.relative_to(root).parts[0])
+    return ["\n".join(file.read_text("utf-8-sig", "replace") for file in package) for _, package in packages]
 
 
 def files(config: DataConfig) -> list[str]:

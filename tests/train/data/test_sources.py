@@ -49,6 +49,18 @@ def test_installed_packages_are_not_searched(tmp_path, monkeypatch):
     assert searched == [str(tmp_path), f"{tmp_path}/a"]
 
 
+def test_every_package_of_the_standard_library_is_a_document(tmp_path, monkeypatch):
+    for name in ("one/a.py", "one/part/b.py", "two.py", "test/c.py", "zip/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"# {name}")
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path))
+    documents, column = sources.read_documents(config("packages"))
+    assert documents[column][:] == ["# one/a.py\n# one/part/b.py", "# two.py", "# zip/d.py"]
+    assert lengths(config("packages", split="train[:2]")) == [27, 9]
+    with pytest.raises(ConfigError, match="the training text contains some of the held-out text"):
+        load_held_out(config("packages", eval_split="train[1:]"), BytesTokenizer(), load(config("packages"), BytesTokenizer()))
+
+
 def test_every_text_file_is_a_document(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "one.txt").write_text("first\n\nstill first")
