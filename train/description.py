@@ -48,7 +48,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "layout": config.parallel.layout,
         "schedule": config.parallel.schedule,
         "route": config.parallel.route,
-        "tokens_per_rank": memory.tokens_per_rank(config, mesh),
+        "tokens_per_rank": memory.tokens_per_rank(config, mesh.shape),
         "precision": "bf16, fp32 parameters" if run.bf16 else "fp32",
         "fp8_attention": config.trainer.fp8_attention,
         "deterministic": config.trainer.deterministic,

@@ -99,7 +99,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
-    estimate = partial(memory.estimate, config, mesh, tokenizer.vocab_size, bf16, compiled)
+    estimate = partial(memory.estimate, config, mesh.shape, tokenizer.vocab_size, bf16, compiled)
     recompute = config.parallel.activation_checkpointing
     if recompute is None:
         recompute = broadcast_object(memory.is_tight(estimate(recompute=False), device))
@@ -127,7 +127,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         checkpoint_activations(model)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     if graphed:
-        tokens = memory.tokens_per_rank(config, mesh)
+        tokens = memory.tokens_per_rank(config, mesh.shape)
         graph_blocks(model, config.trainer.batch_size, tokens, torch.bfloat16 if bf16 else torch.float32, device)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)

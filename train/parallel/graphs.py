@@ -43,7 +43,7 @@ def uses_graphs(config: Config, mesh: Mesh, device: torch.device, compiled: bool
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
-    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, mesh)
+    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, mesh.shape)
     return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
 
 

@@ -7,7 +7,7 @@ import torch
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.loss import chunk_size
-from ringattn.train.parallel.mesh import Mesh
+from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.ranks import ranks_per_host
 
 GIB = 2**30
@@ -17,8 +17,11 @@ GIB = 2**30
 SMALL_MODEL = GIB
 
 # The fraction of a GPU's memory that a run may need before blocks are recomputed in the backward pass. The rest is a reserve,
-# because estimates are rough and the GPU may also be used by other processes.
+# because memory is fragmented, and because torch's allocator does not own the receive buffers of a ring over NVLink.
 COMFORTABLE_FRACTION = 0.85
+
+# The fraction of the memory that the estimate of a run must not exceed. CUDA and NCCL need 2 to 4 GiB of a GPU.
+USABLE_FRACTION = 0.95
 
 # FSDP gathers the parameters of several consecutive blocks in one all-gather, until the parameters reach this many bytes. The
 # host would take longer to launch a smaller all-gather than the interconnect takes to transfer its data.
@@ -43,19 +46,24 @@ def block_parameters(model: ModelConfig) -> int:
     return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
 
 
-def tokens_per_rank(config: Config, mesh: Mesh) -> int:
+def tokens_per_rank(config: Config, shape: MeshShape) -> int:
     """Return the approximate number of tokens of a sequence that one rank holds."""
-    return -(-config.data.seq_len // mesh.sequence.size())
+    return -(-config.data.seq_len // shape.sequence)
 
 
-def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: bool, recompute: bool) -> dict[str, float]:
-    """Estimate the bytes that a rank needs.
+def estimate(
+    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, recompute: bool
+) -> dict[str, float]:
+    """Estimate the peak of torch's allocator on a rank.
 
-    The estimate depends only on shapes. The estimate does not include memory fragmentation and the workspaces of kernels.
+    A step reaches its peak at one of four moments, which need different tensors: in the backward pass of the loss, of the last
+    feed-forward network, of the last attention layer, or when the last gradients are reduced. The estimate depends only on
+    shapes. It includes neither fragmentation nor the memory that torch does not allocate, such as the receive buffers of a ring
+    over NVLink.
 
     Args:
         config: the settings of the run.
-        mesh: the mesh of all ranks. If ranks exchange heads by all-to-all, each block saves its attention output twice: before
+        shape: the numbers of ranks. If ranks exchange heads by all-to-all, each block saves its attention output twice: before
             and after the all-to-all.
         vocab_size: the number of tokens that the tokenizer has.
         bf16: whether the model computes in bf16.
@@ -64,35 +72,66 @@ def estimate(config: Config, mesh: Mesh, vocab_size: int, bf16: bool, compiled: 
         recompute: whether the blocks save only their input and their attention output for the backward pass.
 
     Returns:
-        A dict that maps each purpose of memory to a number of bytes.
+        A dict that maps each purpose of memory to a number of bytes, at the moment of the peak.
     """
-    model, size = config.model, 2 if bf16 else 4
-    block = block_parameters(model)
+    model, size, ranks = config.model, 2 if bf16 else 4, shape.ranks
     logits_dim = padded_vocabulary(model, vocab_size)
-    vocab_parameters = logits_dim * model.dim * (1 if model.tie_embeddings else 2)
-    sharded_bytes = 16 * (model.layers * block + vocab_parameters) / mesh.all.size()
+    head = logits_dim * model.dim
+    vocab, blocks = head * (1 if model.tie_embeddings else 2), model.layers * block_parameters(model)
+    group = blocks_per_group(model, bf16) * block_parameters(model)
+    resharded = reshard_after_forward(model, bf16)
+    # The parameters outside the blocks are gathered during the whole step.
+    gathered = size * (vocab if resharded else vocab + blocks)
+    prefetched = size * group if resharded else 0
+    state = 12 * (vocab + blocks) / ranks
+    # With a single micro-step, no gradients exist before the backward pass.
+    gradients = 4 * (vocab + blocks) / ranks if config.trainer.accumulate > 1 else 0
 
-    # Two groups of blocks are gathered at a time, because FSDP communicates the next group while the current group computes.
-    gathered_gradients = min(2 * blocks_per_group(model, bf16), model.layers)
-    gathered_parameters = gathered_gradients if reshard_after_forward(model, bf16) else model.layers
-    gathered_bytes = size * (vocab_parameters + gathered_parameters * block)
-    gathered_bytes += (size + 4) * (vocab_parameters + gathered_gradients * block)
-
-    tokens = config.trainer.batch_size * tokens_per_rank(config, mesh)
-    attention_outputs = 2 if mesh.ulysses.size() > 1 else 1
-    saved, checkpointed = _saved_bytes_per_token(model, size, attention_outputs, compiled)
-    # With recomputation, every block saves only its checkpointed tensors. The backward pass recomputes one block at a time.
-    # During this recomputation, the block needs as much memory as it would save without recomputation.
-    activation_bytes = tokens * (model.layers * checkpointed + saved if recompute else model.layers * saved)
-
+    tokens = config.trainer.batch_size * tokens_per_rank(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
-    return {
-        "parameters, gradients and optimizer state in fp32": sharded_bytes,
-        "gathered parameters and gradients": gathered_bytes,
-        "activations": activation_bytes,
-        "blocks that circulate in the ring": tokens * (8 * query_dim + 2 * size * key_value_dim),
-        "logits of a chunk": (2 * size if compiled else 14) * min(tokens, chunk_size(logits_dim)) * logits_dim,
-    }
+    saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
+    # All layers share the cosines and sines of the rotary embedding (fp32), and the tokens, labels and positions (int64).
+    activations = tokens * (model.layers * (checkpointed if recompute else saved) + 4 * model.resolved_head_dim + 24)
+    recomputed = tokens * (saved - checkpointed) if recompute else 0
+    feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)
+
+    chunk = min(tokens, chunk_size(logits_dim))
+    # The logits of a chunk exist together with their gradient and that of the previous chunk. Afterwards, the gradient exists
+    # together with its products with the hidden states and with the head.
+    logits = chunk * logits_dim
+    chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
+    if not compiled:
+        chunk_bytes = max(chunk_bytes, 14 * logits)
+    # A ring keeps three fp32 tensors of the size of the queries: its own dq, one that it computes and one that it sends.
+    attention = tokens * (12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim)
+
+    def moment(backward: float, gathered: float, gradients: float = gradients, activations: float = activations):
+        return {
+            "parameters and optimizer state": state,
+            "gradients": gradients,
+            "gathered parameters": gathered,
+            "activations": activations,
+            "intermediate results of the backward pass": backward,
+        }
+
+    moments = [
+        # The last hidden states, their norm and its gradient; the gradient of the head is summed in fp32.
+        moment(3 * size * tokens * model.dim + 4 * head + chunk_bytes, gathered + prefetched),
+        # The gradients of the head, of the residual stream and of the hidden layer.
+        moment(size * (head + tokens * (model.dim + model.resolved_ffn_dim)) + recomputed, gathered + 3 * prefetched),
+        moment(
+            size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
+        ),
+    ]
+    # FSDP casts the gradients of a group to fp32 before it reduces them. The group is no longer gathered then.
+    if group == blocks:  # One group contains all parameters.
+        moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
+    else:
+        block_gradients = max(gradients, 4 * blocks / ranks)
+        # The last group of blocks is reduced while the group before is being reduced. The other parameters follow.
+        moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
+        moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
+    return max(moments, key=lambda needed: sum(needed.values()))
 
 
 def _attention_dims(model: ModelConfig) -> tuple[int, int]:
@@ -116,10 +155,10 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     # Eager PyTorch saves the residual stream twice, the outputs of both norms, q, k and v before and after the rotation, the
     # attention output, and four tensors of SwiGLU. Compiled code saves q, k and v only once, and only three tensors of SwiGLU.
     elements = 4 * model.dim + (1 + attention_outputs) * query_dim + key_value_dim + 3 * model.resolved_ffn_dim
+    if model.qk_norm:
+        elements += query_dim + key_value_dim // 2  # q and k before their norms
     if not compiled:
         elements += query_dim + key_value_dim + model.resolved_ffn_dim
-        if model.qk_norm:
-            elements += query_dim + key_value_dim // 2  # q and k before their norms
     checkpointed_elements = model.dim + attention_outputs * query_dim
     lse = 4 * model.heads
     return size * elements + lse, size * checkpointed_elements + lse
@@ -140,12 +179,12 @@ def check(needed: dict[str, float], device: torch.device) -> None:
     Raises:
         InsufficientMemory: the rank has less memory than the estimate. The message lists the memory by purpose.
     """
-    total = _total_memory(device)
-    if sum(needed.values()) > total:
+    usable = USABLE_FRACTION * _total_memory(device)
+    if sum(needed.values()) > usable:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise InsufficientMemory(
-            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {total / GIB:.1f}: "
+            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable / GIB:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
 

@@ -20,6 +20,24 @@ from ringattn.comm import watchdog
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
 
+class MeshShape(NamedTuple):
+    """The number of ranks along each axis of a mesh."""
+
+    dp: int
+    ring: int
+    ulysses: int
+
+    @property
+    def sequence(self) -> int:
+        """The number of ranks that share one sequence."""
+        return self.ring * self.ulysses
+
+    @property
+    def ranks(self) -> int:
+        """The number of all ranks."""
+        return self.dp * self.ring * self.ulysses
+
+
 class Mesh(NamedTuple):
     """The mesh of all ranks. Each attribute is a one-dimensional mesh along one axis or along combined axes.
 
@@ -36,6 +54,11 @@ class Mesh(NamedTuple):
     ring: DeviceMesh
     ulysses: DeviceMesh
     all: DeviceMesh
+
+    @property
+    def shape(self) -> MeshShape:
+        """The number of ranks along each axis."""
+        return MeshShape(self.dp.size(), self.ring.size(), self.ulysses.size())
 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.

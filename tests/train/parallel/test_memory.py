@@ -5,21 +5,29 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig
+from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
 from ringattn.train.parallel import memory
+from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.run import CONFIGS
 
 LLAMA = ModelConfig(layers=32, dim=4096, heads=32, kv_heads=8, ffn_dim=14336, tie_embeddings=False)
 
 
 def estimate(
-    model: ModelConfig, tokens: int, ranks: int, ulysses: int = 1, vocab_size: int = 128_256, **options: bool
+    model: ModelConfig,
+    tokens: int,
+    ranks: int,
+    ulysses: int = 1,
+    vocab_size: int = 128_256,
+    accumulate: int = 1,
+    **options: bool,
 ) -> dict[str, float]:
     """Return the estimated bytes by purpose of a bf16 run whose ranks hold this many tokens each of one sequence."""
-    config = Config(model=model, data=DataConfig(seq_len=tokens * ranks))
-    sizes = {"sequence": ranks, "ulysses": ulysses, "all": ranks}
-    mesh = SimpleNamespace(**{axis: SimpleNamespace(size=lambda size=size: size) for axis, size in sizes.items()})
-    return memory.estimate(config, mesh, vocab_size, bf16=True, **({"compiled": False, "recompute": False} | options))
+    config = Config(model=model, data=DataConfig(seq_len=tokens * ranks), trainer=TrainerConfig(accumulate=accumulate))
+    shape = MeshShape(1, ranks // ulysses, ulysses)
+    return memory.estimate(config, shape, vocab_size, bf16=True, **({"compiled": False, "recompute": False} | options))
 
 
 def total(tokens: int, ranks: int, recompute: bool = False) -> float:
@@ -29,7 +37,9 @@ def total(tokens: int, ranks: int, recompute: bool = False) -> float:
 
 def test_sharded_state_is_16_bytes_per_parameter():
     needed = estimate(LLAMA, tokens=1, ranks=8)
-    assert needed["parameters, gradients and optimizer state in fp32"] == pytest.approx(2 * 8.03e9, rel=0.01)
+    # At the peak of such a short step, the gradients of the blocks exist, but not those of the vocabulary.
+    assert needed["parameters and optimizer state"] == pytest.approx(12 / 8 * 8.03e9, rel=0.01)
+    assert needed["gradients"] == pytest.approx(4 / 8 * 6.98e9, rel=0.01)
 
 
 def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
@@ -40,9 +50,9 @@ def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
 def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert not memory.reshard_after_forward(small, bf16=True) and memory.reshard_after_forward(LLAMA, bf16=True)
-    needed = estimate(small, tokens=1, ranks=8, vocab_size=256)["gathered parameters and gradients"]
-    # The parameters of 12 blocks in bf16, and the gradients of these blocks in bf16 and fp32.
-    assert needed == pytest.approx(2 * 85e6 + 6 * 12 * 7.1e6, rel=0.02)
+    # The parameters of 12 blocks stay in bf16. Of the larger model, two blocks and the vocabulary are gathered.
+    assert estimate(small, 4096, 8, vocab_size=256)["gathered parameters"] == pytest.approx(2 * 85e6, rel=0.01)
+    assert estimate(LLAMA, 8192, 8)["gathered parameters"] == pytest.approx(2 * (218e6 + 1051e6), rel=0.01)
 
 
 def test_small_blocks_are_gathered_together():
@@ -61,9 +71,9 @@ def gpu(monkeypatch) -> torch.device:
 
 
 def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(gpu):
-    memory.check({"activations": 79 * memory.GIB}, gpu)
+    memory.check({"activations": 75 * memory.GIB}, gpu)
     with pytest.raises(
-        ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 80.0: use more"
+        ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 76.0: use more"
     ):
         memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, gpu)
 
@@ -87,22 +97,31 @@ def test_memory_of_a_host_is_never_tight():
 
 def test_ulysses_saves_one_more_attention_output():
     without, ulysses = (estimate(LLAMA, 8192, 8, ulysses, recompute=True)["activations"] for ulysses in (1, 8))
-    assert ulysses - without == 8192 * (LLAMA.layers + 1) * 2 * 4096
+    assert ulysses - without == 8192 * LLAMA.layers * 2 * 4096
 
 
-@pytest.mark.parametrize(
-    ("layers", "dim", "ffn_dim", "tie", "tokens", "uses_ulysses", "peak"),
-    [
-        pytest.param(24, 2048, 5632, False, 32_768, False, 58.72, id="1.4B"),
-        pytest.param(24, 2048, 5632, False, 16_384, False, 34.1, id="1.4B-short"),
-        pytest.param(24, 2048, 5632, False, 65_536, False, 107.9, id="1.4B-long"),
-        pytest.param(24, 2048, 5632, False, 32_768, True, 61.72, id="1.4B-ulysses"),
-        pytest.param(12, 768, None, True, 16_384, False, 6.28, id="124M"),
-    ],
-)
-def test_estimates_are_close_to_measured_peaks(layers, dim, ffn_dim, tie, tokens, uses_ulysses, peak):
-    """`peak` was measured in compiled training runs on two GPUs. The estimate must not be below it, and not far above."""
-    heads = dim // (128 if dim > 1024 else 64)
-    model = ModelConfig(50_304, layers, dim, heads, heads, ffn_dim=ffn_dim, tie_embeddings=tie)
-    needed = estimate(model, tokens, 2, 2 if uses_ulysses else 1, vocab_size=257, compiled=True)
-    assert peak <= sum(needed.values()) / memory.GIB <= 1.15 * peak
+# The peaks of torch's allocator in GiB per rank. They were measured in compiled bf16 training runs on H100s and H200s.
+PEAKS = [
+    # model, tokens per rank, ranks, options, peak
+    ("1.4b", 16_384, 2, {}, 34.1),
+    ("1.4b", 32_768, 2, {}, 58.72),
+    ("1.4b", 65_536, 2, {}, 107.9),
+    ("1.4b", 32_768, 2, {"ulysses": 2}, 61.72),
+    ("124m", 16_384, 2, {}, 6.28),
+    ("124m", 16_384, 2, {"ulysses": 2}, 6.6),
+    ("124m", 16_384, 2, {"recompute": True}, 2.3),
+    ("124m", 16_384, 1, {"accumulate": 16}, 7.43),
+    ("124m", 65_536, 1, {"accumulate": 4}, 21.18),
+    ("124m", 131_072, 1, {"accumulate": 2}, 39.53),
+    ("124m", 262_144, 1, {"recompute": True}, 17.58),
+    ("8b", 8192, 4, {"recompute": True}, 34.9),
+    ("8b", 32_768, 4, {"recompute": True}, 47.9),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "ranks", "options", "peak"), PEAKS)
+def test_estimates_are_close_to_measured_peaks(name, tokens, ranks, options, peak):
+    """No estimate may differ by more than 10%. All of these differ by less than 2%."""
+    model = ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{name}.yaml"))
+    needed = estimate(model, tokens, ranks, vocab_size=257, **({"compiled": True} | options))
+    assert sum(needed.values()) / memory.GIB == pytest.approx(peak, rel=0.02)
