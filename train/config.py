@@ -161,6 +161,10 @@ class ParallelConfig:
     The ranks form a mesh of data-parallel x ring x Ulysses ranks. The parameters are sharded over all ranks.
     """
 
+    # The choice of the mesh: "sizes" (`ring` and `ulysses` determine it) or "fastest" (the mesh with the highest predicted
+    # tokens/s for `trainer.tokens_per_step`, among those that fit into the memory of the GPUs). "fastest" determines `ring` and
+    # `ulysses`, so these must not be set.
+    mesh: str = "sizes"
     # The number of ranks that share one sequence. This number must divide the number of all ranks. None: all ranks.
     ring: int | None = None
     # The number of ranks per all-to-all (Ulysses). The ranks that share a sequence form groups of this size. All-to-alls (heads
@@ -340,6 +344,7 @@ class Config:
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
+    "parallel.mesh": ("sizes", "fastest"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,
     "parallel.route": cost_model.ROUTES,

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from ringattn import Mask
 from ringattn.comm.connect import connect
 from ringattn.planning.rank_plan import Plan
+from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.spec import with_route
 from ringattn.train.model import flops
-from ringattn.train.parallel import memory
-from ringattn.train.setup import Run
+from ringattn.train.parallel import memory, prediction
+from ringattn.train.setup import Run, machine_of
 from ringattn.train.step import layout_of
 
 log = logging.getLogger(__name__)
@@ -25,6 +26,9 @@ log = logging.getLogger(__name__)
 # In the repository, this folder contains the package and .git. In an installation, it does not contain .git.
 ROOT = Path(__file__).resolve().parents[1]
 
+
+# The number of sequences whose documents the prediction of a step takes into account.
+SAMPLED_SEQUENCES = 32
 
 # What the description of a run says about FP8, by the value of trainer.fp8_attention.
 FP8_DESCRIPTIONS = {
@@ -92,6 +96,9 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if facts["recompute"] else ""),
     }
+    if (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)) and dist.get_rank() == 0:
+        if run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
+            entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))
     if run.held_out and config.data.resolved_eval_fraction:
         share = run.held_out.tokens_per_epoch / (run.data.tokens_per_epoch + run.held_out.tokens_per_epoch)
         entries["held out"] = f"{share:.1%} of the tokens, because data.eval_split is not set (see data.eval_fraction)"
@@ -100,6 +107,16 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         entries["weights"] = f"from {run.init_from}{changes}"
     for name, value in entries.items():
         log.info(f"{name:<12}{value}")
+
+
+def pair_shares(run: Run) -> list[float]:
+    """Return how many (query, key) pairs the mask allows in each of the first sequences, relative to one document."""
+    if not run.config.data.mask_documents:
+        return [1.0]
+    seq_len, window = run.config.data.seq_len, run.config.model.window
+    (whole,) = Mask.causal(window).pairs(seq_len)
+    documents = (run.data.batch([number]).documents for number in range(SAMPLED_SEQUENCES))
+    return [sum(Mask.causal(window, lengths).pairs(seq_len)) / whole for lengths in documents]
 
 
 def communication_facts(run: Run) -> dict[str, Any]:

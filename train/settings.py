@@ -31,8 +31,8 @@ def resolve_settings(
     come from this folder. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting,
     and the choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a
     recipe, the settings that Hydra has composed replace all others. Only the number of steps is kept, unless the command line
-    sets it. On the command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, and `trainer.accumulate` replaces
-    an earlier `trainer.tokens_per_step`.
+    sets it. On the command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, `trainer.accumulate` replaces an
+    earlier `trainer.tokens_per_step`, and `parallel.ring` or `parallel.ulysses` replaces an earlier `parallel.mesh=fastest`.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
@@ -47,7 +47,7 @@ def resolve_settings(
             run contradict `trainer.resume` or `trainer.init_from`, or the command line sets a value that is derived.
     """
     given = _names(overrides)
-    check_sources(composed.trainer, given)
+    check_sources(composed, given)
     if lengths and composed.trainer.tokens_per_step is None:
         composed = deepcopy(composed)
         composed.trainer.tokens_per_step = common_tokens_per_step(composed, lengths, world_size)
@@ -110,6 +110,9 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
     for derived, source in SOURCES.items():
         if f"trainer.{derived}" in given and f"trainer.{source}" not in given:
             setattr(config.trainer, source, None)
+    if config.parallel.mesh == "fastest" and given & {"parallel.ring", "parallel.ulysses"}:
+        for name in ("mesh", "ring", "ulysses"):
+            setattr(config.parallel, name, getattr(composed.parallel, name))
     # A run that branches does not start from the initial weights of the other run, but from the checkpoint.
     config.trainer.init_from = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     config.model = _override_model(saved.model, composed.model, given)

@@ -7,8 +7,7 @@ import gc
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -20,17 +19,18 @@ from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.train import optim, startup
 from ringattn.train.checkpoint import init as initial_weights
-from ringattn.train.config import Config, ConfigError
+from ringattn.train.config import Config, ConfigError, check
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
-from ringattn.train.parallel import memory
+from ringattn.train.parallel import memory, prediction
 from ringattn.train.parallel.graphs import graph_blocks, uses_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
+from ringattn.train.token_budget import resolve_token_budget
 
 log = logging.getLogger(__name__)
 
@@ -99,11 +99,8 @@ def build(config: Config, init_from: Path | None = None) -> Run:
             raise ConfigError(f"model.vocab_size={given} must be at least the tokenizer's {minimum}: raise it, or leave it out")
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
-    estimate = partial(memory.estimate, config, mesh.shape, tokenizer.vocab_size, bf16, compiled)
-    recompute = config.parallel.activation_checkpointing
-    if recompute is None:
-        recompute = broadcast_object(memory.is_tight(estimate(recompute=False), device))
-    needed = estimate(recompute=recompute)
+    chosen = memory.choose_recomputation(config, mesh.shape, tokenizer.vocab_size, bf16, compiled, device)
+    recompute, needed = broadcast_object(chosen)
     with sync_errors():
         memory.check(needed, device)
         graphed = uses_graphs(config, mesh, device, compiled and not recompute)
@@ -180,6 +177,8 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
 
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     """Build the mesh of all ranks, and choose the number of ranks along each axis whose setting is None."""
+    if config.parallel.mesh == "fastest" and config.parallel.ring is None:
+        raise ConfigError("parallel.mesh=fastest chooses a mesh for training: set parallel.ring and parallel.ulysses instead")
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses
     if ulysses is None:
@@ -187,6 +186,42 @@ def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     elif ulysses == 0:
         ulysses = math.gcd(sequence, config.model.heads)
     return build_mesh(device.type, sequence, ulysses)
+
+
+def choose_fastest_mesh(config: Config) -> None:
+    """Set `parallel.ring` and `parallel.ulysses` to the mesh with the highest predicted tokens/s. All ranks call this function.
+
+    Raises:
+        ConfigError: on every rank, if the speed of the GPU is not known, or if no mesh suits the settings or fits.
+    """
+    set_deterministic(config.trainer.deterministic)
+    shape = None
+    with sync_errors():
+        # Settings that a ring of all ranks cannot honour are reported first.
+        parallel = replace(config.parallel, mesh="sizes", ring=None, ulysses=None)
+        ring = replace(config, parallel=parallel, trainer=replace(config.trainer))
+        resolve_token_budget(ring, dist.get_world_size())
+        check(ring, dist.get_world_size())
+        device, bf16, _ = choose_device(config, training=True)
+        tokenizer = load_tokenizer(config.data.tokenizer)
+        machine = machine_of(config, device, tokenizer.vocab_size, bf16)
+        if machine is None:
+            raise ConfigError(
+                f"parallel=fastest requires a GPU whose speed is known, and this job runs on {device.type} devices: set "
+                "parallel.ring and parallel.ulysses instead"
+            )
+        if dist.get_rank() == 0:
+            shape = prediction.fastest_shape(config, machine)
+    shape = broadcast_object(shape)
+    config.parallel.ring, config.parallel.ulysses = shape.sequence, shape.ulysses
+
+
+def machine_of(config: Config, device: torch.device, vocab_size: int, bf16: bool) -> prediction.Machine | None:
+    """Return the ranks of this job for the prediction of steps, or None if the speed of the device is not known."""
+    if (gpu := prediction.Gpu.of(device)) is None:
+        return None
+    ranks = dist.get_world_size(), ranks_per_host()
+    return prediction.Machine(device, gpu, *ranks, vocab_size, bf16, uses_compile(config, device))
 
 
 def choose_backend(config: Config, device: torch.device, bf16: bool, training: bool = False) -> dispatch.Choice:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 
 import torch.distributed as dist
 
-from ringattn.train.config import Config, ConfigError, TrainerConfig, check_values
+from ringattn.train.config import Config, ConfigError, check_values
 
 # Each setting that is derived, and the number of tokens from which it is derived.
 SOURCES = {"accumulate": "tokens_per_step", "steps": "total_tokens"}
@@ -58,16 +58,24 @@ def num_data_parallel_ranks(config: Config, world_size: int) -> int:
     return max(world_size // (config.parallel.ring or world_size), 1)
 
 
-def check_sources(trainer: TrainerConfig, given: Collection[str]) -> None:
+def check_sources(config: Config, given: Collection[str]) -> None:
     """Check that the user does not set a value that is derived from another setting of the user.
 
     Args:
-        trainer: the settings that Hydra has composed.
+        config: the settings that Hydra has composed.
         given: the names of the settings that the command line sets, such as "trainer.steps".
 
     Raises:
-        ConfigError: the user sets both a derived setting and the number of tokens from which it is derived.
+        ConfigError: the user sets both a derived setting and the number of tokens or the choice of the mesh from which it is
+            derived.
     """
+    trainer, parallel = config.trainer, config.parallel
+    for name in ("ring", "ulysses"):
+        if f"parallel.{name}" in given and parallel.mesh == "fastest":
+            raise ConfigError(
+                f"parallel.{name}={getattr(parallel, name)} contradicts parallel.mesh=fastest, which chooses parallel.{name}: "
+                "leave one of them out"
+            )
     for derived, source in SOURCES.items():
         if f"trainer.{derived}" in given and (tokens := getattr(trainer, source)) is not None:
             raise ConfigError(

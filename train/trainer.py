@@ -22,7 +22,7 @@ from ringattn.train.evaluate_recall import evaluate_recall
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.profiling import Profiler
 from ringattn.train.recall_results import to_metrics
-from ringattn.train.setup import Run, build
+from ringattn.train.setup import Run, build, choose_fastest_mesh
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 from ringattn.train.sweep import is_job_of_sweep
@@ -50,6 +50,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     """
     startup.begin_job()
     startup.end_part("settings")
+    if config.parallel.mesh == "fastest":
+        choose_fastest_mesh(config)
     with sync_errors():
         resolve_token_budget(config, dist.get_world_size())
         check(config, dist.get_world_size())

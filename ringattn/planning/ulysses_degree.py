@@ -112,27 +112,48 @@ def best_ulysses_degree(
         layout: the kind of the layout of the ring, one of `layout.KINDS`. With "auto", `balanced_layout` chooses the layout.
         schedule: as for `ring_attention`.
     """
-    joined, host = (near, ranks) if ranks <= host else (far, host)
     candidates = [u for u in range(1, ranks + 1) if ranks % u == 0 and q.shape[2] % u == 0]
     # The time for planning grows with the square of the number of ranks.
     if ranks > MAX_PLANNED_RANKS:
-        inside = [u for u in candidates if host % u == 0]
+        inside = [u for u in candidates if min(ranks, host) % u == 0]
         return min(inside, key=lambda u: bytes_per_row(q, k, v, u, ranks // u))
-    seconds = {}
-    for u in candidates:
-        key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], u)
-        rows = q.shape[0] * q.shape[1] * u // ranks
-        chunks = head_chunks_for_overlap(rows, q.shape[2] // u, key_heads // u) if u > 1 else 1
-        shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
-        # Tensors on the meta device have shapes and dtypes but no memory. One row per tensor suffices, because the cost model
-        # counts bytes and FLOPs per row.
-        *chunk, out = [q.new_empty(q.shape[0], 1, n // (u * chunks), d, device="meta") for n, d in shapes]
-        attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // u), joined, schedule)
-        bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
-        all_to_all = all_to_all_seconds(bytes_to_each, u, host, near, far)
-        seconds[u] = sum(chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
+    options = dict(mask=mask, ranks=ranks, host=host, near=near, far=far, layout=layout, schedule=schedule)
+    seconds = {u: sum(attention_seconds(q, k, v, ulysses=u, **options)) for u in candidates}
     # If several candidates are equally good, the smallest U is chosen, because every rank then has more heads.
     return min(u for u in candidates if seconds[u] <= EQUAL_TIMES * min(seconds.values()))
+
+
+def attention_seconds(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask,
+    ranks: int,
+    ulysses: int,
+    host: int,
+    near: Interconnect,
+    far: Interconnect,
+    layout: str = "zigzag",
+    schedule: str = "auto",
+) -> tuple[float, float]:
+    """Return the predicted seconds of a forward pass and of a backward pass with all-to-alls of `ulysses` ranks.
+
+    The other arguments are those of `best_ulysses_degree`, which explains the prediction.
+    """
+    joined, host = (near, ranks) if ranks <= host else (far, host)
+    key_heads = k.shape[2] * key_copies(q.shape[2], k.shape[2], ulysses)
+    rows = q.shape[0] * q.shape[1] * ulysses // ranks
+    chunks = head_chunks_for_overlap(rows, q.shape[2] // ulysses, key_heads // ulysses) if ulysses > 1 else 1
+    shapes = (q.shape[2], q.shape[3]), (key_heads, k.shape[3]), (key_heads, v.shape[3]), (q.shape[2], v.shape[3])
+    # Tensors on the meta device have shapes and dtypes but no memory. One row per tensor suffices, because the cost model
+    # counts bytes and FLOPs per row.
+    *chunk, out = [q.new_empty(q.shape[0], 1, n // (ulysses * chunks), d, device="meta") for n, d in shapes]
+    attention = _ring_seconds(chunk, mask, (layout, q.shape[1], ranks // ulysses), joined, schedule)
+    bytes_to_each = q.shape[1] / ranks * sum(x.nbytes for x in (*chunk, out))
+    all_to_all = all_to_all_seconds(bytes_to_each, ulysses, host, near, far)
+    forward, backward = (chunks * x + exposed_seconds(chunks, x, all_to_all) for x in attention)
+    return forward, backward
 
 
 def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Interconnect, far: Interconnect) -> float:

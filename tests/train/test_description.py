@@ -38,6 +38,19 @@ def test_description_names_what_the_run_uses(corpus, caplog):
     assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
 
 
+def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, monkeypatch):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(description, "machine_of", lambda *args: "machine")
+    monkeypatch.setattr(description.prediction, "describe_step", lambda config, shape, machine, shares: f"{shares[:2]}")
+    with one_rank():
+        run = run_setup.build(job(corpus, 1))
+        description.describe(run, Path("outputs/name"), description.run_facts(run))
+        documents = [run.data.sequence(number)[2] for number in range(2)]
+    pairs = [sum(Mask.causal(40, [lengths]).pairs(61)) for lengths in documents]
+    (whole,) = Mask.causal(40).pairs(61)
+    assert f"{'prediction':<12}{[count / whole for count in pairs]}" in caplog.messages
+
+
 def test_facts_are_those_of_the_run(corpus):
     config = job(corpus, 1, schedule="kv", route="relay", layout="striped")
     config.trainer.peak_tflops = 0.5

@@ -189,6 +189,15 @@ def test_a_derived_setting_replaces_the_numbers_of_tokens_of_the_checkpoint(over
     assert (trainer.steps, trainer.total_tokens, trainer.accumulate, trainer.tokens_per_step) == expected
 
 
+def test_a_ring_replaces_the_fastest_mesh_of_the_checkpoint(tmp_path):
+    """The checkpoint contains the mesh that was chosen. A launch on other ranks chooses again, unless the user sets a ring."""
+    write_checkpoint(tmp_path, config_with(parallel__mesh="fastest", parallel__ring=4, parallel__ulysses=2))
+    again = resolve_settings(Config(), [], tmp_path).parallel
+    assert (again.mesh, again.ring, again.ulysses) == ("fastest", 4, 2)
+    ring = resolve_settings(config_with(parallel__ring=2), ["parallel.ring=2"], tmp_path).parallel
+    assert (ring.mesh, ring.ring, ring.ulysses) == ("sizes", 2, 1)
+
+
 def test_an_experiment_and_the_command_line_must_not_set_the_same_length_twice(tmp_path):
     with pytest.raises(ConfigError, match="trainer.steps=9 .*trainer.total_tokens=70"):
         resolve_settings(config_with(trainer__steps=9, trainer__total_tokens=70), ["trainer.steps=9"], tmp_path)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 from ringattn.train.parallel import memory
+from ringattn.train.parallel.mesh import MeshShape
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -19,6 +20,27 @@ def check_one_choice() -> None:
 
 def test_all_ranks_use_the_number_of_ulysses_ranks_of_rank_0(tmp_path):
     run_ranks(check_one_choice, 2, tmp_path / "store")
+
+
+def check_fastest_mesh() -> None:
+    """On every rank: all ranks use the mesh that rank 0 chooses."""
+    run_setup.machine_of = lambda *args: "machine"
+    run_setup.prediction.fastest_shape = lambda config, machine: MeshShape(2 - dist.get_rank(), 1, 1)
+    config = Config(parallel=ParallelConfig(mesh="fastest", ring=2, ulysses=2))
+    config.trainer.tokens_per_step, config.trainer.batch_size, config.trainer.device = 1024, 1, "cpu"
+    run_setup.choose_fastest_mesh(config)
+    assert (config.parallel.mesh, config.parallel.ring, config.parallel.ulysses) == ("fastest", 1, 1)
+
+
+def test_all_ranks_use_the_fastest_mesh_of_rank_0(tmp_path):
+    """The mesh that an earlier launch has chosen does not matter."""
+    run_ranks(check_fastest_mesh, 2, tmp_path / "store")
+
+
+def test_evaluation_does_not_choose_a_mesh():
+    config = Config(parallel=ParallelConfig(mesh="fastest"))
+    with pytest.raises(ConfigError, match="parallel.mesh=fastest .*parallel.ring"):
+        run_setup.choose_mesh(config, torch.device("cpu"), bf16=False)
 
 
 @pytest.mark.parametrize(("window", "ranks", "ulysses"), [(None, 4, 4), (None, 16, 8), (1024, 4, 1), (1024, 16, 1)])

@@ -72,9 +72,9 @@ def test_invalid_size_is_reported_first():
 )
 def test_derived_settings_must_not_be_set(given, named):
     with pytest.raises(ConfigError, match=named):
-        check_sources(config_with(tokens_per_step=1024, total_tokens=4096).trainer, given)
-    check_sources(config_with().trainer, given)
-    check_sources(config_with(tokens_per_step=1024, total_tokens=4096).trainer, {"trainer.batch_size"})
+        check_sources(config_with(tokens_per_step=1024, total_tokens=4096), given)
+    check_sources(config_with(), given)
+    check_sources(config_with(tokens_per_step=1024, total_tokens=4096), {"trainer.batch_size"})
 
 
 @pytest.mark.parametrize(

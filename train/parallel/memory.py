@@ -43,6 +43,7 @@ def _block_bytes(model: ModelConfig, bf16: bool) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
+    """Return the number of parameters in the matrices of a block."""
     return model.dim * (2 * (model.heads + model.kv_heads) * model.resolved_head_dim + 3 * model.resolved_ffn_dim)
 
 
@@ -56,7 +57,7 @@ def estimate(
 ) -> dict[str, float]:
     """Estimate the peak of torch's allocator on a rank.
 
-    A step reaches its peak at one of four moments, which need different tensors: in the backward pass of the loss, of the last
+    A step reaches its peak at one of five moments, which need different tensors: in the backward pass of the loss, of the last
     feed-forward network, of the last attention layer, or when the last gradients are reduced. The estimate depends only on
     shapes. It includes neither fragmentation nor the memory that torch does not allocate, such as the receive buffers of a ring
     over NVLink.
@@ -168,23 +169,42 @@ class InsufficientMemory(ConfigError):
     """A job needs more memory than its ranks have."""
 
 
+def choose_recomputation(
+    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, device: torch.device
+) -> tuple[bool, dict[str, float]]:
+    """Return whether the blocks are recomputed in the backward pass, and the result of `estimate`.
+
+    If `parallel.activation_checkpointing` is None, the blocks are recomputed if the memory of a GPU is tight without.
+    """
+    recompute = config.parallel.activation_checkpointing
+    needed = estimate(config, shape, vocab_size, bf16, compiled, bool(recompute))
+    if recompute is None and is_tight(needed, device):
+        return True, estimate(config, shape, vocab_size, bf16, compiled, True)
+    return bool(recompute), needed
+
+
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:
     """Return True if a run that needs this memory would leave too little free memory on a GPU. For a CPU, return False."""
     return device.type == "cuda" and sum(needed.values()) > COMFORTABLE_FRACTION * _total_memory(device)
 
 
+def fits(needed: dict[str, float], device: torch.device) -> bool:
+    """Return whether a run that needs this memory fits into the memory of the GPU, or into this rank's share of the host."""
+    return sum(needed.values()) <= USABLE_FRACTION * _total_memory(device)
+
+
 def check(needed: dict[str, float], device: torch.device) -> None:
-    """Check that the estimated memory fits into the memory of the GPU, or into this rank's share of the memory of the host.
+    """Check that the estimated memory fits.
 
     Raises:
         InsufficientMemory: the rank has less memory than the estimate. The message lists the memory by purpose.
     """
-    usable = USABLE_FRACTION * _total_memory(device)
-    if sum(needed.values()) > usable:
+    if not fits(needed, device):
+        usable = USABLE_FRACTION * _total_memory(device) / GIB
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise InsufficientMemory(
-            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable / GIB:.1f}: "
+            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f}: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
 

@@ -1,0 +1,117 @@
+"""Compare the estimated memory and the predicted time of training steps with measurements.
+
+    python -m scripts.bench.memory
+    python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
+
+A case consists of a model, the tokens of a sequence, the number of GPUs, and optional settings of `train/run.py`. Each case is
+a job of a few steps with one document per sequence. By default, all cases that the GPUs of this machine suffice for are
+measured. The peak is that of torch's allocator. If a job fails, the table contains its error message. The script writes
+README.md to --output.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from scripts import command, gpus
+from scripts.bench.training import find_reason
+from scripts.tables import markdown_table
+
+CASES = (
+    *("52m 32768 1", "52m 131072 1", "124m 32768 1", "124m 131072 1", "124m 262144 1", "350m 65536 1", "1.4b 16384 1"),
+    *("124m 32768 1 parallel.activation_checkpointing=true", "124m 32768 1 trainer.accumulate=2"),
+    *("52m 65536 2", "52m 65536 2 parallel.ring=1", "124m 131072 2", "1.4b 65536 2", "1.4b 65536 2 parallel.ulysses=2"),
+    *("1.4b 131072 2 parallel.activation_checkpointing=true", "qwen3-0.6b 65536 2", "8b 16384 2"),
+    *("52m 131072 4", "1.4b 131072 4", "8b 32768 4", "8b 131072 4"),
+)
+COLUMNS = (
+    "model | tokens per sequence | GPUs | settings | estimated GiB | peak GiB | estimated / peak | predicted s/step | "
+    "measured s/step | predicted / measured | date"
+)
+Row = dict[str, str | float]
+
+
+def job_command(case: str, steps: int, output: Path) -> list[str]:
+    """Return the command line of a job that writes summary.json to `output`."""
+    model, seq_len, ranks, *settings = case.split()
+    settings += [
+        "recipe=cpu",
+        f"model={model}",
+        f"data.seq_len={seq_len}",
+        *("data.mask_documents=false", "data.split=train", "data.eval_split=null", "data.eval_fraction=0", "logger=off"),
+        *(f"trainer.steps={steps}", "trainer.checkpoint_every=0", "trainer.save_final=false", "trainer.sample_tokens=0"),
+        f"hydra.run.dir={output}",
+    ]
+    return command.torchrun(int(ranks), str(command.ROOT / "train" / "run.py"), *settings)
+
+
+def measure(case: str, steps: int) -> Row:
+    """Run one job, and return its summary and its predicted seconds. If it fails, return its error message as "failed"."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = os.pathsep.join(filter(None, (str(command.ROOT), os.environ.get("PYTHONPATH"))))
+        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        arguments = job_command(case, steps, Path(directory) / "run")
+        done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, env=environment)
+        summary = Path(directory) / "run" / "summary.json"
+        if done.returncode or not summary.exists():
+            return {"case": case, "failed": find_reason(done.stderr)}
+        predicted = re.search(r"^prediction +about (\S+) s per step", done.stdout, re.MULTILINE)
+        return {"case": case, "predicted": float(predicted[1]) if predicted else None} | json.loads(summary.read_text())
+
+
+def results_table(date: str, rows: list[Row]) -> str:
+    """Return a Markdown table with one line per case."""
+    lines = []
+    for row in rows:
+        model, seq_len, ranks, *settings = row["case"].split()
+        cells = [model, f"{int(seq_len):,}", ranks, " ".join(f"`{setting}`" for setting in settings)]
+        if "failed" in row:
+            lines.append([*cells, f"failed: {row['failed']}", *[""] * 5, date])
+            continue
+        estimate, peak = row["estimated_memory_gib"], row["peak_memory_gib"]
+        predicted, seconds = row["predicted"], row["seconds_per_step"]
+        cells += [f"{estimate:.2f}", f"{peak:.2f}", f"{estimate / peak:.2f}"]
+        cells += [
+            f"{predicted:.3g}" if predicted else "-",
+            f"{seconds:.3g}",
+            f"{predicted / seconds:.2f}" if predicted else "-",
+        ]
+        lines.append([*cells, date])
+    return markdown_table(COLUMNS, lines)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = command.new_parser(__doc__)
+    count = torch.cuda.device_count()
+    cases = [case for case in CASES if int(case.split()[2]) <= count]
+    parser.add_argument("--cases", nargs="+", default=cases, help="model, tokens, GPUs and settings; default: all that suit")
+    parser.add_argument("--steps", type=command.at_least(2), default=6, help="steps per job; default: 6")
+    parser.add_argument("--output", type=Path, default=command.RESULTS / "memory", help="default: outputs/benchmarks/memory")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    ranks = max((int(case.split()[2]) for case in args.cases), default=1)
+    gpus.require_gpus(ranks)
+    header = command.describe_run("scripts.bench.memory", argv, gpus=ranks)
+    args.output.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for case in args.cases:
+        rows.append(measure(case, args.steps))
+        table = results_table(header["date"], rows)
+        title = f"# Memory and time of training steps, {header['date']}"
+        (args.output / "README.md").write_text(f"{title}\n\n{header['machine']}.\n\n    {header['command']}\n\n{table}")
+        print(table.splitlines()[-1], flush=True)
+    return int(any("failed" in row for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,144 @@
+"""Predictions of steps: how close they are to measured times, the mesh that they choose, and the line before training."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.parallel import memory, prediction
+from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.run import CONFIGS
+
+# The names of the GPUs, and their memory in GiB.
+GPUS = {"H100": ("NVIDIA H100 80GB HBM3", 79.2), "H200": ("NVIDIA H200", 139.8)}
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A function that returns some of these GPUs, which this machine does not have."""
+
+    def build(gpu: str, ranks: int, ranks_per_host: int = 8) -> prediction.Machine:
+        name, gib = GPUS[gpu]
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=gib * memory.GIB))
+        device = torch.device("cuda", 0)
+        return prediction.Machine(device, prediction.Gpu.of(device), ranks, ranks_per_host, 257, bf16=True, compiled=True)
+
+    return build
+
+
+def job(model: str, seq_len: int, tokens_per_step: int | None = None, recompute: bool | None = None) -> Config:
+    """The settings of a run with one sequence per data-parallel rank."""
+    return Config(
+        model=ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml")),
+        data=DataConfig(seq_len=seq_len),
+        parallel=ParallelConfig(activation_checkpointing=recompute),
+        trainer=TrainerConfig(batch_size=1, tokens_per_step=tokens_per_step),
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "model", "seq_len", "shape", "options", "share", "seconds"),
+    [
+        # The default model. The shares are the means of its text, of single sequences and of the busiest of four.
+        ("H200", "52m", 32_768, (1, 1, 1), {}, 0.65, 0.058),
+        ("H200", "52m", 32_768, (1, 1, 1), {}, 1, 0.076),
+        ("H200", "52m", 32_768, (4, 1, 1), {}, 0.92, 0.074),
+        # In these runs, the host was the limit.
+        ("H200", "52m", 32_768, (1, 4, 1), {}, 1, 0.044),
+        ("H200", "52m", 32_768, (1, 1, 4), {}, 1, 0.046),
+        # One document per sequence.
+        ("H200", "1.4b", 32_768, (1, 2, 1), {}, 1, 0.617),
+        ("H200", "1.4b", 65_536, (1, 2, 1), {}, 1, 1.750),
+        ("H200", "1.4b", 131_072, (1, 2, 1), {}, 1, 5.852),
+        ("H200", "1.4b", 131_072, (1, 4, 1), {}, 1, 2.97),
+        ("H100", "8b", 32_768, (1, 4, 1), {"recompute": True}, 1, 1.384),
+        ("H100", "8b", 131_072, (1, 4, 1), {"recompute": True}, 1, 9.97),
+    ],
+)
+def test_predictions_are_close_to_measured_times(gpu, model, seq_len, shape, options, share, seconds, machine):
+    shape = MeshShape(*shape)
+    predicted = prediction.step_seconds(job(model, seq_len, **options), shape, machine(gpu, shape.ranks), [share])
+    assert predicted == pytest.approx(seconds, rel=0.1)
+
+
+def test_micro_steps_and_the_busiest_rank_determine_the_time(machine):
+    """Two sequences per step on one rank take twice as long as one, except for the time per step."""
+    gpus = machine("H200", 1)
+    one, two = (prediction.step_seconds(job("124m", 65_536, n * 65_536), MeshShape(1, 1, 1), gpus) for n in (1, 2))
+    assert 1.9 * one < two < 2 * one
+    shares = [0.5, 0.1, 0.9, 0.3]
+    assert prediction.busiest_share(shares, dp=1, batch_size=1) == pytest.approx(0.45)
+    assert prediction.busiest_share(shares, dp=2, batch_size=1) == pytest.approx(0.7)
+    assert prediction.busiest_share(shares, dp=2, batch_size=2) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "ranks", "per_host", "model", "seq_len", "sequences", "dp"),
+    [
+        pytest.param("H200", 4, 8, "52m", 32_768, 4, 4, id="a sequence per rank"),
+        pytest.param("H200", 4, 8, "52m", 32_768, 2, 2, id="fewer sequences than ranks"),
+        pytest.param("H200", 4, 8, "52m", 32_768, 6, 2, id="dp divides the sequences"),
+        pytest.param("H200", 4, 8, "52m", 32_768, 1, 1, id="one sequence"),
+        pytest.param("H100", 4, 8, "8b", 131_072, 4, 2, id="a sequence per rank does not fit"),
+        pytest.param("H100", 8, 8, "8b", 131_072, 4, 4, id="more ranks have more memory"),
+        pytest.param("H200", 8, 4, "1.4b", 131_072, 2, 2, id="a sequence stays within a host"),
+    ],
+)
+def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machine):
+    shape = prediction.fastest_shape(job(model, seq_len, sequences * seq_len), machine(gpu, ranks, per_host))
+    assert (shape.dp, shape.ranks) == (dp, ranks)
+
+
+def test_no_mesh_fits(machine):
+    with pytest.raises(memory.InsufficientMemory, match="each rank would need about"):
+        prediction.fastest_shape(job("8b", 131_072, 131_072), machine("H100", 1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "message"),
+    [
+        (None, 4, "parallel=fastest requires trainer.tokens_per_step.*multiple of 1000"),
+        (1500, 4, r"tokens_per_step=1500 must be a multiple of 1000 \(data.seq_len=1000 x trainer.batch_size=1\)"),
+        (3000, 128, "tokens_per_step=3000 .*or no mesh of 128 ranks can have it"),
+    ],
+)
+def test_tokens_per_step_must_suit_a_mesh(tokens, ranks, message, machine):
+    with pytest.raises(ConfigError, match=message) as error:
+        prediction.fastest_shape(job("52m", 1000, tokens), machine("H200", ranks))
+    assert "\n" not in str(error.value)
+
+
+def test_meshes_suit_the_heads_and_the_length(machine):
+    config = job("52m", 3)
+    assert {shape.ulysses for shape in prediction.possible_shapes(config, 6)} == {1, 2}, "three does not divide eight heads"
+    assert {shape.sequence for shape in prediction.possible_shapes(config, 6)} == {1, 2, 3}
+
+
+def test_line_before_training(machine, monkeypatch):
+    """The line has the fastest mesh with as many sequences per step, and the fastest one with another number."""
+    times = {(1, 4, 1): 0.5, (1, 1, 4): 0.4, (1, 2, 2): 0.45, (2, 2, 1): 0.6, (2, 1, 2): 0.7, (4, 1, 1): 0.51}
+    monkeypatch.setattr(prediction, "step_seconds", lambda config, shape, *rest: times[shape])
+    config, gpus = job("52m", 32_768), machine("H200", 4)
+    assert prediction.describe_step(config, MeshShape(1, 4, 1), gpus, [1.0]) == (
+        "about 0.5 s per step, 66,000 tokens/s; "
+        "Ulysses over 4 (parallel.ring=4 parallel.ulysses=4): about 1.2 times the tokens/s; "
+        "4 data-parallel ranks with one sequence each (parallel.ring=1): about 3.9 times the tokens/s, 4 sequences per step"
+    )
+    assert prediction.describe_step(config, MeshShape(4, 1, 1), gpus, [1.0]) == (
+        "about 0.51 s per step, 260,000 tokens/s; no other mesh of these GPUs is predicted to be faster"
+    )
+
+
+def test_line_leaves_out_meshes_that_do_not_fit(machine):
+    line = prediction.describe_step(job("8b", 131_072), MeshShape(1, 4, 1), machine("H100", 4), [1.0])
+    assert "4 data-parallel ranks" not in line
+
+
+def test_unknown_devices_have_no_prediction(monkeypatch):
+    assert prediction.Gpu.of(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce")
+    assert prediction.Gpu.of(torch.device("cuda", 0)) is None

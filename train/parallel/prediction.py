@@ -1,0 +1,260 @@
+"""Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
+
+`step_seconds` is the only prediction of a step. The GPUs and their hosts work at the same time, so a micro-step takes as long
+as the slower of the two. Attention is predicted by `ringattn.planning`, and everything else by the constants below.
+"""
+
+import re
+from collections.abc import Sequence
+from statistics import fmean
+from typing import NamedTuple
+
+import torch
+
+from ringattn import Mask
+from ringattn.planning.cost_model import attention_flops, interconnect
+from ringattn.planning.ulysses_degree import EQUAL_TIMES, MAX_PLANNED_RANKS, attention_seconds
+from ringattn.train.config import Config, ConfigError
+from ringattn.train.model import flops
+from ringattn.train.model.gpt import padded_vocabulary
+from ringattn.train.parallel import memory
+from ringattn.train.parallel.mesh import MeshShape
+
+# The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
+
+# Matrix products reach this fraction of the peak. A profile of 1.44B on two H200s has 690 of 989 TFLOP/s.
+MATMUL_EFFICIENCY = 0.7
+# The speed of attention, relative to the rounded speeds of `cost_model.attention_flops`. Fitted to 1.44B on H200s.
+ATTENTION_EFFICIENCY = 1.06
+# The speed of attention with packed documents, relative to one document. Fitted to the default model on one H200.
+DOCUMENT_EFFICIENCY = 0.95
+# The bytes per second of GPU memory, from NVIDIA's data sheets. If several patterns match a GPU, the first one applies.
+MEMORY_BYTES_PER_S = (
+    (r"B200", 8.0e12),
+    (r"H200", 4.8e12),
+    (r"H100 PCIe", 2.0e12),
+    (r"GH200|H100", 3.35e12),
+    (r"\bA100\b", 2.0e12),
+    (r"L40S", 0.86e12),
+    (r"\bL4\b", 0.3e12),
+    (r"\bA10\b", 0.6e12),
+)
+# Fused kernels reach this fraction of the bytes per second.
+MEMORY_EFFICIENCY = 0.7
+# Elements per token and layer that fused kernels read and write in the forward and the backward pass, as a multiple of the
+# width of the model and of the width of the feed-forward network. The profile of 1.44B has 110 ms for all of these kernels.
+ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
+# Bytes per parameter of a rank's shard that clipping and AdamW read and write, in fp32.
+OPTIMIZER_BYTES = 40
+# Bytes per second of FSDP's collectives inside a host. They take 40 ms for 1.44B on two H200s.
+COLLECTIVE_BYTES_PER_S = 144e9
+
+# Seconds of the host of a rank. They were fitted to the default model on four H200s without documents, before the time of the
+# host was reduced: 44 ms per step with a ring of four, and 46 ms with Ulysses over four.
+HOST_STEP = 4e-3  # a step
+HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
+HOST_BLOCK = 2.6e-3  # the four compiled regions of a block
+HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
+HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
+
+# Another mesh is worth mentioning if its predicted tokens/s are this many times higher.
+WORTH_MENTIONING = 1.05
+
+
+class Gpu(NamedTuple):
+    """The speed of a GPU."""
+
+    matmul: float  # FLOP/s of matrix products
+    attention: float  # FLOP/s of attention
+    memory: float  # bytes per second of fused kernels
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Gpu | None":
+        """Return the speed of a GPU, or None if the tables do not contain the device."""
+        peak = flops.peak_flops(device)
+        if peak is None:
+            return None
+        name = torch.cuda.get_device_name(device)
+        memory_speed = next(speed for pattern, speed in MEMORY_BYTES_PER_S if re.search(pattern, name))
+        return cls(MATMUL_EFFICIENCY * peak, ATTENTION_EFFICIENCY * attention_flops(device), MEMORY_EFFICIENCY * memory_speed)
+
+
+class Machine(NamedTuple):
+    """The ranks of a job and what their model needs. All predictions of a job use the same machine."""
+
+    device: torch.device
+    gpu: Gpu
+    ranks: int
+    ranks_per_host: int
+    vocab_size: int  # the number of tokens that the tokenizer has
+    bf16: bool
+    compiled: bool
+
+    def recomputes(self, config: Config, shape: MeshShape) -> tuple[bool, dict[str, float]]:
+        """Return whether the blocks would be recomputed, and the memory that a rank would need, see `memory.estimate`."""
+        return memory.choose_recomputation(config, shape, self.vocab_size, self.bf16, self.compiled, self.device)
+
+
+def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float] = (1.0,)) -> float:
+    """Return the predicted seconds of an optimizer step.
+
+    Args:
+        config: the settings of the run. If `trainer.tokens_per_step` is set, it determines the number of micro-steps.
+        shape: the numbers of ranks. It may differ from the mesh that the settings describe.
+        machine: the ranks of the job.
+        shares: for some sequences of the text, the number of (query, key) pairs that the mask allows, relative to a sequence of
+            one document.
+    """
+    model, trainer, gpu = config.model, config.trainer, machine.gpu
+    recompute, _ = machine.recomputes(config, shape)
+    size = 2 if machine.bf16 else 4
+    tokens = trainer.batch_size * memory.tokens_per_rank(config, shape)
+    logits_dim = padded_vocabulary(model, machine.vocab_size)
+    head, blocks = logits_dim * model.dim, model.layers * memory.block_parameters(model)
+    vocab = head * (1 if model.tie_embeddings else 2)
+
+    # The loss always recomputes its logits, which costs a fourth product.
+    matmul = tokens * ((8 if recompute else 6) * blocks + 8 * head) / gpu.matmul
+    share = busiest_share(shares, shape.dp, trainer.batch_size)
+    attention = share * model.layers * sum(_attention_seconds(config, shape, machine))
+    if share < 1:
+        attention /= DOCUMENT_EFFICIENCY
+    per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * model.resolved_ffn_dim
+    elements = model.layers * per_layer * (4 / 3 if recompute else 1) + 7 * logits_dim
+    gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
+    # FSDP copies gathered parameters, and casts gradients to fp32.
+    copied = (vocab + blocks) * (2 * gathers * size + size + 4)
+    compute = matmul + attention + (size * tokens * elements + copied) / gpu.memory
+
+    one_host = machine.ranks <= machine.ranks_per_host
+    link = COLLECTIVE_BYTES_PER_S if one_host else interconnect("nccl", one_host=False).bytes_per_second
+    per_byte = (machine.ranks - 1) / machine.ranks / link
+    collectives = per_byte * (size * (vocab + gathers * blocks) + 4 * (vocab + blocks))
+    # The first gather and the last reduction do not overlap with computation.
+    exposed = per_byte * (size + 4) * vocab
+
+    groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16)) + 1
+    hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
+    host = groups * HOST_GROUP
+    host += model.layers * (HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0))
+
+    micro_step = max(max(compute, collectives) + exposed, host)
+    optimizer = OPTIMIZER_BYTES * (vocab + blocks) / machine.ranks / gpu.memory
+    return HOST_STEP + num_micro_steps(config, shape) * micro_step + optimizer
+
+
+def busiest_share(shares: Sequence[float], dp: int, batch_size: int) -> float:
+    """Return the mean share of the busiest of `dp` ranks that each take the next `batch_size` sequences in turn."""
+    batches = [fmean(shares[start : start + batch_size]) for start in range(0, len(shares), batch_size)]
+    return fmean(max(batches[start : start + dp]) for start in range(0, len(batches), dp))
+
+
+def num_micro_steps(config: Config, shape: MeshShape) -> int:
+    """Return the number of micro-steps of a step on this mesh."""
+    trainer = config.trainer
+    if trainer.tokens_per_step is None:
+        return trainer.accumulate
+    return trainer.tokens_per_step // (config.data.seq_len * trainer.batch_size * shape.dp)
+
+
+def tokens_per_second(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float] = (1.0,)) -> float:
+    """Return the predicted tokens/s of all ranks together. The arguments are those of `step_seconds`."""
+    sequences = config.trainer.batch_size * shape.dp * num_micro_steps(config, shape)
+    return sequences * config.data.seq_len / step_seconds(config, shape, machine, shares)
+
+
+def possible_shapes(config: Config, ranks: int) -> list[MeshShape]:
+    """Return the meshes of `ranks` ranks that suit the number of heads, the sequence length and the tokens per step."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    shapes = [MeshShape(ranks // (ring * u), ring, u) for ring in divisors for u in divisors if ranks % (ring * u) == 0]
+    tokens, seq_len, batch_size = config.trainer.tokens_per_step, config.data.seq_len, config.trainer.batch_size
+    return [
+        shape
+        for shape in shapes
+        if config.model.heads % shape.ulysses == 0
+        and shape.sequence <= min(seq_len, MAX_PLANNED_RANKS)
+        and (tokens is None or tokens % (seq_len * batch_size * shape.dp) == 0)
+    ]
+
+
+def fastest_shape(config: Config, machine: Machine) -> MeshShape:
+    """Return the mesh with the highest predicted tokens/s for `trainer.tokens_per_step`, for sequences of one document.
+
+    Raises:
+        ConfigError: `trainer.tokens_per_step` is missing, or no mesh can have this number of tokens per step.
+        InsufficientMemory: no mesh fits into the memory of the GPUs.
+    """
+    tokens, data, trainer = config.trainer.tokens_per_step, config.data, config.trainer
+    sequences = f"data.seq_len={data.seq_len} x trainer.batch_size={trainer.batch_size}"
+    if tokens is None:
+        raise ConfigError(
+            "parallel=fastest requires trainer.tokens_per_step, because the tokens of a step must not depend on the mesh: set "
+            f"it to a multiple of {data.seq_len * trainer.batch_size} ({sequences})"
+        )
+    shapes = possible_shapes(config, machine.ranks)
+    if not shapes:
+        raise ConfigError(
+            f"trainer.tokens_per_step={tokens} must be a multiple of {data.seq_len * trainer.batch_size} ({sequences}), or no "
+            f"mesh of {machine.ranks} ranks can have it: change one of them"
+        )
+    needed = {shape: machine.recomputes(config, shape)[1] for shape in shapes}
+    memory.check(min(needed.values(), key=lambda parts: sum(parts.values())), machine.device)
+    fitting = [shape for shape in shapes if memory.fits(needed[shape], machine.device)]
+    speeds = {shape: tokens_per_second(config, shape, machine) for shape in fitting}
+    # Among equally good meshes, the one with the smallest Ulysses groups is chosen, as in `best_ulysses_degree`.
+    return min((shape for shape in fitting if EQUAL_TIMES * speeds[shape] >= max(speeds.values())), key=lambda x: x.ulysses)
+
+
+def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Sequence[float]) -> str:
+    """Return the predicted time of a step, and the meshes on the same GPUs that are predicted to be faster.
+
+    There are at most two such meshes: the fastest one with the same number of sequences per step, and the fastest one with
+    another number. The arguments are those of `step_seconds`.
+    """
+    speeds = {
+        other: tokens_per_second(config, other, machine, shares)
+        for other in possible_shapes(config, machine.ranks)
+        if other == shape or memory.fits(machine.recomputes(config, other)[1], machine.device)
+    }
+    seconds, speed = step_seconds(config, shape, machine, shares), speeds[shape]
+    parts = [f"about {seconds:.3g} s per step, {float(f'{speed:.2g}'):,.0f} tokens/s"]
+    for is_same in (True, False):
+        others = [other for other in speeds if (other.dp == shape.dp) == is_same and speeds[other] > WORTH_MENTIONING * speed]
+        if others:
+            best = max(others, key=speeds.get)
+            sequences = config.trainer.batch_size * best.dp * num_micro_steps(config, best)
+            number = "" if is_same else f", {sequences} sequence{'s' * (sequences > 1)} per step"
+            parts.append(f"{describe_shape(best)}: about {speeds[best] / speed:.2g} times the tokens/s{number}")
+    if len(parts) == 1 and machine.ranks > 1:
+        parts.append("no other mesh of these GPUs is predicted to be faster")
+    return "; ".join(parts)
+
+
+def describe_shape(shape: MeshShape) -> str:
+    """Return the ranks of a mesh, and the settings that select it."""
+    settings = f"parallel.ring={shape.sequence}" + (f" parallel.ulysses={shape.ulysses}" if shape.ulysses > 1 else "")
+    if shape.sequence == 1:
+        return f"{shape.dp} data-parallel ranks with one sequence each ({settings})"
+    sizes = {"ring of": shape.ring, "Ulysses over": shape.ulysses}
+    group = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    return (f"{shape.dp} data-parallel groups, each {group}" if shape.dp > 1 else group) + f" ({settings})"
+
+
+def _attention_seconds(config: Config, shape: MeshShape, machine: Machine) -> tuple[float, float]:
+    """Return the predicted seconds of the forward and the backward pass of one attention layer, without documents."""
+    model = config.model
+    sizes = config.trainer.batch_size, config.data.seq_len, model.heads, model.resolved_head_dim
+    q = torch.empty(sizes, dtype=torch.bfloat16 if machine.bf16 else torch.float32, device="meta")
+    k = q[:, :, : model.kv_heads]
+    near, far = (interconnect(*link, flops=machine.gpu.attention) for link in (("nvlink", True), ("nccl", False)))
+    return attention_seconds(
+        *(q, k, k),
+        mask=Mask.causal(model.window),
+        ranks=shape.sequence,
+        ulysses=shape.ulysses,
+        host=machine.ranks_per_host,
+        near=near,
+        far=far,
+        layout=config.parallel.layout,
+        schedule=config.parallel.schedule,
+    )
