@@ -113,10 +113,14 @@ def pair_shares(run: Run) -> list[float]:
     """Return how many (query, key) pairs the mask allows in each of the first sequences, relative to one document."""
     if not run.config.data.mask_documents:
         return [1.0]
-    seq_len, window = run.config.data.seq_len, run.config.model.window
-    (whole,) = Mask.causal(window).pairs(seq_len)
-    documents = (run.data.batch([number]).documents for number in range(SAMPLED_SEQUENCES))
-    return [sum(Mask.causal(window, lengths).pairs(seq_len)) / whole for lengths in documents]
+    seq_len, window = run.config.data.seq_len, run.config.model.window or run.config.data.seq_len
+
+    def pairs(length: int) -> int:
+        visible = min(length, window)
+        return visible * (visible + 1) // 2 + (length - visible) * visible
+
+    documents = (run.data.batch([number]).documents[0] for number in range(SAMPLED_SEQUENCES))
+    return [sum(map(pairs, lengths)) / pairs(seq_len) for lengths in documents]
 
 
 def communication_facts(run: Run) -> dict[str, Any]:
