@@ -266,9 +266,9 @@ class TrainerConfig:
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: the run evaluates only once, at its end.
     eval_every: int = 500
-    # The minimum number of tokens per evaluation. Every evaluation uses the same whole sequences. If the held-out text is
-    # shorter, all of it is evaluated.
-    eval_tokens: int = 65_536
+    # The number of target tokens of an evaluation, which are spread over the held-out text. They are the same for every
+    # `data.seq_len`. If the held-out text has fewer tokens, all of them are target tokens.
+    eval_tokens: int = 16_384
     # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
     # saves a checkpoint and exits. None: no limit.
     time_limit_s: float | None = None

@@ -1,12 +1,13 @@
-"""Compute the loss on held-out text, overall and by context length, or the accuracy on a recall task.
+"""Compute the loss on held-out text at several sequence lengths, or the accuracy on a recall task.
 
-    python train/evaluate.py run=NAME                                      at the sequence length of the training
-    python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at several lengths
+    python train/evaluate.py run=NAME                                      at the sequence length of the training, and below
+    python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at other lengths
     python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
-The context length of a token is the number of earlier tokens that the token attends to. A model that benefits from long
-sequences has a lower loss on tokens with a longer context.
+All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
+can attend. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains the
+error of each loss, and the error of its difference to the shortest length. train/data/targets.py describes the target tokens.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
@@ -16,7 +17,7 @@ default, it evaluates the held-out text of the run. To evaluate other text, desc
     data.split=...                              the part of the text, all of it by default
     data.column=... data.subset=...             as in training
 
-trainer.eval_tokens=N sets the minimum number of tokens per length. Other settings can follow as group.key=value, for example
+trainer.eval_tokens=N sets the number of target tokens. Other settings can follow as group.key=value, for example
 trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rope_factor=4. train/config.py explains them. With
 trainer.fp8_attention=inference, attention uses FP8.
 
@@ -25,9 +26,7 @@ accuracy by the length of the sequence and by the position of the answer in the 
 length of the training, half of this length, a quarter, and so on. The command accepts models that were trained on any text.
 """
 
-import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,12 +39,11 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ringattn import Mask
-from ringattn.train.config import Config, ConfigError, DataConfig, check
-from ringattn.train.data.batch import Batch
+from ringattn.train.config import Config, ConfigError, DataConfig, check, check_values
 from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, load_held_out, split_documents
+from ringattn.train.data.targets import Targets
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.errors import exit_process
 from ringattn.train.evaluate_recall import evaluate_model
@@ -59,22 +57,20 @@ from ringattn.train.inference import (
     run_command,
     write_table_and_plot,
 )
-from ringattn.train.model.loss import IGNORE, token_losses
+from ringattn.train.loss_results import Losses, loss_table, plot_losses, to_metrics
+from ringattn.train.model.loss import token_losses
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward, layout_of, mask_of
+from ringattn.train.step import forward, layout_of
 
-# The first group contains the tokens whose context is shorter than this number of tokens. The second group starts at this
-# context length, and each further group starts at twice the context length of the previous group.
-SHORTEST_CONTEXT = 128
+# The shortest length at which a model is evaluated by default.
+SHORTEST_LENGTH = 64
 
 # The settings that this command accepts, in addition to those of `ringattn.train.inference`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
 # The values of the option `evaluate`.
 EVALUATIONS = ("loss", "recall")
-
-Results = dict[int, dict[str, float]]
 
 
 @dataclass
@@ -106,19 +102,18 @@ def run_command_line(arguments: list[str]) -> None:
     if options.evaluate == "recall":
         return evaluate_model(model, overrides, options.output)
     configs = evaluation_configs(model.config, overrides)
+    longest = max(configs, key=lambda config: config.data.seq_len)
     with sync_errors():
         for config in configs:
-            check(config, dist.get_world_size())
-    run = build_for_inference(configs[0], model.path)
-    results: Results = {}
-    for config in configs:
-        with sync_errors():
-            held_out = load_text(config, model.config.data.seq_len, run.tokenizer)
-        at_length = replace(run, config=config, held_out=held_out)
-        results[config.data.seq_len] = evaluate(at_length) | {"tokens": num_sequences(at_length) * config.data.seq_len}
+            check_values(config)
+        check(longest, dist.get_world_size())
+    run = build_for_inference(longest, model.path)
+    with sync_errors():
+        run.held_out = load_text(longest, model.config.data.seq_len, run.tokenizer)
+    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}))
     with sync_errors():
         if dist.get_rank() == 0:
-            write_results(results, model, configs[0], options.output)
+            write_results(losses, model, longest, options.output)
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
@@ -139,7 +134,8 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
         raise ConfigError(
             "data.eval_path and data.eval_split: an evaluation uses only one text, so use data.path and data.split instead"
         )
-    lengths = overrides.pop("data.seq_len", str(config.data.seq_len)).split(",")
+    source = overrides.get("data.source", config.data.source)
+    lengths = overrides.pop("data.seq_len", ",".join(map(str, default_lengths(config.data.seq_len, source)))).split(",")
     if (text := evaluated_text(config.data, overrides)) is not None:
         config = replace(config, data=replace(text, eval_fraction=DataConfig.eval_fraction))
     elif config.data.eval_fraction == 0:
@@ -176,11 +172,11 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
     return PackedDataset(documents, data.seq_len, seed=0, shuffle=False)
 
 
-def write_results(results: Results, model: Model, config: Config, output: str) -> None:
+def write_results(losses: Losses, model: Model, config: Config, output: str) -> None:
     """Print the table of the results, and write the table and the plot to a folder.
 
     Args:
-        results: the result of `evaluate` and the number of evaluated tokens, by sequence length.
+        losses: the losses of the target tokens.
         model: the evaluated model.
         config: the settings of the evaluation at one of the lengths.
         output: the folder. If it is empty, the folder is next to the directory of the run.
@@ -191,107 +187,57 @@ def write_results(results: Results, model: Model, config: Config, output: str) -
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
     attention = " with FP8 attention" if config.trainer.attention_precision(training=False) == "fp8" else ""
-    table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{results_table(results)}\n"
-    write_table_and_plot(model, output, "evaluation", table, partial(plot_results, results))
-
-
-def results_table(results: Results) -> str:
-    """Return the results as a Markdown table with one column per sequence length."""
-    starts = context_groups(max(results))
-    rows = [["sequence length", *(f"{length:,} tokens" for length in results)], ["---"] * (len(results) + 1)]
-    rows.append(["evaluated tokens", *(f"{result['tokens']:,}" for result in results.values())])
-    rows.append(["loss", *(f"{result['eval_loss']:.4f}" for result in results.values())])
-    for start, stop in zip(starts, [*starts[1:], math.inf], strict=True):
-        losses = [result.get(f"eval_loss/{start}") for result in results.values()]
-        name = f"loss, context of {start:,} to {stop - 1:,}" if stop < math.inf else f"loss, context of {start:,} or more"
-        rows.append([name, *("-" if loss is None else f"{loss:.4f}" for loss in losses)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def plot_results(results: Results, output: Path) -> None:
-    """Plot the loss by context length, with one curve per sequence length, and save the plot as a PNG file."""
-    # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
-    from matplotlib.figure import Figure
-
-    starts = context_groups(max(results))
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for length, result in results.items():
-        known = {i: result[f"eval_loss/{start}"] for i, start in enumerate(starts) if f"eval_loss/{start}" in result}
-        axes.plot(list(known), list(known.values()), "o-", label=f"{length:,} tokens")
-    axes.set_xticks(range(len(starts)), [f"{start:,}" for start in starts], rotation=45)
-    axes.set_xlabel("minimum context length in tokens")
-    axes.set_ylabel("loss (nats per token)")
-    axes.legend(title="sequence length", frameon=False)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=150)
+    table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{loss_table(losses)}\n"
+    write_table_and_plot(model, output, "evaluation", table, partial(plot_losses, losses))
 
 
 @torch.no_grad()
-def evaluate(run: InferenceRun) -> dict[str, float]:
-    """Compute the loss on the held-out text. All ranks call this function together and return the same losses.
+def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
+    """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
-    Evaluation always uses the same sequences of `run.held_out`, with at least `trainer.eval_tokens` tokens in total.
-
-    Returns:
-        A dict of losses in nats per token. `eval_loss` is the mean loss of all tokens. `eval_loss/c` is the mean loss of the
-        tokens whose context has at least c tokens but fewer than the next larger c. The values of c are 0, SHORTEST_CONTEXT,
-        2 SHORTEST_CONTEXT, and so on. Groups without tokens are left out.
+    Args:
+        run: the run. `data.seq_len` is the number of tokens of the sequences that this rank processes.
+        lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
     """
-    starts = context_groups(run.config.data.seq_len)
-    # Each row contains the sum of the losses of a group and the number of tokens in the group.
-    sums = torch.zeros(len(starts), 2, dtype=torch.float64, device=run.device)
+    data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
+    targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
+    # Each row contains the sum of the losses of a group and the number of its tokens. The last row is for all other tokens.
+    sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
-    for batch in held_out_batches(run):
-        mask = mask_of(run.config, batch)
-        layout = layout_of(run.config, run.mesh, mask)
-        losses = forward(run, batch, mask, layout, loss_fn).double()
-        groups = group_by_context(batch, mask, starts).masked_fill(batch.labels == IGNORE, -1)
-        groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device)
-        for group in range(len(starts)):
-            is_member = groups == group
-            sums[group] += torch.stack([losses.masked_fill(~is_member, 0).sum(), is_member.sum()])
-    dist.all_reduce(sums)
-    total, tokens = sums.sum(0).tolist()
-    by_context = {f"eval_loss/{c}": loss / count for c, (loss, count) in zip(starts, sums.tolist(), strict=True) if count}
-    return {"eval_loss": total / tokens} | by_context
-
-
-def context_groups(seq_len: int) -> list[int]:
-    """Return the shortest context length of each group, for sequences of `seq_len` tokens.
-
-    The lengths are 0 and powers of two.
-    """
-    return [0, *(2**i for i in range(SHORTEST_CONTEXT.bit_length() - 1, (seq_len - 1).bit_length()))]
-
-
-def group_by_context(batch: Batch, mask: Mask, starts: list[int]) -> Tensor:
-    """Return the index of each token's group as int64 (B, S). `starts` contains the shortest context length of each group."""
-    seq_len = batch.tokens.shape[1]
-    context = torch.arange(seq_len) - mask.intervals(seq_len)[0]
-    return torch.bucketize(context, torch.tensor(starts[1:]), right=True).expand_as(batch.tokens)
-
-
-def num_sequences(run: InferenceRun) -> int:
-    """Return the number of sequences that an evaluation uses."""
-    return min(-(-run.config.trainer.eval_tokens // run.config.data.seq_len), run.held_out.sequences_per_epoch)
-
-
-def held_out_batches(run: InferenceRun) -> Iterator[Batch]:
-    """Yield this rank's batches of held-out sequences.
-
-    The evaluated sequences are spread evenly over the held-out text, so that they represent the whole text. All ranks receive
-    the same number of batches, because every batch requires communication between all ranks. The last batches may therefore
-    contain sequences that must not be evaluated. The labels of these sequences are IGNORE.
-    """
-    dp, size, count = run.mesh.dp, run.config.trainer.batch_size, num_sequences(run)
     offset = dp.get_local_rank() * size
-    for start in range(offset, offset + count, dp.size() * size):
-        numbers = range(start, start + size)
-        batch = run.held_out.batch(number * run.held_out.sequences_per_epoch // count for number in numbers)
-        batch.labels[max(count - start, 0) :] = IGNORE
-        yield batch
+    # Every batch requires communication between all ranks, so all ranks process the same number of batches.
+    for start in range(offset, offset + targets.num_sequences, dp.size() * size):
+        batch, groups = targets.batch(range(start, start + size))
+        mask = Mask.causal(run.config.model.window, batch.documents)
+        layout = layout_of(run.config, run.mesh, mask)
+        losses = forward(run, batch, mask, layout, loss_fn).double().flatten()
+        groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
+        sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))
+    dist.all_reduce(sums)
+    losses, tokens = sums[:-1].cpu().numpy().T.reshape(2, len(lengths), -1)
+    assert (tokens == targets.tokens).all(), "the losses at all lengths must be means over the same target tokens"
+    return Losses(lengths, targets.tokens, losses, targets.checksum)
+
+
+def evaluate(run: InferenceRun) -> dict[str, float]:
+    """Return the losses on the held-out text at the lengths of `default_lengths`, as `ringattn.train.loss_results.to_metrics`.
+
+    All ranks call this function together and return the same losses.
+    """
+    data = run.config.data
+    return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))
+
+
+def default_lengths(seq_len: int, source: str) -> list[int]:
+    """Return the lengths of an evaluation if the user has not chosen any: `seq_len`, and shorter lengths in ascending order.
+
+    The shorter lengths are SHORTEST_LENGTH, 4 SHORTEST_LENGTH, 16 SHORTEST_LENGTH and so on. There are no shorter lengths for
+    the recall task, because `ringattn.train.evaluate_recall` evaluates this task at several lengths.
+    """
+    lengths = [SHORTEST_LENGTH]
+    while lengths[-1] < seq_len:
+        lengths.append(4 * lengths[-1])
+    return [*(lengths[:-1] if source != "recall" else []), seq_len]
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.train.config import Config
+from ringattn.train.loss_results import draw_by_length, from_metrics
 from ringattn.train.model.flops import utilisation
-from ringattn.train.wandb_run import WandbRun, losses_by_context
+from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
 
@@ -193,15 +194,17 @@ def plot_loss(path: Path, output: Path) -> None:
     """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
 
     The x axis of the left panel is the number of tokens, or the number of steps if the numbers of tokens are unknown. If the
-    held-out text was evaluated, the right panel shows the latest loss on the held-out text by context length.
+    held-out text was evaluated, the right panel shows the latest loss of the same held-out tokens by sequence length.
     """
     # matplotlib is imported here because the import is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 
     records = [record for record in read(path) if record.get("loss") is not None]
     evaluated = [record for record in records if record.get("eval_loss") is not None]
-    figure = Figure(figsize=(11 if evaluated else 7, 4), layout="constrained")
-    panels = figure.subplots(1, 2 if evaluated else 1, squeeze=False)[0]
+    # Earlier versions did not evaluate the same tokens at several lengths.
+    by_length = bool(evaluated) and bool(from_metrics(evaluated[-1]))
+    figure = Figure(figsize=(11 if by_length else 7, 4), layout="constrained")
+    panels = figure.subplots(1, 2 if by_length else 1, squeeze=False)[0]
     x = "total_tokens" if records and all("total_tokens" in record for record in records) else "step"
     positions, losses = [record[x] for record in records], [record["loss"] for record in records]
     panels[0].plot(positions, losses, linewidth=0.6, alpha=0.3, color="C0")
@@ -211,7 +214,8 @@ def plot_loss(path: Path, output: Path) -> None:
         losses = [record["eval_loss"] for record in evaluated]
         panels[0].plot([record[x] for record in evaluated], losses, "o-", color="C1", label="held-out text")
         panels[0].legend(frameon=False)
-        _plot_by_context(panels[1], evaluated[-1])
+    if by_length:
+        _plot_by_length(panels[1], evaluated[-1])
     for axes in panels:
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
@@ -227,10 +231,9 @@ def _smooth(losses: list[float]) -> list[float]:
     return [(sums[end] - sums[max(end - width, 0)]) / min(end, width) for end in range(1, len(sums))]
 
 
-def _plot_by_context(axes: Any, record: dict[str, float]) -> None:
-    """Plot the loss of each context-length group of `evaluate`. The groups are evenly spaced on the x axis."""
-    groups = losses_by_context(record)
-    axes.plot(range(len(groups)), list(groups.values()), "o-", color="C1")
-    axes.set_xticks(range(len(groups)), [f"{start:,}" for start in groups])
-    axes.set_xlabel(f"minimum context length in tokens (held-out text, step {record['step']})")
-    axes.tick_params("x", rotation=45)
+def _plot_by_length(axes: Any, record: dict[str, float]) -> None:
+    """Plot the losses of `evaluate` by sequence length. The error bars belong to the differences to the shortest length."""
+    losses, errors = from_metrics(record), from_metrics(record, "eval_difference_error")
+    draw_by_length(axes, list(losses), list(losses.values()), [errors.get(length, 0) for length in losses], color="C1")
+    axes.set_xlabel(f"sequence length in tokens (step {record['step']})")
+    axes.set_title("the same held-out tokens at every length", fontsize="medium")

@@ -14,6 +14,7 @@ from ringattn.train import metrics, startup
 from ringattn.train.config import ConfigError
 from ringattn.train.data.recall import CHANCE
 from ringattn.train.generate import generate
+from ringattn.train.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
@@ -70,8 +71,9 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     """Return the summary of a run.
 
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
-    step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_context` contains the losses on held-out text by
-    the minimum context length. Only runs with data.source=recall have `recall_accuracy`, see
+    step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_length` contains the losses of the target
+    tokens by sequence length. The lengths are text, as in JSON. `ringattn.train.loss_results.to_metrics` describes the other
+    entries of the evaluation. Only runs with data.source=recall have `recall_accuracy`, see
     `ringattn.train.recall_results.to_metrics`. `start_up_s` contains the seconds of the parts of the start, see
     `ringattn.train.startup.seconds`. Rates are computed from the median step after step `done`. The first step after
     `done` includes the warm-up of the device, so it is left out of the median if there are further steps.
@@ -96,7 +98,10 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "final_loss": statistics.fmean(record["loss"] for record in last),
         "final_loss_steps": len(last),
         "eval_loss": records[-1].get("eval_loss"),
-        "eval_loss_by_context": _losses_by_context(records[-1]),
+        "eval_loss_error": records[-1].get("eval_loss_error"),
+        "eval_loss_by_length": {str(length): loss for length, loss in losses_from_metrics(records[-1]).items()},
+        "eval_target_tokens": records[-1].get("eval_target_tokens"),
+        "eval_targets": records[-1].get("eval_targets"),
         "total_tokens": records[-1].get("total_tokens"),
         "tokens_per_step": run.tokens_per_step,
         "seconds_per_step": seconds,
@@ -106,11 +111,6 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
         "start_up_s": startup.seconds(),
     }
-
-
-def _losses_by_context(record: dict[str, float]) -> dict[str, float]:
-    """Return the losses of `evaluate` by the minimum context length of their tokens. The lengths are text, as in JSON."""
-    return {name.removeprefix("eval_loss/"): loss for name, loss in record.items() if name.startswith("eval_loss/")}
 
 
 def _describe(name: str, summary: dict[str, Any]) -> str:

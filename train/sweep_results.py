@@ -2,18 +2,18 @@
 
 import logging
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ringattn.train.config import Config
+from ringattn.train.loss_results import draw_by_length
 from ringattn.train.wandb_run import chosen_mode, project_name, run_id
 
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = "out of memory"
 
-# The columns of the table. Each column shows one entry of the summary in the given format. The losses by context length follow.
+# The columns of the table. Each column shows one entry of the summary in the given format. The losses by length follow.
 COLUMNS = {
     "final loss (mean of the last tenth)": ("final_loss", "{:.4f}"),
     "eval loss": ("eval_loss", "{:.4f}"),
@@ -68,24 +68,21 @@ class Jobs:
 
 
 def sweep_table(outcomes: list[Outcome]) -> str:
-    """Return a Markdown table with one row per job. A line above the table lists the overrides that all jobs have in common."""
+    """Return a Markdown table with one row per job. The lines above the table apply to all jobs."""
     names, *rows = table_rows(outcomes)
     common = _common_overrides(outcomes)
-    lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", ""]
+    lines = [f"Common to all: {' '.join(sorted(common)) or 'the defaults'}", "", *_describe_targets(outcomes)]
     lines += ["| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
 
 def table_rows(outcomes: list[Outcome]) -> list[list[str]]:
     """Return the cells of the table. The first row contains the names of the columns."""
-    common, starts = _common_overrides(outcomes), _context_groups(outcomes)
-    names = ["overrides", *COLUMNS]
-    names += [f"eval loss, context of {start:,} to {stop - 1:,}" for start, stop in pairwise(starts)]
-    names += [f"eval loss, context of {start:,} or more" for start in starts[-1:]]
-    rows = [names]
+    common, lengths = _common_overrides(outcomes), _lengths(outcomes)
+    rows = [["overrides", *COLUMNS, *(f"eval loss at {length:,} tokens" for length in lengths)]]
     for outcome in outcomes:
         overrides = " ".join(override for override in outcome.overrides if override not in common)
-        rows.append([overrides, *_cells(outcome, starts)])
+        rows.append([overrides, *_cells(outcome, lengths)])
     return rows
 
 
@@ -93,32 +90,52 @@ def _common_overrides(outcomes: list[Outcome]) -> set[str]:
     return set.intersection(*(set(outcome.overrides) for outcome in outcomes))
 
 
-def _losses_by_context(outcome: Outcome) -> dict[int, float]:
-    """Return the losses on held-out text by the minimum context length."""
-    losses = outcome.result.get("eval_loss_by_context", {}) if isinstance(outcome.result, dict) else {}
-    return {int(start): loss for start, loss in losses.items()}
+def _describe_targets(outcomes: list[Outcome]) -> list[str]:
+    """Return a paragraph about the target tokens of the jobs. It is empty if no job was evaluated."""
+    evaluated = [each.result for each in outcomes if isinstance(each.result, dict) and each.result.get("eval_loss") is not None]
+    checksums = {result.get("eval_targets") for result in evaluated}
+    if not checksums:
+        return []
+    if len(checksums) > 1:
+        return [
+            "The jobs were evaluated on different tokens, so their eval losses cannot be compared. Set the same data.eval_path "
+            "or data.eval_split and the same trainer.eval_tokens for all jobs, and choose a new name for the sweep.",
+            "",
+        ]
+    bars = "; ± is the 95% interval of a bootstrap over documents" if evaluated[0].get("eval_loss_error") is not None else ""
+    tokens = evaluated[0].get("eval_target_tokens")
+    return [] if tokens is None else [f"All eval losses are means over the same {tokens:,} tokens{bars}.", ""]
 
 
-def _context_groups(outcomes: list[Outcome]) -> list[int]:
-    """Return the minimum context length of each group that occurs in at least one job, in ascending order."""
-    return sorted({start for outcome in outcomes for start in _losses_by_context(outcome)})
+def _losses_by_length(outcome: Outcome) -> dict[int, float]:
+    """Return the losses on held-out text by sequence length."""
+    losses = outcome.result.get("eval_loss_by_length", {}) if isinstance(outcome.result, dict) else {}
+    return {int(length): loss for length, loss in losses.items()}
 
 
-def _cells(outcome: Outcome, starts: list[int]) -> list[str]:
+def _lengths(outcomes: list[Outcome]) -> list[int]:
+    """Return the lengths at which at least one job was evaluated, in ascending order."""
+    return sorted({length for outcome in outcomes for length in _losses_by_length(outcome)})
+
+
+def _cells(outcome: Outcome, lengths: list[int]) -> list[str]:
     if isinstance(outcome.result, str):
-        return [outcome.result] + ["-"] * (len(COLUMNS) - 1 + len(starts))
+        return [outcome.result] + ["-"] * (len(COLUMNS) - 1 + len(lengths))
     values = [(outcome.result.get(name), form) for name, form in COLUMNS.values()]
-    losses = _losses_by_context(outcome)
-    values += [(losses.get(start), "{:.4f}") for start in starts]
-    return ["-" if value is None else form.format(value) for value, form in values]
+    losses = _losses_by_length(outcome)
+    values += [(losses.get(length), "{:.4f}") for length in lengths]
+    cells = ["-" if value is None else form.format(value) for value, form in values]
+    if (error := outcome.result.get("eval_loss_error")) is not None:
+        cells[list(COLUMNS).index("eval loss")] += f" ± {error:.4f}"
+    return cells
 
 
 def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     """Plot the speed, the memory and the losses of the jobs, and save the plot as a PNG file.
 
     If the sweep varies a single setting with numeric values, the x axis of the first three panels is this setting. Otherwise,
-    the x axis shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss on
-    held-out text by context length, with one line per job.
+    the x axis shows the names of the jobs. A dotted line marks a job without a summary. The fourth panel shows the loss of
+    the same held-out tokens by sequence length, with one line per job.
     """
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
@@ -177,16 +194,16 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
-    """Plot the loss of each context-length group, with one line per job. The groups are evenly spaced on the x axis."""
-    starts = _context_groups(outcomes)
+    """Plot the loss by sequence length, with one line per job. The error bar of a job is at its longest length."""
     for outcome in outcomes:
-        if losses := _losses_by_context(outcome):
-            axes.plot([starts.index(start) for start in losses], list(losses.values()), "o-", label=outcome.name)
-    axes.set_xticks(range(len(starts)), [f"{start:,}" for start in starts], rotation=30)
-    axes.set_xlabel("minimum context length in tokens")
-    axes.set_title("loss on held-out text (nats per token)", fontsize="medium")
-    if starts:
+        if losses := _losses_by_length(outcome):
+            errors = [0.0] * (len(losses) - 1) + [outcome.result.get("eval_loss_error") or 0.0]
+            draw_by_length(axes, list(losses), list(losses.values()), errors, label=outcome.name)
+    if lengths := _lengths(outcomes):
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
         axes.legend(frameon=False)
+    axes.set_xlabel("sequence length of the evaluation in tokens")
+    axes.set_title("loss of the same held-out tokens (nats per token)", fontsize="medium")
 
 
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.train.config import Config, ConfigError
+from ringattn.train.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.recall_results import from_metrics
 from ringattn.train.sweep import is_job_of_sweep
@@ -56,11 +57,10 @@ class WandbRun:
         self._call(lambda run: run.config.update({"run": self._facts}, allow_val_change=True))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Record the metrics of a step. The losses by context length and the accuracies are also recorded as tables."""
+        """Record the metrics of a step. The losses by length and the accuracies are also recorded as tables."""
         self._call(lambda run: run.log({"step": step, **values}))
-        groups = losses_by_context(values)
-        if groups:
-            self.log_table("loss_by_context", step, ["context", "loss"], groups.items())
+        if losses := losses_from_metrics(values):
+            self.log_table("loss_by_length", step, ["length", "loss"], losses.items())
         if accuracies := from_metrics(values):
             rows = [[length, position, accuracy] for (length, position), accuracy in accuracies.items()]
             self.log_table("recall_by_position", step, ["length", "position_percent", "accuracy"], rows)
@@ -113,11 +113,6 @@ class WandbRun:
         except Exception as error:  # Training must not stop because W&B fails.
             log.warning("W&B failed: %s; the run continues without W&B", error)
             self._run = None
-
-
-def losses_by_context(values: dict[str, float]) -> dict[int, float]:
-    """Return the loss of each context-length group of `evaluate`, by the minimum context length of the group."""
-    return {int(name.removeprefix("eval_loss/")): loss for name, loss in values.items() if name.startswith("eval_loss/")}
 
 
 def sync_command(directory: Path) -> str:

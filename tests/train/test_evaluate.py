@@ -1,8 +1,10 @@
-"""Tests of the loss on held-out text: it equals that of plain PyTorch, overall and by context length."""
+"""Tests of the loss on held-out text: it equals that of plain PyTorch, and all lengths have the same target tokens."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,74 +13,87 @@ from ringattn import Layout, Mask
 from ringattn.train import evaluate
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config
-from ringattn.train.data.packing import Batch
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
-from tests.train.plain import dense_mask, plain_attention
+from tests.train.plain import plain_attention
 
 WINDOW = 40
 
 
 @pytest.fixture
-def config(corpus, monkeypatch) -> Config:
-    """A run on one rank, in whose evaluation of five sequences the last batch has one sequence."""
-    monkeypatch.setattr(evaluate, "SHORTEST_CONTEXT", 8)
+def config(corpus) -> Config:
+    """A run on one rank, in whose evaluation the last batch has fewer sequences than the other batches."""
     config = job(corpus, 1)
     config.trainer.batch_size = 2
     return config
 
 
-def plain_losses(run: run_setup.Run, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of every token of a held-out sequence, computed with PyTorch's attention, and its context length."""
-    tokens, labels, documents = run.held_out.sequence(number)
-    mask = Mask.causal(WINDOW, [documents])
+def plain_loss(run: run_setup.Run, start: int, position: int) -> float:
+    """The loss of one token of the held-out stream, computed with PyTorch's attention to the tokens from `start` on."""
+    tokens, labels, _ = run.held_out.stream(start, position + 1)
 
     def loss_fn(hidden, head):
-        return F.cross_entropy((hidden @ head[:257].T)[0], torch.from_numpy(labels), reduction="none")
+        return F.cross_entropy((hidden @ head[:257].T)[0, -1:], torch.from_numpy(labels)[-1:])
 
     with torch.no_grad():
-        losses = run.model(torch.from_numpy(tokens)[None], torch.arange(61), plain_attention(mask), loss_fn)
-    return losses, dense_mask(mask, 61)[0, 0].sum(-1) - 1
+        attend = plain_attention(Mask.causal(WINDOW))
+        return run.model(torch.from_numpy(tokens)[None], torch.arange(len(tokens)), attend, loss_fn).item()
 
 
-@pytest.mark.parametrize(
-    "wanted", [pytest.param(5, id="five sequences"), pytest.param(1000, id="all sequences", marks=pytest.mark.slow)]
-)
-def test_losses_equal_those_of_plain_pytorch(wanted, config):
-    config.trainer.eval_tokens = 61 * wanted - 60  # This includes one token of the last sequence, so all of it is evaluated.
+@pytest.mark.parametrize("mask_documents", [True, False])
+def test_losses_equal_those_of_plain_pytorch(mask_documents, config):
+    """The blocks have one target token each, so each target token has all the context that the length allows."""
+    config.trainer.eval_tokens, config.data.mask_documents = 32, mask_documents
     with one_rank():
         run = run_setup.build(config)
-        total = run.held_out.sequences_per_epoch
-        count = min(wanted, total)
-        assert count % 2 == 1
-        result = evaluate.evaluate(run)
-        # The evaluated sequences are spread evenly over the held-out text.
-        sequences = (plain_losses(run, i * total // count) for i in range(count))
-        losses, context = (torch.cat(parts) for parts in zip(*sequences, strict=True))
-    expected = {"eval_loss": losses.mean().item()}
-    for start, stop in ((0, 8), (8, 16), (16, 32), (32, 64)):
-        expected[f"eval_loss/{start}"] = losses[(context >= start) & (context < stop)].mean().item()
-    assert result == pytest.approx(expected, rel=1e-5)
+        losses = evaluate.evaluate_lengths(run, [7, 61])
+        total = run.held_out.tokens_per_epoch - 1
+        targets = [(i + 1) * total // 32 - 1 for i in range(32)]
+        ends = np.cumsum(run.held_out.lengths[run.held_out._order_of(0)[0]])
+        for index, length in enumerate([7, 61]):
+            begins = [max((end for end in ends if end <= target and mask_documents), default=0) for target in targets]
+            expected = [
+                plain_loss(run, max(begin, target + 1 - length), target) for begin, target in zip(begins, targets, strict=True)
+            ]
+            assert losses.means[index] == pytest.approx(np.mean(expected), rel=1e-5)
+            assert losses.tokens.sum() == 32
 
 
-def test_tokens_are_grouped_by_context_length():
-    documents = ((200, 312), (512,))
-    batch = Batch(torch.zeros(2, 512), torch.zeros(2, 512), documents)
-    starts = evaluate.context_groups(512)
-    assert starts == [0, 128, 256]
-    first, second = evaluate.group_by_context(batch, Mask.causal(documents=documents), starts)
-    assert first.bincount().tolist() == [128 + 128, 72 + 128, 56] and first[199] == 1 and first[200] == 0
-    assert second.tolist() == [0] * 128 + [1] * 128 + [2] * 256
-    assert evaluate.group_by_context(batch, Mask.causal(window=100), starts).max() == 0
-    assert evaluate.context_groups(128) == evaluate.context_groups(1) == [0]
-
-
-@pytest.mark.slow
-def test_group_without_tokens_is_left_out(config):
-    config.model.window, config.trainer.eval_tokens = 16, 1
+@pytest.mark.parametrize("mask_documents", [True, False])
+def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_documents, config, tmp_path):
+    """A model of one layer with a window of 32 tokens ignores all other context, so its losses depend only on the targets."""
+    random = np.random.default_rng(0)
+    for number, length in enumerate([9000, *[200] * 30, 9000, *[20] * 30]):
+        (tmp_path / f"text{number:02}").write_bytes(random.integers(97, 123, length, dtype=np.uint8).tobytes())
+    config.model.layers, config.model.window = 1, 32
+    data = replace(config.data, path=f"{tmp_path}/text*", seq_len=4096, split="train[50%:]", eval_split="train[:50%]")
+    config.data, config.trainer.eval_tokens = replace(data, mask_documents=mask_documents), 2048
     with one_rank():
-        assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0", "eval_loss/8"]
+        losses = evaluate.evaluate_lengths(run_setup.build(config), [256, 1024, 4096])
+    assert losses.tokens.sum() == 2048 and len(losses.tokens) > 10
+    assert losses.means == pytest.approx(losses.means[0], abs=1e-4)
+
+
+@pytest.mark.parametrize(("eval_tokens", "expected"), [(300, 320), (10_000, 4359)], ids=["a part", "all"])
+def test_runs_of_different_lengths_have_the_same_targets(eval_tokens, expected, config):
+    """The runs also have different batch sizes. The model is the same, so the losses are equal as well."""
+    config.trainer.eval_tokens = eval_tokens
+    longer = replace(config, data=replace(config.data, seq_len=90), trainer=replace(config.trainer, batch_size=5))
+    with one_rank():
+        runs = [run_setup.build(each) for each in (config, longer)]
+        first, second = (evaluate.evaluate_lengths(run, [16, 61]) for run in runs)
+        metrics = evaluate.evaluate(runs[0])
+    assert first.tokens.sum() == expected and first.checksum == second.checksum
+    assert (first.tokens == second.tokens).all() and first.sums == pytest.approx(second.sums, rel=1e-4)
+    assert metrics["eval_loss"] == metrics["eval_loss_at/61"] == pytest.approx(first.means[1], rel=1e-6)
+
+
+def test_default_lengths():
+    assert evaluate.default_lengths(512, "text") == [64, 256, 512]
+    assert evaluate.default_lengths(1024, "text") == [64, 256, 1024]
+    assert evaluate.default_lengths(64, "text") == [64] and evaluate.default_lengths(5, "text") == [5]
+    assert evaluate.default_lengths(512, "recall") == [512]
 
 
 @pytest.mark.slow
@@ -92,4 +107,4 @@ def evaluate_five_tokens(corpus: str, directory: Path) -> None:
     config = job(corpus, 1, ring=4, layout="zigzag")
     config.data.seq_len, config.trainer.eval_tokens = 5, 1
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
-    assert list(evaluate.evaluate(run_setup.build(config))) == ["eval_loss", "eval_loss/0"]
+    assert evaluate.evaluate(run_setup.build(config))["eval_target_tokens"] == 32

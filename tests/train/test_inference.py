@@ -69,12 +69,15 @@ def test_finished_run_is_inspected_without_a_change(finished, run_script, capfd)
     folder = Path("outputs/done-evaluation")
     assert sorted(path.name for path in folder.iterdir()) == ["evaluation.md", "evaluation.png"]
     assert (folder / "evaluation.md").read_text().strip() == table.strip()
-    cells = [[cell.strip() for cell in text.strip("|").split("|")] for text in table.strip().splitlines()[2:]]
-    rows = {name: values for name, *values in cells}
-    assert rows["sequence length"] == ["32 tokens", "64 tokens", "300 tokens"]
-    assert rows["evaluated tokens"] == ["512", "512", "600"]
-    assert rows["loss, context of 256 or more"][:2] == ["-", "-"]
-    assert all(4 < float(loss) < 8 for loss in [*rows["loss"], rows["loss, context of 256 or more"][2]])
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if "|" in line]
+    assert header == ["sequence length", "target tokens", "loss", "difference to 32 tokens"]
+    assert [row[:2] for row in rows] == [["32", "512"], ["64", "512"], ["300", "512"]]
+    assert all(4 < float(row[2].split(" ± ")[0]) < 8 for row in rows)
+    for row in rows[1:]:
+        (loss, _), (first, error) = row[2].split(" ± "), rows[0][2].split(" ± ")
+        difference, difference_error = row[3].split(" ± ")
+        assert float(difference) == pytest.approx(float(loss) - float(first), abs=1.5e-4)
+        assert 0 < float(difference_error) < float(error)
 
 
 def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_script, capfd):
@@ -95,8 +98,8 @@ def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_sc
 def test_evaluation_repeats_the_evaluation_of_the_training(finished, run_script, capfd):
     assert run_script(evaluate, f"run={finished}/checkpoints/step_00000002", "output=here", DEVICE) == 0
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
-    (row,) = [line for line in Path("here/evaluation.md").read_text().splitlines() if line.startswith("| loss |")]
-    assert float(row.split("|")[2]) == pytest.approx(last["eval_loss"], abs=1e-4)
+    (row,) = [line for line in Path("here/evaluation.md").read_text().splitlines() if line.startswith("| 64 |")]
+    assert float(row.split("|")[3].split("±")[0]) == pytest.approx(last["eval_loss"], abs=1e-4)
 
 
 def test_finished_run_is_inspected_with_fp8_attention(finished, run_script, capfd):
@@ -105,7 +108,7 @@ def test_finished_run_is_inspected_with_fp8_attention(finished, run_script, capf
     def losses(*arguments: str) -> tuple[str, list[float]]:
         assert run_script(evaluate, "run=done", "output=fp8", DEVICE, *arguments) == 0
         lines = capfd.readouterr().out.splitlines()
-        return lines[0], [float(line.split("|")[2]) for line in lines if line.startswith("| loss")]
+        return lines[0], [float(line.split("|")[3].split("±")[0]) for line in lines if line.startswith("| 64 |")]
 
     (_, exact), (title, fp8) = losses(), losses("trainer.fp8_attention=inference")
     assert "with FP8 attention" in title and fp8 == pytest.approx(exact, abs=0.002)
@@ -118,7 +121,7 @@ def test_other_text_is_evaluated(finished, run_script, capfd):
     Path("other.txt").write_text("abc" * 100)
     assert run_script(evaluate, "run=done", "data.path=other.txt", "data=text", "trainer.eval_tokens=9999", DEVICE) == 0
     output = capfd.readouterr().out
-    assert "other.txt data.split=train," in output and "| evaluated tokens | 256 |" in output
+    assert "other.txt data.split=train," in output and "| 64 | 300 |" in output and "one document" in output
 
 
 @pytest.mark.slow
@@ -204,15 +207,14 @@ def test_run_without_held_out_text_requires_a_text(corpus, run_command_line, run
 @pytest.mark.slow
 @pytest.mark.parametrize("lengths", ["64", "16,32"])
 def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_script, capfd):
-    """At every sequence length, the evaluation uses the tokens that the training has held out."""
+    """At every sequence length, the evaluation uses the target tokens of the training."""
     fraction = "data.eval_fraction=0.02"
     assert run_command_line(*SMALL, f"data.path={corpus}", fraction, "name=part", "trainer.steps=1") == 0
     capfd.readouterr()
     assert run_script(evaluate, "run=part", f"data.seq_len={lengths}", DEVICE) == 0
-    (row,) = [text for text in capfd.readouterr().out.splitlines() if text.startswith("| evaluated tokens")]
-    counts = [int(cell.replace(",", "")) for cell in row.split("|")[2:-1]]
-    assert max(counts) - min(counts) < 64 <= min(counts)
+    table = capfd.readouterr().out
     last = json.loads(Path("outputs/part/metrics.jsonl").read_text().splitlines()[-1])
+    assert all(f"| {length} | {last['eval_target_tokens']:,} |" in table for length in lengths.split(","))
     if lengths == "64":
         assert f"{last['eval_loss']:.3f}" in Path("outputs/part-evaluation/evaluation.md").read_text()
 

@@ -170,21 +170,32 @@ def test_plot_is_a_png(tmp_path, steps, values):
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_plot_shows_held_out_losses_over_steps_and_by_context_length(tmp_path, monkeypatch, caplog):
+def test_plot_shows_held_out_losses_over_steps_and_by_length(tmp_path, monkeypatch, caplog):
     recorder = Recorder(config(log_every=100), tmp_path)
     caplog.set_level(logging.INFO)
     for step in range(1, 7):
-        evaluated = {"eval_loss": 6 / step, "eval_loss/0": 7 / step, "eval_loss/128": 5 / step} if step % 3 == 0 else {}
+        evaluated = (
+            {
+                "eval_loss": 6 / step,
+                "eval_loss_at/64": 7 / step,
+                "eval_loss_at/256": 5 / step,
+                "eval_difference_error/256": 0.25,
+            }
+            if step % 3 == 0
+            else {}
+        )
         recorder.log(step, tokens=10, seconds=1.0, loss=5 / step, **evaluated)
     assert [re.search(r"step +(\d).* eval loss (\S+)", message).groups() for message in caplog.messages] == [
         ("3", "2.0000"),
         ("6", "1.0000"),
     ]
-    plotted = []
+    plotted, bars = [], Mock()
     monkeypatch.setattr(Axes, "plot", lambda axes, x, y, *_, **__: plotted.append((list(x), list(y))))
+    monkeypatch.setattr(Axes, "errorbar", bars)
     monkeypatch.setattr(Axes, "legend", Mock())
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
-    assert plotted[-2:] == [([3, 6], [2, 1]), ([0, 1], [7 / 6, 5 / 6])]
+    assert plotted[-1] == ([3, 6], [2, 1])
+    assert bars.call_args.args == ([64, 256], [7 / 6, 5 / 6], [0, 0.25])
 
 
 def test_smoothed_loss_is_the_mean_over_a_fiftieth_of_the_steps():

@@ -15,7 +15,7 @@ def test_metrics_contain_the_accuracies():
     metrics = to_metrics(ACCURACIES)
     assert metrics["recall_accuracy"] == 0.02, "the answer is the farthest away in the longest sequence, at its beginning"
     assert metrics["recall/512/100"] == 1.0
-    assert from_metrics({"loss": 3.0, **metrics, "eval_loss/0": 1.0}) == ACCURACIES
+    assert from_metrics({"loss": 3.0, **metrics, "eval_loss_at/64": 1.0}) == ACCURACIES
     assert from_metrics({"loss": 3.0}) == {}
 
 

@@ -157,8 +157,11 @@ def test_context_sweep_trains_on_the_same_tokens_at_every_length(corpus, run_com
         assert run_command_line(*arguments, "experiment=context-sweep", *sizes) == 0
         summaries = [json.loads(path.read_text()) for path in sorted((tmp_path / "outputs" / "a").glob("*/summary.json"))]
         assert [summary["seq_len"] for summary in summaries] == [128, 32]
+        assert len({(s["eval_targets"], s["eval_target_tokens"]) for s in summaries}) == 1
         assert {(s["tokens_per_step"], s["total_tokens"], s["steps"]) for s in summaries} == {(256, 512, 2)}
-        assert all(s["estimated_memory_gib"] > 0 and s["eval_loss_by_context"]["0"] > 0 for s in summaries)
+        assert all(
+            s["estimated_memory_gib"] > 0 and s["eval_loss_by_length"][str(s["seq_len"])] == s["eval_loss"] for s in summaries
+        )
     assert (tmp_path / "outputs" / "a" / "sweep.md").read_text().count("| 512 | 256 |") == 2
     assert (tmp_path / "outputs" / "a" / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

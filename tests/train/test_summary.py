@@ -32,8 +32,8 @@ def records(first: int) -> list[dict[str, float]]:
             "step": step,
             "loss": float(step),
             "eval_loss": 10.0 + step,
-            "eval_loss/0": 11.0 + step,
-            "eval_loss/128": 9.0 + step,
+            "eval_loss_at/64": 11.0 + step,
+            "eval_loss_at/256": 9.0 + step,
             "total_tokens": 1000 * step,
             "seconds": 100.0 if step == 11 else 0.1 * step,
             "tflops_per_rank": 2.0 if step > 11 else 1.0,
@@ -47,7 +47,7 @@ def test_losses_are_means_over_the_last_tenth_of_the_steps(run):
     assert result["final_loss_steps"] == 2
     assert (result["final_loss"], result["eval_loss"], result["total_tokens"]) == (19.5, 30.0, 20_000)
     assert (result["steps"], result["ranks"], result["ring"], result["peak_memory_gib"]) == (20, 4, 2, 1.5)
-    assert result["eval_loss_by_context"] == {"0": 31.0, "128": 29.0}
+    assert result["eval_loss_by_length"] == {"64": 31.0, "256": 29.0}
     assert (result["tokens_per_step"], result["estimated_memory_gib"]) == (1000, 1.5)
 
 

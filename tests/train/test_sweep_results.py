@@ -15,8 +15,8 @@ from ringattn.train.sweep_results import Jobs, Outcome, log_to_wandb, plot_sweep
 
 SUMMARY = {"final_loss": 2.5, "eval_loss": 2.75, "tokens_per_s": 12345.6, "tflops_per_rank": 0.0123, "mfu": None}
 SUMMARY |= {"total_tokens": 20_000, "tokens_per_step": 1000, "peak_memory_gib": 1.0, "estimated_memory_gib": 0.75}
-SHORT = SUMMARY | {"eval_loss_by_context": {"0": 3.0, "128": 2.5}}
-LONG = SUMMARY | {"eval_loss_by_context": {"0": 3.25, "128": 2.25, "256": 2.0}, "tokens_per_s": 5000.0, "peak_memory_gib": 2.0}
+SHORT = SUMMARY | {"eval_loss_by_length": {"64": 3.0, "256": 2.5}}
+LONG = SUMMARY | {"eval_loss_by_length": {"64": 3.25, "256": 2.25, "512": 2.0}, "tokens_per_s": 5000.0, "peak_memory_gib": 2.0}
 
 
 def jobs_of_lengths(**results: dict | str) -> list[Outcome]:
@@ -53,11 +53,21 @@ def test_table():
     ]
 
 
-def test_table_has_the_losses_by_context_length():
+def test_table_has_the_losses_by_length():
     names, *rows = table_rows(jobs_of_lengths(short=SHORT, long=LONG, failed="out of memory"))
-    assert [name.partition("context of ")[2] for name in names[-3:]] == ["0 to 127", "128 to 255", "256 or more"]
+    assert names[-3:] == ["eval loss at 64 tokens", "eval loss at 256 tokens", "eval loss at 512 tokens"]
     assert [row[-3:] for row in rows] == [["3.0000", "2.5000", "-"], ["3.2500", "2.2500", "2.0000"], ["-", "-", "-"]]
     assert rows[2][1] == "out of memory" and {len(row) for row in rows} == {len(names)}
+
+
+def test_table_states_whether_the_losses_can_be_compared():
+    """Jobs with the same target tokens have the same checksum. Jobs of earlier versions have none."""
+    targets = {"eval_targets": 7, "eval_target_tokens": 16384, "eval_loss_error": 0.25}
+    same = sweep_table(jobs_of_lengths(a=SHORT | targets, b=LONG | targets, failed="failed"))
+    assert "means over the same 16,384 tokens; ±" in same and "| 2.7500 ± 0.2500 |" in same
+    for other in (LONG | targets | {"eval_targets": 8}, LONG):
+        assert "cannot be compared" in sweep_table(jobs_of_lengths(a=SHORT | targets, b=other))
+    assert "same" not in sweep_table(jobs_of_lengths(a=SHORT, b=LONG)), "jobs of an earlier version"
 
 
 def test_picture_shows_every_job(figure, tmp_path):
@@ -71,11 +81,12 @@ def test_picture_shows_every_job(figure, tmp_path):
         "measured": [1.0, 2.0],
         "estimated": [0.75, 0.75],
     }
-    assert {line.get_label(): list(line.get_ydata()) for line in losses.lines} == {
-        "seq_len=256": [3.0, 2.5],
-        "seq_len=512": [3.25, 2.25, 2.0],
+    lines = {bars.get_label(): bars.lines[0].get_xydata().tolist() for bars in losses.containers}
+    assert lines == {
+        "seq_len=256": [[64, 3.0], [256, 2.5]],
+        "seq_len=512": [[64, 3.25], [256, 2.25], [512, 2.0]],
     }
-    assert [label.get_text() for label in losses.get_xticklabels()] == ["0", "128", "256"]
+    assert [label.get_text() for label in losses.get_xticklabels()] == ["64", "256", "512"]
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -81,16 +81,16 @@ def test_offline_run_contains_tables_images_and_the_summary(tmp_path):
     Recorder(config(), tmp_path).close()
     metrics.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     with WandbRun(config(), tmp_path) as wandb_run:
-        wandb_run.log(3, {"eval_loss": 2.0, "eval_loss/0": 3.0, "eval_loss/128": 1.5})
+        wandb_run.log(3, {"eval_loss": 2.0, "eval_loss_at/64": 3.0, "eval_loss_at/256": 1.5})
         wandb_run.log(3, {"recall_accuracy": 0.5, "recall/512/0": 0.5, "recall/512/100": 1.0})
         wandb_run.log_table("samples", 4, ["step", "prompt", "text"], [[4, "a", "b"]])
         wandb_run.log_picture("loss_curve", 4, tmp_path / "loss.png")
         wandb_run.update_summary({"final_loss": 1.25, "mfu": None})
     segment = only_segment(tmp_path)
-    losses, by_context, recall, by_position, samples, curve = segment.history
-    assert losses == {"step": 3, "eval_loss": 2.0, "eval_loss/0": 3.0, "eval_loss/128": 1.5}
-    assert by_context["step"] == by_position["step"] == 3 and samples["step"] == curve["step"] == 4
-    assert read_table(tmp_path, by_context, "loss_by_context") == (["context", "loss"], [[0, 3.0], [128, 1.5]])
+    losses, by_length, recall, by_position, samples, curve = segment.history
+    assert losses == {"step": 3, "eval_loss": 2.0, "eval_loss_at/64": 3.0, "eval_loss_at/256": 1.5}
+    assert by_length["step"] == by_position["step"] == 3 and samples["step"] == curve["step"] == 4
+    assert read_table(tmp_path, by_length, "loss_by_length") == (["length", "loss"], [[64, 3.0], [256, 1.5]])
     assert recall == {"step": 3, "recall_accuracy": 0.5, "recall/512/0": 0.5, "recall/512/100": 1.0}
     columns = ["length", "position_percent", "accuracy"]
     assert read_table(tmp_path, by_position, "recall_by_position") == (columns, [[512, 0, 0.5], [512, 100, 1.0]])
@@ -164,10 +164,8 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
     assert all({"checkpoint_s", "evaluation_s", "eval_loss"} <= set(rows[step]) for step in (2, 4, 5))
 
     last = segments[-1]
-    by_context, samples = (
-        next(row for row in last.history if f"{name}/_type" in row) for name in ("loss_by_context", "samples")
-    )
-    assert read_table(directory, by_context, "loss_by_context") == (["context", "loss"], [[0, rows[5]["eval_loss/0"]]])
+    by_length, samples = (next(row for row in last.history if f"{name}/_type" in row) for name in ("loss_by_length", "samples"))
+    assert read_table(directory, by_length, "loss_by_length") == (["length", "loss"], [[64, rows[5]["eval_loss_at/64"]]])
     columns, [[step, prompt, text]] = read_table(directory, samples, "samples")
     assert columns == ["step", "prompt", "text"] and (step, prompt) == (5, "7 is")
     assert prompt + text == (directory / "sample.txt").read_text(encoding="utf-8")

@@ -60,6 +60,9 @@ def saved_config(meta: dict[str, Any]) -> Config:
         raise ConfigError(f"meta.json of the checkpoint is damaged: {error.full_key}: {reason}; restore the file") from error
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         config.data.eval_fraction = 0.0  # Earlier versions trained on the whole text.
+    if config.data.held_out is None and config.data.eval_fraction == 0:
+        # This setting has no effect without held-out text, and earlier versions saved another default.
+        config.trainer.eval_tokens = TrainerConfig.eval_tokens
     if config.model.rope_factor is None:
         # These settings have no effect without a factor, and earlier versions saved other values of them.
         config.model.rope_trained_len, config.model.rope_scaling = ModelConfig.rope_trained_len, ModelConfig.rope_scaling

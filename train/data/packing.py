@@ -126,16 +126,24 @@ class PackedDataset:
             sequence.
         """
         epoch, position = divmod(index, self.sequences_per_epoch)
-        order, ends, sequences = self._order_of(epoch)
-        start = int(sequences[position]) * self.seq_len
-        # The first document contains token `start` of the stream. The last document contains the last label, token `start` + S.
-        first, last = np.searchsorted(ends, (start, start + self.seq_len), side="right")
+        start = int(self._order_of(epoch)[2][position]) * self.seq_len
+        return self.stream(start, start + self.seq_len, epoch)
+
+    def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return the tokens from `start` to `stop` - 1 of the stream of an epoch, like a sequence of this length."""
+        order, ends, _ = self._order_of(epoch)
+        # The first document contains token `start` of the stream. The last document contains the last label, token `stop`.
+        first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._document(index) for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
         # The chunks of the chunked array are views, so only the tokens of the sequence are copied.
-        stream = pyarrow.chunked_array(documents).slice(skipped, self.seq_len + 1).to_numpy().astype(np.int64)
-        edges = np.unique([0, *(ends[first:last] - start), self.seq_len])
+        stream = pyarrow.chunked_array(documents).slice(skipped, stop - start + 1).to_numpy().astype(np.int64)
+        edges = np.unique([0, *(ends[first:last] - start), stop - start])
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
+
+    def document_number(self, position: int) -> int:
+        """Return the number of the document that contains a token of the stream of the first epoch. Numbers start at 0."""
+        return int(np.searchsorted(self._order_of(0)[1], position, side="right"))
 
     def beginning(self, num_tokens: int) -> list[int]:
         """Return the first tokens of the longest document, without the token that begins every document."""

@@ -43,7 +43,7 @@ def prepare(directory: Path) -> None:
     datasets.config.HF_DATASETS_CACHE = directory / "cache"
 
 
-@patch.object(evaluate, "SHORTEST_CONTEXT", 8)
+@patch.object(evaluate, "SHORTEST_LENGTH", 16)
 def first_step(config: Config) -> dict:
     """Return the losses on held-out text before the first step, and the gradients of all parameters in that step."""
     run = run_setup.build(config)
@@ -90,8 +90,9 @@ def slow_first_steps(corpus, directory, first_step_of_one_rank) -> dict:
 
 
 def assert_equal_steps(result: dict, expected: dict) -> None:
-    assert list(expected["losses"]) == ["eval_loss", "eval_loss/0", "eval_loss/8", "eval_loss/16", "eval_loss/32"]
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+    assert {"eval_loss", "eval_loss_at/16", "eval_loss_at/61", "eval_targets"} <= expected["losses"].keys()
+    # The error of the difference between two almost equal losses has a larger relative error than the losses.
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
     assert result["gradients"].keys() == expected["gradients"].keys() and len(expected["gradients"]) == 2 + 2 * 9
     for name, gradient in expected["gradients"].items():
         scale = float(gradient.abs().max())
@@ -127,7 +128,7 @@ def greedy_tokens(config: Config, prompt: list[int]) -> list[int]:
     return generate(run, prompt, 8, temperature=0.0)
 
 
-@patch.object(evaluate, "SHORTEST_CONTEXT", 8)
+@patch.object(evaluate, "SHORTEST_LENGTH", 16)
 def write_runs(corpus: str, directory: Path) -> None:
     """Train with every ring that divides the number of ranks, and generate some text."""
     prepare(directory)

@@ -1,0 +1,194 @@
+"""Choose the target tokens of an evaluation, and pack them with their context into sequences.
+
+The target tokens are the tokens whose loss is computed. They depend on the held-out text and on their number, but not on
+`data.seq_len`. Therefore, the losses at different lengths are means over the same tokens. The target tokens form NUM_BLOCKS
+blocks of consecutive tokens, which are spread evenly over the held-out text:
+
+    held-out text     ------------####------------####------------####          # target token
+
+At each length, windows of at most this number of tokens give the target tokens their context. Only the target tokens at the end
+of a window count. The following windows evaluate a block at length 8. The document begins at the bar.
+
+    document          |................########                                 . earlier token of the document
+    first window                  ....####
+    second window                     ....####
+
+A window ends after half of the length in target tokens, or at the end of the block or of the document. A window begins as many
+tokens earlier as the length allows, but not before the document. A target token can therefore attend to all earlier tokens of
+its document, or at least to half of the length in tokens. With `data.mask_documents=false`, the whole text is one document.
+
+The windows of all lengths are packed into sequences of `data.seq_len` tokens. In a sequence, each window is a separate document
+of the mask, so the model computes the same as for a sequence that consists of this window. All sequences have the same shape,
+so torch.compile compiles the model only once.
+"""
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ringattn.train.data.batch import Batch
+from ringattn.train.data.packing import Sequences
+from ringattn.train.data.recall import RecallDataset
+from ringattn.train.model.loss import IGNORE
+
+# More blocks sample more documents, and the error of the loss becomes smaller. However, an evaluation at a length of S tokens
+# processes up to NUM_BLOCKS * S tokens, even if there are few target tokens.
+NUM_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A block of target tokens, after the earlier tokens to which they can attend.
+
+    Attributes:
+        tokens: (n,) int64.
+        labels: (n,) int64, the token that follows each token. A token with the label IGNORE is not a target token.
+        documents: (n,) int64, the number of the document of each token, in ascending order.
+        first: the position of the first target token. All tokens from this position on belong to the block.
+    """
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    documents: np.ndarray
+    first: int
+
+
+class Window(NamedTuple):
+    """The tokens from `start` to `stop` - 1 of a passage, with the targets from `first` on. `size` is `stop` - `start`."""
+
+    size: int
+    length: int  # the index of the length
+    passage: int  # the index of the passage
+    start: int
+    first: int
+    stop: int
+
+
+class Targets:
+    """The target tokens of an evaluation at several lengths, packed into sequences.
+
+    Attributes:
+        tokens: (D,) int64, the number of target tokens of each document that contains any.
+        checksum: a checksum (CRC-32) of the labels of the target tokens.
+        num_groups: the number of lengths times D.
+        num_sequences: the number of sequences that contain the windows of all lengths.
+    """
+
+    def __init__(self, held_out: Sequences, seq_len: int, lengths: list[int], eval_tokens: int, mask_documents: bool):
+        """Choose the target tokens.
+
+        Args:
+            held_out: the held-out text.
+            seq_len: the number S of tokens per packed sequence.
+            lengths: the lengths of the evaluation in tokens, at most `seq_len`.
+            eval_tokens: the number of target tokens. It is rounded up to a multiple of NUM_BLOCKS. If the held-out text has
+                fewer tokens, all of them are target tokens.
+            mask_documents: whether a token attends only to tokens of its own document.
+        """
+        self._seq_len = seq_len
+        self._passages = list(read_passages(held_out, eval_tokens, seq_len))
+        labels = np.concatenate([passage.labels[passage.first :] for passage in self._passages])
+        documents = np.concatenate([passage.documents[passage.first :] for passage in self._passages])[labels != IGNORE]
+        self._documents, self.tokens = np.unique(documents, return_counts=True)
+        self.num_groups = len(lengths) * len(self.tokens)
+        self.checksum = zlib.crc32(labels.tobytes())
+        windows = [
+            Window(stop - start, index, number, start, first, stop)
+            for index, length in enumerate(lengths)
+            for number, passage in enumerate(self._passages)
+            for start, first, stop in split_passage(passage, length, mask_documents)
+        ]
+        self._sequences = pack(windows, seq_len)
+        self.num_sequences = len(self._sequences)
+
+    def batch(self, numbers: Iterable[int]) -> tuple[Batch, Tensor]:
+        """Return some sequences and the group of each token.
+
+        Args:
+            numbers: the numbers of the sequences. A sequence whose number is not below `num_sequences` has no target token.
+
+        Returns:
+            The sequences, and an int64 tensor (B, S). The group of a target token of document d at length number i is
+            i * D + d. The group of all other tokens is `num_groups`.
+        """
+        *parts, documents = zip(*map(self._sequence, numbers), strict=True)
+        tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
+        return Batch(tokens, labels, documents), groups
+
+    def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple[int, ...]]:
+        """Return the tokens, the labels and the groups of a sequence, all int64 (S,), and the length of each document."""
+        windows = self._sequences[number] if number < self.num_sequences else []
+        tokens = np.zeros(self._seq_len, dtype=np.int64)
+        labels, groups = np.full_like(tokens, IGNORE), np.full_like(tokens, self.num_groups)
+        begin = 0
+        for window in windows:
+            passage, rows = self._passages[window.passage], slice(window.first, window.stop)
+            end = begin + window.size
+            target = slice(end - (window.stop - window.first), end)
+            tokens[begin:end] = passage.tokens[window.start : window.stop]
+            labels[target] = passage.labels[rows]
+            index = np.searchsorted(self._documents, passage.documents[rows])
+            groups[target] = window.length * len(self._documents) + index
+            begin = end
+        groups[labels == IGNORE] = self.num_groups
+        # The rest of the sequence is one more document, without target tokens.
+        rest = (self._seq_len - begin,) if begin < self._seq_len else ()
+        return tokens, labels, groups, (*(window.size for window in windows), *rest)
+
+
+def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterator[Passage]:
+    """Read the blocks of target tokens, each with up to `context` earlier tokens.
+
+    The sequences of the recall task do not depend on each other. Therefore, a block of this task is a whole sequence.
+    """
+    if isinstance(held_out, RecallDataset):
+        for number in range(-(-eval_tokens // held_out.seq_len)):
+            tokens, labels, documents = held_out.sequence(number)
+            # A sequence has at most as many documents as tokens, so no two documents have the same number.
+            numbers = number * held_out.seq_len + np.repeat(np.arange(len(documents)), documents)
+            yield Passage(tokens, labels, numbers, first=0)
+        return
+    total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
+    count = NUM_BLOCKS if eval_tokens < total else 1
+    for number in range(count):
+        # The target tokens are at the end of each part of the text, so that the text contains many earlier tokens.
+        stop = (number + 1) * total // count
+        first = max(stop - -(-eval_tokens // count), number * total // count)
+        start = max(first - context, 0)
+        tokens, labels, documents = held_out.stream(start, stop)
+        labels[: first - start] = IGNORE
+        numbers = held_out.document_number(start) + np.repeat(np.arange(len(documents)), documents)
+        yield Passage(tokens, labels, numbers, first - start)
+
+
+def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterator[tuple[int, int, int]]:
+    """Yield `start`, `first` and `stop` of the windows that evaluate the target tokens of a passage at one length."""
+    edges = [0, *(np.flatnonzero(np.diff(passage.documents)) + 1).tolist(), len(passage.tokens)]
+    edges = edges if mask_documents else [0, len(passage.tokens)]
+    first = passage.first
+    while first < len(passage.tokens):
+        number = bisect_right(edges, first)
+        begin, end = edges[number - 1], edges[number]
+        # If the window begins at the beginning of the document, all of its tokens can be target tokens.
+        stop = min(end, max(begin + length, first + max(length // 2, 1)))
+        yield max(begin, stop - length), first, stop
+        first = stop
+
+
+def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
+    """Distribute windows to sequences of `seq_len` tokens. A sequence repeatedly receives the largest window that fits."""
+    windows, sequences = sorted(windows), []
+    while windows:
+        space, sequence = seq_len, []
+        while num_fitting := bisect_right(windows, space, key=itemgetter(0)):
+            sequence.append(windows.pop(num_fitting - 1))
+            space -= sequence[-1].size
+        sequences.append(sequence)
+    return sequences
