@@ -268,7 +268,7 @@ class TrainerConfig:
     eval_every: int = 500
     # The number of target tokens of an evaluation, which are spread over the held-out text. They are the same for every
     # `data.seq_len`. If the held-out text has fewer tokens, all of them are target tokens.
-    eval_tokens: int = 16_384
+    eval_tokens: int = 8_192
     # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
     # saves a checkpoint and exits. None: no limit.
     time_limit_s: float | None = None

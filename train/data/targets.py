@@ -1,8 +1,8 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
 The target tokens are the tokens whose loss is computed. They depend on the held-out text and on their number, but not on
-`data.seq_len`. Therefore, the losses at different lengths are means over the same tokens. The target tokens form NUM_BLOCKS
-blocks of consecutive tokens, which are spread evenly over the held-out text:
+`data.seq_len`. Therefore, the losses at different lengths are means over the same tokens. The target tokens form up to
+NUM_BLOCKS blocks of consecutive tokens, which are spread evenly over the held-out text:
 
     held-out text     ------------####------------####------------####          # target token
 
@@ -38,9 +38,12 @@ from ringattn.train.data.packing import Sequences
 from ringattn.train.data.recall import RecallDataset
 from ringattn.train.model.loss import IGNORE
 
-# More blocks sample more documents, and the error of the loss becomes smaller. However, an evaluation at a length of S tokens
-# processes up to NUM_BLOCKS * S tokens, even if there are few target tokens.
+# More blocks sample more documents, so the error of the loss becomes smaller. However, an evaluation at a length of S tokens
+# processes up to S tokens per block, even if the blocks are short.
 NUM_BLOCKS = 32
+
+# If there are few target tokens, fewer blocks of this number of tokens limit the time of an evaluation at very long lengths.
+MIN_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ class Targets:
             held_out: the held-out text.
             seq_len: the number S of tokens per packed sequence.
             lengths: the lengths of the evaluation in tokens, at most `seq_len`.
-            eval_tokens: the number of target tokens. It is rounded up to a multiple of NUM_BLOCKS. If the held-out text has
-                fewer tokens, all of them are target tokens.
+            eval_tokens: the number of target tokens. It is rounded up to a multiple of the number of blocks. If the held-out
+                text has fewer tokens, all of them are target tokens.
             mask_documents: whether a token attends only to tokens of its own document.
         """
         self._seq_len = seq_len
@@ -156,7 +159,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
             yield Passage(tokens, labels, numbers, first=0)
         return
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
-    count = NUM_BLOCKS if eval_tokens < total else 1
+    count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
         # The target tokens are at the end of each part of the text, so that the text contains many earlier tokens.
         stop = (number + 1) * total // count

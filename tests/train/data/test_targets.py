@@ -13,6 +13,12 @@ from ringattn.train.model.loss import IGNORE
 DOCUMENTS = [300, 1, 2, 40, 7, 500, 150]  # tokens per document, 1,000 in total
 
 
+@pytest.fixture(autouse=True)
+def short_blocks(monkeypatch):
+    """Blocks may have one token, so that the small text has many blocks."""
+    monkeypatch.setattr(targets, "MIN_BLOCK", 1)
+
+
 def held_out(seq_len: int) -> PackedDataset:
     """A text in which the number of a token is its position in the stream."""
     empty = [{"tokens": [0] * length, "length": length} for length in DOCUMENTS]
@@ -106,7 +112,9 @@ def test_blocks_of_the_recall_task_are_whole_sequences():
     assert chosen.tokens.sum() == num_labels == int((groups < chosen.num_groups).sum()) == int((batch.labels != IGNORE).sum())
 
 
-def test_number_of_blocks_limits_the_cost():
-    """An evaluation with few target tokens processes at most one sequence per block."""
-    chosen = Targets(held_out(300), 300, [300], 32, mask_documents=False)
-    assert chosen.num_sequences <= targets.NUM_BLOCKS
+@pytest.mark.parametrize(("shortest", "eval_tokens", "blocks"), [(1, 100, 32), (10, 100, 10), (10, 5, 1), (10, 999, 1)])
+def test_number_of_blocks(shortest, eval_tokens, blocks, monkeypatch):
+    """If an evaluation has few target tokens, it processes at most one sequence per block."""
+    monkeypatch.setattr(targets, "MIN_BLOCK", shortest)
+    assert len(list(read_passages(held_out(300), eval_tokens, 300))) == blocks
+    assert eval_tokens == 999 or Targets(held_out(300), 300, [300], eval_tokens, False).num_sequences <= blocks
