@@ -16,7 +16,7 @@ from ringattn.train.checkpoint.resume import (
     find_checkpoint,
     saved_config,
 )
-from ringattn.train.config import Config, ConfigError, TrainerConfig
+from ringattn.train.config import Config, ConfigError, TrainerConfig, check
 from tests.train.jobs import one_rank
 
 PATH = Path("runs/a/checkpoints/step_00000005")
@@ -275,3 +275,11 @@ def test_a_run_of_an_earlier_version_held_out_no_text_by_default():
 def test_scaling_without_a_factor_is_not_read():
     """Earlier versions saved a length that had no effect."""
     assert saved_config(meta_of(changed("model.rope_trained_len", 8192))).model == Config().model
+
+
+def test_number_of_target_tokens_is_only_read_with_held_out_text():
+    """Earlier versions saved another default. Without held-out text, the setting would be rejected."""
+    meta = meta_of(changed("trainer.eval_tokens", 65_536))
+    assert saved_config(meta).trainer.eval_tokens == 65_536
+    meta["config"]["data"]["eval_fraction"] = 0.0
+    check(saved_config(meta), world_size=1)
