@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -133,17 +134,45 @@ class Layout:
         Raises:
             ValueError: the layout has no such rank.
         """
+        begin, count = self.pieces(rank)
+        # The subtraction makes the numbers of the rows start at 0 in each piece.
+        rows = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
+        return torch.from_numpy(np.repeat(begin, count) + self.stride * rows)
+
+    @property
+    def stride(self) -> int:
+        """The distance between two neighbouring positions of a piece, see `pieces`."""
+        return self.ranks // self.parts if self.kind.startswith("striped") else 1
+
+    @cached(maxsize=256)
+    def pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (begin, count) of the pieces of a rank's shard: int64 (pieces,), which must not be modified.
+
+        Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1, and no piece is empty.
+
+        Raises:
+            ValueError: the layout has no such rank.
+        """
         self._check_rank(rank)
         if self.parts > 1:
-            whole, part = self.whole.positions(rank // self.parts), rank % self.parts
-            return whole[part * len(whole) // self.parts : (part + 1) * len(whole) // self.parts]
-        if self.kind.startswith("assigned-"):
+            whole, part = self.whole, rank % self.parts
+            begin, count = whole.pieces(rank // self.parts)
+            # The rows of the whole shard that this part contains, clamped to the rows of each piece.
+            rows = int(count.sum())
+            first, end = part * rows // self.parts, (part + 1) * rows // self.parts
+            before = count.cumsum() - count
+            skipped = (first - before).clip(0, count)
+            begin, count = begin + whole.stride * skipped, (end - before).clip(0, count) - skipped
+        elif self.kind.startswith("assigned-"):
             rows, owners = _chunks(self.kind)
-            positions = torch.tensor(owners, device="cpu").eq(rank).nonzero() * rows + torch.arange(rows, device="cpu")
-            return positions[positions < self.seq_len]
-        if self.kind == "striped":
-            return torch.arange(rank, max(rank, self.seq_len), self.ranks, device="cpu")
-        return torch.cat([torch.arange(begin, end, device="cpu") for begin, end in self._bounds(rank)])
+            begin = rows * np.flatnonzero(np.asarray(owners) == rank)
+            count = (self.seq_len - begin).clip(max=rows)
+        elif self.kind == "striped":
+            begin, count = np.array([rank]), np.array([max(0, -((rank - self.seq_len) // self.ranks))])
+        else:
+            begin, end = np.array(self._bounds(rank)).T
+            count = end - begin
+        return begin[count > 0], count[count > 0]
 
     def rows(self, rank: int) -> int:
         """Return the number of rows (positions) that a rank holds.

@@ -15,11 +15,13 @@ as possible.
 
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.layout import KINDS, Layout
-from ringattn.mask import Mask, check_mask, shared_intervals
+from ringattn.mask import Mask, check_mask, intervals_at
+from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
 
 TILE = 128
 MAX_CHUNKS = 64  # chunks per rank; with 64 chunks, the work is well balanced and the assignment takes only milliseconds
@@ -30,22 +32,23 @@ SLACK = 1.04
 
 def work(mask: Mask, layout: Layout) -> Tensor:
     """Return the number of tiles of each pair of shards: int64 (query ranks, key ranks), summed over batch entries."""
-    ranks, (lo, hi) = range(layout.ranks), shared_intervals(mask, layout.seq_len, layout.seq_len)
-    ends = [_tile_ends(layout.positions(rank)) for rank in ranks]
-    query_rank = torch.cat([torch.full((len(first),), rank, device="cpu") for rank, (first, _) in enumerate(ends)])
-    first, last = (torch.cat(x) for x in zip(*ends, strict=True))
+    rows = [_tile_ends(layout.rows(rank)) for rank in range(layout.ranks)]
+    ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
+    first, last = map(np.concatenate, zip(*ends, strict=True))
+    num_tiles = np.array([len(first) for first, _ in ends])
     # The bounds of the intervals never decrease. In a tile of queries, the first query therefore has the smallest lo, and the
     # last query has the largest hi. All keys of the tile lie between these two bounds.
-    lo, hi = lo[:, first].contiguous(), hi[:, last].contiguous()
-    tiles = torch.zeros(layout.ranks, layout.ranks, dtype=torch.int64, device="cpu")
-    for key_rank in ranks:
-        keys = layout.positions(key_rank)
-        begin, end = torch.searchsorted(keys, lo), torch.searchsorted(keys, hi)
+    lo, _ = intervals_at(mask, layout.seq_len, first)
+    _, hi = intervals_at(mask, layout.seq_len, last)
+    before_lo, before_hi = RowsBefore(layout, lo), RowsBefore(layout, hi)
+    by_key_rank = []
+    for rank in range(layout.ranks):
+        begin, end = before_lo.rows(rank), before_hi.rows(rank)
         # -(-n // m) is an integer division that rounds up. The first tile contains the first key (begin // TILE rounds down),
         # and the last tile contains the last key (the division of `end` rounds up).
-        counts = torch.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
-        tiles[:, key_rank].index_add_(0, query_rank, counts)
-    return tiles
+        counts = np.where(begin < end, -(-end // TILE) - begin // TILE, 0).sum(0)
+        by_key_rank.append(reduce_by_rank(np.add, counts, num_tiles))
+    return torch.from_numpy(np.stack(by_key_rank, 1))
 
 
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
@@ -88,10 +91,10 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     return next(layout for layout, tiles in zip(candidates, busiest, strict=True) if tiles <= good_enough)
 
 
-def _tile_ends(positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the first and the last position of every tile of a shard."""
-    first = torch.arange(0, len(positions), TILE, device="cpu")
-    return positions[first], positions[(first + TILE).clamp(max=len(positions)) - 1]
+def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first row and the last row of every tile of `rows` rows."""
+    first = np.arange(0, rows, TILE)
+    return first, (first + TILE).clip(max=rows) - 1
 
 
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
@@ -99,11 +102,8 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
     # Expensive chunks are assigned first, because the cheap chunks of later rounds can then still balance the loads. The sort
     # is stable, so that all ranks compute the same order.
-    order = costs.sum(1).argsort(descending=True, stable=True)
-    load = torch.zeros(2, ranks, dtype=torch.float64, device="cpu")
-    owners = torch.empty(len(costs), dtype=torch.int64, device="cpu")
-    # numpy has less overhead than torch for the many small operations of the following loop.
-    load, owners, costs, order = (x.numpy() for x in (load, owners, costs, order))
+    order = (-costs.sum(1)).argsort(kind="stable")
+    load, owners = np.zeros((2, ranks)), np.empty(len(costs), dtype=np.int64)
     for start in range(0, len(order), ranks):
         chunks = order[start : start + ranks]
         # Every rank receives one chunk of this round. The mean cost of the chunks therefore does not influence the balance, and
@@ -120,21 +120,18 @@ def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
     return Layout.assigned(owners.tolist(), TILE * tiles_per_chunk, seq_len, ranks)
 
 
-def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> Tensor:
+def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
     """Return the number of tiles of each chunk's queries and the number of tiles of its keys: fp64 (chunks, 2).
 
     The tiles are counted as if the whole sequence were one shard.
     """
-    lo, hi = shared_intervals(mask, seq_len, seq_len)
-    first, last = _tile_ends(torch.arange(seq_len, device="cpu"))
-    begin, end = lo[:, first] // TILE, -(-hi[:, last] // TILE)
+    first, last = _tile_ends(seq_len)
+    lo, _ = intervals_at(mask, seq_len, first)
+    _, hi = intervals_at(mask, seq_len, last)
+    begin, end = lo // TILE, -(-hi // TILE)
     # change[i] is a difference of two numbers: the number of query tiles whose interval begins at key tile i, minus the number
     # of query tiles whose interval ends directly before key tile i. The cumulative sum of `change` is therefore the number of
     # query tiles that attend to each key tile.
-    change = torch.zeros(len(first) + 1, dtype=torch.int64, device="cpu")
-    for x, sign in ((begin, 1), (end, -1)):
-        change += sign * torch.bincount(x.flatten(), minlength=len(change))
-    tiles = torch.stack(((end - begin).sum(0), change.cumsum(0)[:-1]), 1).double()
-    # The last chunk may have too few tiles. -n % m is the number of tiles that are missing.
-    padding = -len(tiles) % tiles_per_chunk
-    return torch.nn.functional.pad(tiles, (0, 0, 0, padding)).unflatten(0, (-1, tiles_per_chunk)).sum(1)
+    starts, stops = (np.bincount(x.ravel(), minlength=len(first) + 1) for x in (begin, end))
+    tiles = np.stack(((end - begin).sum(0), (starts - stops).cumsum()[:-1]), 1).astype(np.float64)
+    return np.add.reduceat(tiles, np.arange(0, len(tiles), tiles_per_chunk))

@@ -2,7 +2,7 @@
 
 From one query to the next, neither the start nor the end of the interval decreases. Causal masks, sliding windows, packed
 documents, full attention and all intersections of these masks have this form. The ring and the kernels therefore represent a
-mask by only two integers per query. `shared_intervals` computes these integers, and is the only function that applies
+mask by only two integers per query. `intervals_at` computes these integers, and is the only function that applies
 causality, windows and documents.
 """
 
@@ -13,10 +13,12 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from operator import index
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+UNLIMITED = 2**62  # a window that is longer than every sequence
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
@@ -126,7 +128,7 @@ class Mask:
         Raises:
             ValueError: the documents do not sum to `seq_len`, or a query would be at a position before the first document.
         """
-        lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
+        lo, hi = shared_intervals(self, seq_len, seq_len - _first_query(self, seq_len, num_queries))
         return lo.clone(), hi.clone()
 
     def pairs(self, seq_len: int, num_queries: int | None = None) -> list[int]:
@@ -136,8 +138,11 @@ class Mask:
 
         The arguments and the errors are the same as for `intervals`.
         """
-        lo, hi = shared_intervals(self, seq_len, seq_len if num_queries is None else num_queries)
-        return (hi - lo).sum(-1).tolist()
+        first = _first_query(self, seq_len, num_queries)
+        cuts = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
+        # Between two cuts, lo and hi are arithmetic progressions, so their sums follow from the first and the last element.
+        lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (cuts[:-1], cuts[1:] - 1)), strict=True))
+        return ((hi - lo) * np.diff(cuts) // 2).sum(1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":
@@ -171,36 +176,65 @@ def check_mask(mask: Mask) -> None:
 def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor, Tensor]:
     """Return the intervals of `mask`, like `Mask.intervals`, but without copying the cached tensors.
 
-    The result must not be modified. This function applies causality, the window and the documents of the mask. All other
-    functions use the intervals, and need not apply causality, windows or documents again.
+    The result must not be modified.
     """
-    mask.check(seq_len)
-    # All tensors are created with device="cpu", because torch.set_default_device may have set a GPU.
-    position = torch.arange(seq_len - num_queries, seq_len, device="cpu")
-    if mask.documents is None:
-        lo = torch.zeros(1, num_queries, dtype=torch.int64, device="cpu")
-        hi = lo + seq_len
-    elif num_queries > seq_len:
+    first = _first_query(mask, seq_len, num_queries)
+    return tuple(map(torch.from_numpy, intervals_at(mask, seq_len, np.arange(first, seq_len))))
+
+
+def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
+    """Return the position of the first of `num_queries` queries. None stands for one query per position."""
+    if mask.documents is not None and (num_queries or 0) > seq_len:
         raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
-    else:
-        bounds = [_document_bounds(entry) for entry in mask.documents]
-        lo, hi = (torch.stack(x)[:, seq_len - num_queries :] for x in zip(*bounds, strict=True))
-    if mask.is_causal:
-        hi = torch.minimum(hi, position + 1)
-    if mask.window is not None:
-        # All windows of at least seq_len + num_queries give the same intervals. The window is limited to this number, because
-        # the sum of a position and a very large window could overflow int64.
-        window = min(mask.window, seq_len + num_queries)
-        lo = torch.maximum(lo, position - window + 1)
-        hi = torch.minimum(hi, position + window)
+    return 0 if num_queries is None else seq_len - num_queries
+
+
+def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return the intervals (lo, hi) of the queries at some positions: int64 (1 or B, number of positions).
+
+    This function applies causality, the window and the documents of the mask. All other functions use the intervals, and need
+    not apply causality, windows or documents again.
+
+    Args:
+        mask: the mask.
+        seq_len: the number of positions of keys.
+        positions: int64 (n,), the positions of the queries. A position before the sequence is negative.
+        transposed: return the intervals of the transposed mask, in which `positions` are those of keys: the key at position j
+            may be attended to by the queries from lo to hi - 1. There is one query per position of the sequence.
+
+    Raises:
+        ValueError: the documents do not sum to `seq_len`.
+    """
+    before, after = _reach(mask, transposed)
+    lo, hi = np.empty((2, len(_edges(mask, seq_len)), len(positions)), dtype=np.int64)
+    for i, edges in enumerate(_edges(mask, seq_len)):
+        document = edges[1:-1].searchsorted(positions, side="right")
+        np.maximum(edges[document], positions - before, out=lo[i])
+        np.minimum(edges[document + 1], positions + (after + 1), out=hi[i])
     # Under a causal mask, hi would be negative for queries at negative positions. It must be at least 0.
-    return lo, hi.clamp(min=0)
+    return lo, np.maximum(hi, 0, out=hi)
 
 
-def _document_bounds(entry: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return two tensors: for each position, the first position of its document and the first position after its document."""
-    lengths = torch.tensor(entry, dtype=torch.int64, device="cpu")
-    # The cumulative sum of the lengths contains the end of every document. The end of a document is repeated for every token of
-    # the document, so that `end` has one entry per position.
-    end = torch.repeat_interleave(lengths.cumsum(0), lengths)
-    return end - torch.repeat_interleave(lengths, lengths), end
+def kinks(mask: Mask, seq_len: int, transposed: bool = False) -> list[np.ndarray]:
+    """Return the positions at which lo or hi jump, start to grow or stop growing: int64, one array per batch entry.
+
+    From each of these positions to the next one, lo is constant or grows by 1 per position, and the same is true of hi. The
+    positions are not sorted, and some of them may lie outside the sequence. The arguments are those of `intervals_at`.
+    """
+    before, after = _reach(mask, transposed)
+    return [np.concatenate((edges, edges[:-1] + before, edges[1:] - (after + 1), [-after])) for edges in _edges(mask, seq_len)]
+
+
+def _reach(mask: Mask, transposed: bool) -> tuple[int, int]:
+    """Return how many keys before and after its own position a query may attend to, if its document is long enough."""
+    # The limit prevents an overflow of the sum of a position and a window.
+    reach = min(mask.window or UNLIMITED, UNLIMITED) - 1
+    before, after = reach, 0 if mask.is_causal else reach
+    return (after, before) if transposed else (before, after)
+
+
+@lru_cache(maxsize=8)
+def _edges(mask: Mask, seq_len: int) -> tuple[np.ndarray, ...]:
+    """Return the first position of every document, and `seq_len`: int64, one array per batch entry."""
+    mask.check(seq_len)
+    return tuple(np.cumsum((0, *entry)) for entry in mask.documents or ((seq_len,),))

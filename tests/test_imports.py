@@ -12,7 +12,7 @@ PACKAGES = ("kernels", "ringattn", "train", "scripts")
 
 # The layers of the package ringattn, from the lowest to the highest. A module may import from its own layer and lower ones.
 LAYERS = (
-    ("mask", "layout", "state", "load_balance"),
+    ("mask", "layout", "runs", "state", "load_balance"),
     ("planning",),
     ("comm", "spec", "custom_op", "checkpointing", "operands"),
     ("ring",),

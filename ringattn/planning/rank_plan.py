@@ -1,6 +1,6 @@
 """Compute the work of one rank from a mask and a layout: the intervals of every pair of shards, and the schedules.
 
-`ringattn.mask.shared_intervals` has already applied causality, windows and documents to the intervals of a mask. The functions
+`ringattn.mask.intervals_at` has already applied causality, windows and documents to the intervals of a mask. The functions
 in this module only translate these intervals from positions of the sequence into rows of the shards.
 """
 
@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ringattn.kernels.caching import SharedTensors, cached_on_device
-from ringattn.kernels.interval_mask import Intervals, transpose
+from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import Layout
-from ringattn.mask import Mask, shared_intervals
+from ringattn.mask import Mask, intervals_at
 from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, HopCost, Interconnect, hop_costs
 from ringattn.planning.schedule import LocalStep, Need, Schedule, build_schedule
 from ringattn.planning.workload import Work, head_chunks_for_memory
+from ringattn.runs import RowsBefore, Runs, all_runs
 
 SCHEDULES = ("auto", "state", "kv")
 # A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
@@ -242,29 +244,17 @@ _logged: set[tuple[str, str]] = set()
 def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int) -> tuple[Tensor, Tensor]:
     """Return the intervals (lo, hi) of the queries of `query_rank`. The bounds are indices of the key rows of `key_rank`.
 
-    This function does not apply causality, windows or documents, because `ringattn.mask.shared_intervals` has already applied
-    them. This function only translates positions into rows. lo and hi are int32 (B or 1, query rows) on the CPU.
+    This function does not apply causality, windows or documents, because `ringattn.mask.intervals_at` has already applied them.
+    This function only translates positions into rows. lo and hi are int64 (B or 1, query rows) on the CPU.
     """
-    rows_before = _rows_before(layout, key_rank)
-    return tuple(rows_before.take(x) for x in _global_intervals(mask, layout, query_rank))
+    return tuple(torch.from_numpy(x.rows(key_rank)) for x in _rows_before_bounds(mask, layout, query_rank))
 
 
-@lru_cache(maxsize=16)
-def _global_intervals(mask: Mask, layout: Layout, rank: int) -> tuple[Tensor, ...]:
-    """Return the intervals (lo, hi) of a rank's queries: int64 (B or 1, rows). The bounds are positions of keys."""
-    return tuple(x[:, layout.positions(rank)] for x in shared_intervals(mask, layout.seq_len, layout.seq_len))
-
-
-@lru_cache(maxsize=16)
-def _rows_before(layout: Layout, rank: int) -> Tensor:
-    """Return a table that contains, for each position, the number of a rank's rows before this position: int32 (seq_len + 1,).
-
-    With this table, one lookup per bound turns an interval of positions into an interval of rows.
-    """
-    # The table has one more entry than the sequence has positions, because the upper bound of an interval may be seq_len.
-    is_own = torch.zeros(layout.seq_len + 1, dtype=torch.int32, device="cpu")
-    is_own[layout.positions(rank) + 1] = 1
-    return is_own.cumsum(0, dtype=torch.int32)
+@lru_cache(maxsize=4)
+def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
+    """Return the numbers of rows of every rank before the bounds (lo, hi) of the intervals of a rank's queries."""
+    bounds = intervals_at(mask, layout.seq_len, layout.positions(rank).numpy())
+    return tuple(RowsBefore(layout, x) for x in bounds)
 
 
 @cached_on_device(maxsize=128)
@@ -281,34 +271,36 @@ class Overlap(NamedTuple):
     pairs: float  # number of (query, key) pairs that the mask allows, as the mean over batch entries
 
 
-def _overlap(lo: Tensor, hi: Tensor, num_keys: int) -> Overlap:
-    """Return the overlap of the queries of one rank and the keys of one rank.
-
-    Args:
-        lo, hi: the intervals of the queries: (B or 1, query rows). The bounds are indices of key rows.
-        num_keys: the number of key rows.
-    """
-    counts = (hi - lo).clamp(min=0)
-    rows = counts.sum(0).nonzero()
-    if not len(rows):
-        return Overlap(range(0), range(0), 0.0)
-    queries = range(int(rows[0]), int(rows[-1]) + 1)
-    # The bounds of an empty interval may have any values. These values must not influence the range of keys.
-    empty = counts == 0
-    keys = range(int(lo.masked_fill(empty, num_keys).min()), int(hi.masked_fill(empty, 0).max()))
-    return Overlap(queries, keys, float(counts.sum()) / len(counts))
+NO_OVERLAP = Overlap(range(0), range(0), 0.0)
 
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
     """Return the overlaps of all pairs of ranks as a table that is indexed with [query rank][key rank]."""
-    ranks = range(layout.ranks)
-    bounds = [_global_intervals(mask, layout, rank) for rank in ranks]
-    columns = []
-    for rank in ranks:
-        before = _rows_before(layout, rank)
-        columns.append([_overlap(before.take(lo), before.take(hi), layout.rows(rank)) for lo, hi in bounds])
-    return tuple(zip(*columns, strict=True))
+    runs, columns = all_runs(mask, layout), range(layout.ranks)
+    batch = runs.lo.shape[1]
+    pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in columns], 1) / batch
+    # In the transposed mask, the rows are keys and the columns are queries.
+    keys, queries = _visible_columns(runs), zip(*_visible_columns(all_runs(mask, layout, transposed=True)), strict=True)
+    return tuple(
+        tuple(Overlap(*x) if x[2] else NO_OVERLAP for x in zip(*row, strict=True))
+        for row in zip(queries, keys, pairs.tolist(), strict=True)
+    )
+
+
+def _visible_columns(runs: Runs) -> list[tuple[range, ...]]:
+    """Return, for every pair of ranks, the range from the first to the last column that any row attends to."""
+    by_column_rank = []
+    lo, hi = runs.before
+    for rank in range(runs.layout.ranks):
+        (first, lo_of_last), (hi_of_first, last) = lo.rows(rank), hi.rows(rank)
+        # In a piece without gaps, the intervals of neighbouring rows overlap, so together they are one interval of positions.
+        # In a stripe, there may be columns between the intervals of two rows.
+        visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
+        start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
+        stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
+        by_column_rank.append([range(*x) for x in zip(start.tolist(), stop.tolist(), strict=True)])
+    return list(zip(*by_column_rank, strict=True))
 
 
 @lru_cache(maxsize=16)
@@ -334,22 +326,24 @@ def _extend(need: Need, multiple: int) -> Need:
 @lru_cache(maxsize=16)
 def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...]:
     """Return, for each rank, the row at which its own block is split. The first part contains FIRST_SHARE of the work."""
-    return tuple(_split_point(mask, layout, rank, circulating) for rank in range(layout.ranks))
-
-
-def _split_point(mask: Mask, layout: Layout, rank: int, circulating: str) -> int:
-    lo, hi = _local_intervals(mask, layout, rank, rank)
-    if circulating == "keys":
-        # If keys circulate, the rows of the own block are keys, so the work must be counted per key.
-        lo, hi = transpose(lo, hi, layout.rows(rank))
-    # work[i] is the number of pairs of the rows 0 to i. The numbers increase, so a binary search finds the row at which the
-    # first part contains FIRST_SHARE of all pairs.
-    work = (hi - lo).clamp(min=0).sum(0).cumsum(0)
-    if not len(work):
-        return 0
-    row = int(torch.searchsorted(work, FIRST_SHARE * work[-1])) + 1
+    # If keys circulate, the rows of the own block are keys, so the work must be counted per key.
+    runs = all_runs(mask, layout, transposed=circulating == "keys")
+    pairs, (ranks, first) = runs.pairs(runs.rank), np.unique(runs.rank, return_index=True)
+    done = pairs.cumsum() - pairs
+    wanted = done[first] + FIRST_SHARE * np.add.reduceat(pairs, first)
+    # The runs in which the first parts end, and the number of pairs of these runs that belong to the first parts.
+    last = (done + pairs).searchsorted(wanted)
+    runs, wanted = runs.select(last), wanted - done[last]
+    # A binary search for the number of rows of these runs that belong to the first parts.
+    low, high = np.zeros_like(ranks), runs.count
+    while (high - low > 1).any():
+        middle = ((low + high) // 2).clip(min=1)
+        enough = runs.shorten(middle).pairs(runs.rank) >= wanted
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    points = np.zeros(layout.ranks, dtype=np.int64)
+    points[ranks] = runs.row + high
     # A long block is split at a multiple of the tile size of the kernels.
-    return row // 128 * 128 if len(work) >= 1024 else row
+    return tuple(x // 128 * 128 if layout.rows(rank) >= 1024 else x for rank, x in enumerate(points.tolist()))
 
 
 # The threads of autograd and the threads of simulated ranks may request the same plan at the same time. Without the lock, each

@@ -1,0 +1,175 @@
+"""Count the work of attention between shards from documents and pieces of shards, without looking at every token.
+
+A run is a range of rows of one shard in which both bounds of the intervals either stay the same or grow with the position. The
+number of runs depends on the number of documents and on the number of pieces of the shards, but not on the number of tokens.
+Sums over the rows of a run follow from its first row and its last row.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from ringattn.layout import Layout
+from ringattn.mask import Mask, intervals_at, kinks
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """The runs of all ranks, in the order of the ranks and of their rows. R is the number of runs and B that of masks.
+
+    All batch entries have the same runs. A run of one entry may therefore be divided because of the documents of another entry.
+    """
+
+    layout: Layout
+    rank: np.ndarray  # (R,), the rank that holds the rows
+    row: np.ndarray  # (R,), the first row
+    count: np.ndarray  # (R,), the number of rows
+    lo: np.ndarray  # (2, B, R), the bound of the first row and of the last row
+    hi: np.ndarray  # (2, B, R)
+
+    @cached_property
+    def before(self) -> tuple["RowsBefore", "RowsBefore"]:
+        """The numbers of rows of other ranks before lo and before hi."""
+        return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
+
+    def pairs(self, rank: int | np.ndarray) -> np.ndarray:
+        """Return the number of (row, column) pairs of each run with the columns of `rank`, summed over the batch: int64 (R,).
+
+        `rank` may be an array (R,).
+        """
+        lo, hi = (x.run_sums(rank, self.count) for x in self.before)
+        return (hi - lo).sum(0)
+
+    def reduce(self, operation: np.ufunc, values: np.ndarray) -> np.ndarray:
+        """Reduce the values (R,) of the runs of each rank, see `reduce_by_rank`."""
+        return reduce_by_rank(operation, values, self.num_runs)
+
+    @cached_property
+    def num_runs(self) -> np.ndarray:
+        """The number of runs of each rank: int64 (ranks,)."""
+        return np.bincount(self.rank, minlength=self.layout.ranks)
+
+    def select(self, index: np.ndarray) -> "Runs":
+        """Return the runs with these indices."""
+        return Runs(self.layout, *(x[..., index] for x in (self.rank, self.row, self.count, self.lo, self.hi)))
+
+    def shorten(self, count: np.ndarray) -> "Runs":
+        """Return the first `count` rows of every run. `count` is at least 1."""
+        last = self.layout.stride * (count - 1)
+        lo, hi = (np.stack((first, first + (end > first) * last)) for first, end in (self.lo, self.hi))
+        return replace(self, count=count, lo=lo, hi=hi)
+
+
+@lru_cache(maxsize=8)
+def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
+    """Return the runs of the queries of all ranks. If `transposed` is true, the rows are keys, as in `mask.intervals_at`."""
+    stride, seq_len = layout.stride, layout.seq_len
+    before = RowsBefore(layout, np.unique(np.concatenate(kinks(mask, seq_len, transposed)).clip(0, seq_len)))
+    ranks, rows, ends, positions = [], [], [], []
+    for rank in range(layout.ranks):
+        _, count = layout.pieces(rank)
+        first, end = count.cumsum() - count, int(count.sum())
+        # At the ends of a slice of a stripe, the numbers of rows before a position do not grow evenly. Therefore each row of
+        # such a slice is a run.
+        cuts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
+        cuts = np.unique(cuts[cuts < end])
+        ranks.append(np.full(len(cuts), rank))
+        rows.append(cuts)
+        ends.append(np.append(cuts[1:], end)[: len(cuts)])
+        positions.append(positions_of_rows(layout, rank, cuts))
+    rank, row, end, position = map(np.concatenate, (ranks, rows, ends, positions))
+    first, last = (intervals_at(mask, seq_len, x, transposed) for x in (position, position + stride * (end - row - 1)))
+    return Runs(layout, rank, row, end - row, *map(np.stack, zip(first, last, strict=True)))
+
+
+class RowsBefore:
+    """Count the rows of any rank before given positions. What does not depend on the rank is computed only once."""
+
+    def __init__(self, layout: Layout, positions: np.ndarray) -> None:
+        """Create the object for positions from 0 to `layout.seq_len`, int64 of any shape."""
+        self.layout, self.positions = layout, positions
+        if layout.stride == 1:
+            begin, owner, self.tables, size = _piece_tables(layout)
+            self.piece = positions // size if size else begin.searchsorted(positions, side="right") - 1
+            self.offset, self.owner = positions - begin.take(self.piece), owner.take(self.piece)
+
+    def rows(self, rank: int | np.ndarray) -> np.ndarray:
+        """Return the number of rows of `rank` before each position. `rank` may be an array that broadcasts."""
+        if self.layout.stride == 1:
+            return self._at_piece(0, rank) + self.offset * (self.owner == rank)
+        begin, count = _strided_pieces(self.layout)
+        return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
+
+    def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
+        """Return the sums of `rows` over the rows of runs, int64 (B, R).
+
+        The positions of this object are one bound of all runs, (2, B, R), and the runs have `count` rows.
+        """
+        rows = self.rows(rank)
+        if self.layout.stride > 1:  # `rows` is an arithmetic progression.
+            return rows.sum(0) * count // 2
+        # The sum of the numbers of rows before every position below a position x.
+        inside = (self.owner == rank) * (self.offset * (self.offset - 1) // 2)
+        first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * self.offset + inside
+        return last - first + rows[1] * np.where(self.positions[1] > self.positions[0], 1, count)
+
+    def _at_piece(self, table: int, rank: int | np.ndarray) -> np.ndarray:
+        table = self.tables[table]
+        return table.take(self.piece + rank * table.shape[1])  # faster than table[rank, self.piece]
+
+
+@lru_cache(maxsize=8)
+def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """Return tables of the pieces of all ranks, sorted by position, and of an empty last piece at `seq_len`.
+
+    Returns:
+        The first position and the rank of each piece, int64 (pieces,). Then two tables (2, ranks, pieces): the number of rows
+        of a rank before a piece, and the sum of the numbers of rows before all positions below the piece. Finally the length of
+        the pieces, or 0 if their lengths differ. The last piece may be shorter.
+    """
+    pieces = [layout.pieces(rank) for rank in range(layout.ranks)]
+    begin, count = map(np.concatenate, zip(*pieces, strict=True))
+    order = begin.argsort()
+    owner = np.repeat(np.arange(layout.ranks), [len(x) for x, _ in pieces])[order]
+    begin, count = begin[order], count[order]
+    rows, sums = tables = np.zeros((2, layout.ranks, len(begin) + 1), dtype=np.int64)
+    after = np.arange(1, len(begin) + 1)
+    rows[owner, after] = count
+    rows.cumsum(1, out=rows)
+    sums[:, 1:] = rows[:, :-1] * count
+    sums[owner, after] += count * (count - 1) // 2
+    sums.cumsum(1, out=sums)
+    size = int(count.max())
+    size = size if (begin == size * np.arange(len(begin))).all() else 0
+    return np.append(begin, layout.seq_len), np.append(owner, -1), tables, size
+
+
+@lru_cache(maxsize=8)
+def _strided_pieces(layout: Layout) -> np.ndarray:
+    """Return (begin, count) of the only piece of every rank of a striped layout: int64 (2, ranks). A rank may hold no row."""
+    table = np.zeros((2, layout.ranks), dtype=np.int64)
+    for rank in range(layout.ranks):
+        table[:, rank] = [x.sum() for x in layout.pieces(rank)]
+    return table
+
+
+def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray:
+    """Return the positions of some rows of a rank: int64, of the shape of `rows`."""
+    begin, count = layout.pieces(rank)
+    first = count.cumsum() - count
+    piece = first.searchsorted(rows, side="right") - 1
+    return begin[piece] + layout.stride * (rows - first[piece])
+
+
+def reduce_by_rank(operation: np.ufunc, values: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Reduce the values of each rank: int64 (ranks,). The result for a rank without values is 0.
+
+    Args:
+        operation: the operation, such as `np.add`.
+        values: the values of all ranks, in the order of the ranks.
+        sizes: the number of values of each rank: (ranks,).
+    """
+    reduced, first = np.zeros(len(sizes), dtype=np.int64), sizes.cumsum() - sizes
+    reduced[sizes > 0] = operation.reduceat(values, first[sizes > 0])
+    return reduced
