@@ -11,6 +11,7 @@ and columns instead of queries and keys.
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,16 +146,17 @@ class Intervals:
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
-            self._tables[key] = _to_device(table, self.device, self.wait)
+            self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
-    def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
+    def _tiles_on_host(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> np.ndarray:
         """Compute `tiles` on the CPU."""
+        lo, hi = (x.numpy() for x in self.host)
         # At the start of a document, lo of the queries jumps. In a transposed mask, hi of the keys jumps there.
-        bound = self.host[1] if self.of_keys else self.host[0]
+        bound = hi if self.of_keys else lo
         pieces = tile_scheduler.split_at_jumps(bound, DOCUMENT_JUMP * rows if split_documents else self.num_keys + 1)
         first, end = tile_scheduler.split_into_tiles(*pieces, rows, from_end=split_documents and not self.of_keys)
-        loops = tile_scheduler.tile_loops(*self.host, first, end, step, step if aligned else 1)
+        loops = tile_scheduler.tile_loops(lo, hi, first, end, step, step if aligned else 1)
         return tile_scheduler.tile_table(first, end, loops, *self.lo.shape)
 
     @cached_property
@@ -195,7 +197,8 @@ class Intervals:
         key = "work_tiles", rows, step, batch, heads, num_head_groups, programs, skip_empty, group, aligned
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=aligned or group is not None)
-            work_tiles = tile_scheduler.order_by_head_group(tiles.expand(batch, -1, -1), heads, num_head_groups)
+            tiles = np.broadcast_to(tiles, (batch, *tiles.shape[1:]))
+            work_tiles = tile_scheduler.order_by_head_group(tiles, heads, num_head_groups)
             # Columns 4 and 5 are num_unmasked and num_masked. Their sum is the number of steps.
             if skip_empty:
                 work_tiles = work_tiles[work_tiles[:, 4] + work_tiles[:, 5] > 0]
@@ -205,7 +208,7 @@ class Intervals:
             else:
                 times = tile_scheduler.backward_times(work_tiles, group)
             table = tile_scheduler.assign_work_tiles(work_tiles, times, programs)
-            self._tables[key] = _to_device(table, self.device, self.wait)
+            self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
     def ordered_work_tiles(self, rows, step, batch, heads, heads_per_group, programs, group) -> Tensor:
@@ -221,11 +224,13 @@ class Intervals:
         key = "ordered_work_tiles", rows, step, batch, heads, heads_per_group, programs, group
         if key not in self._tables:
             tiles = self._tiles_on_host(rows, step, aligned=True)
-            work_tiles = tile_order.order_work_tiles(tiles, self.host, batch, heads, heads_per_group, programs, group, step)
+            sizes = batch, heads, heads_per_group, programs, group, step
+            work_tiles = tile_order.order_work_tiles(torch.from_numpy(tiles), self.host, *sizes)
+            predecessors = tile_order.predecessors(work_tiles).numpy()
+            work_tiles = work_tiles.numpy()
             times = tile_scheduler.backward_times(work_tiles, group)
-            predecessors = tile_order.predecessors(work_tiles)
             table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, predecessors)
-            self._tables[key] = _to_device(table, self.device, self.wait)
+            self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
 

@@ -3,8 +3,8 @@
 The tables describe the rows of every tile, the tile's loop over columns, and the program that computes the tile.
 
 As in `ringattn.kernels.interval_mask`, rows are queries and columns are keys. For a transposed mask, rows are keys and columns
-are queries. The rows of all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All tensors
-are on the CPU.
+are queries. The rows of all batch entries are numbered consecutively: row i of entry b has the number b * N + i. All arrays
+are numpy arrays, because numpy has less overhead than torch for the many small operations.
 
 An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_masked), as `Intervals.tiles` explains. A work
 tile is a tile of one head. It is described by the same six numbers, followed by the head and the batch entry.
@@ -12,8 +12,8 @@ tile is a tile of one head. It is described by the same six numbers, followed by
 
 from heapq import heapreplace
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy import ndarray
 
 # A work tile takes longer than all of its steps together. These two numbers are the additional time. The unit is the time of
 # one step.
@@ -28,7 +28,7 @@ MARGIN = 0.04
 CONSUMER_ROWS = 64
 
 
-def split_at_jumps(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
+def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
     """Split the rows into pieces.
 
     A new piece starts at every row whose bound exceeds the bound of the previous row by at least `jump`. A new piece also
@@ -41,47 +41,48 @@ def split_at_jumps(bound: Tensor, jump: int) -> tuple[Tensor, Tensor]:
     Returns:
         The first rows and the ends of the pieces, both int64.
     """
-    starts = torch.ones(bound.shape, dtype=torch.bool, device="cpu")
-    starts[:, 1:] = bound.diff() >= jump
-    rows = starts.flatten().nonzero()[:, 0]
-    return rows, torch.cat((rows[1:], torch.tensor([bound.numel()], device="cpu")))
+    starts = np.ones(bound.shape, dtype=bool)
+    starts[:, 1:] = np.diff(bound) >= jump
+    rows = np.flatnonzero(starts)
+    return rows, np.append(rows[1:], bound.size)
 
 
-def split_into_tiles(start: Tensor, stop: Tensor, rows: int, from_end: bool) -> tuple[Tensor, Tensor]:
+def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split pieces of rows [start, stop) into tiles of `rows` rows. Return the (first, end) of all tiles.
 
     One tile of a piece may have fewer rows. With `from_end`, this is the first tile, otherwise it is the last tile.
     """
-    # From here on, every tensor has one element per tile. `piece` is the piece to which a tile belongs, and `index` is the
+    # From here on, every array has one element per tile. `piece` is the piece to which a tile belongs, and `index` is the
     # index of the tile in this piece.
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
     start, stop = start[piece], stop[piece]
     if from_end:
         end = stop - (counts[piece] - 1 - index) * rows
-        return torch.maximum(end - rows, start), end
+        return np.maximum(end - rows, start), end
     first = start + index * rows
-    return first, torch.minimum(first + rows, stop)
+    return first, np.minimum(first + rows, stop)
 
 
-def tile_loops(lo: Tensor, hi: Tensor, first: Tensor, end: Tensor, step: int, alignment: int) -> tuple[Tensor, ...]:
+def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int, alignment: int) -> tuple[ndarray, ...]:
     """Return begin, num_masked_prefix, num_unmasked and num_masked of every tile.
 
     The rows of a tile are [first, end). `Intervals.tiles` explains the results.
 
     Every `begin` is a multiple of `alignment`.
     """
-    lo, hi = lo.flatten(), hi.flatten()
-    begin = lo[first] // alignment * alignment
+    lo, hi, last = lo.ravel(), hi.ravel(), end - 1
+    first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
+    begin = first_lo // alignment * alignment
     # The bounds never decrease from row to row. Therefore every column that any row of a tile attends to lies in [lo of the
     # first row, hi of the last row). All rows of the tile attend to the columns in [lo of the last row, hi of the first row).
-    num_steps = _ceil_div((hi[end - 1] - begin).clamp(min=0), step) * (lo[first] < hi[end - 1])
-    num_masked_prefix = torch.minimum(_ceil_div(lo[end - 1] - begin, step), num_steps)
-    num_unmasked = ((hi[first] - begin).clamp(min=0) // step - num_masked_prefix).clamp(min=0)
+    num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
+    num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
+    num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
     return begin, num_masked_prefix, num_unmasked, num_steps - num_unmasked
 
 
-def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int, num_rows: int) -> Tensor:
+def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: int, num_rows: int) -> ndarray:
     """Sort the tiles of each batch entry by the length of their loops, longest first, and return one table of all tiles.
 
     Args:
@@ -95,17 +96,16 @@ def tile_table(first: Tensor, end: Tensor, loops: tuple[Tensor, ...], batch: int
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # Two stable sorts order the tiles by batch entry, and the tiles of the same entry by the length of their loops.
-    order = (num_unmasked + num_masked).argsort(descending=True, stable=True)
-    order = order[entry[order].argsort(stable=True)]
-    tiles = torch.stack([x.int() for x in (first - entry * num_rows, end - entry * num_rows, *loops)], 1)[order]
-    entry, index = _enumerate(torch.bincount(entry, minlength=batch))
-    table = torch.zeros(batch, int(index.max()) + 1 if len(index) else 0, 6, dtype=torch.int32, device="cpu")
+    # The sort is stable. The last key, the batch entry, comes first.
+    order = np.lexsort((-(num_unmasked + num_masked), entry))
+    tiles = np.stack((first - entry * num_rows, end - entry * num_rows, *loops), 1, dtype=np.int32, casting="same_kind")[order]
+    entry, index = _enumerate(np.bincount(entry, minlength=batch))
+    table = np.zeros((batch, int(index.max()) + 1 if len(index) else 0, 6), dtype=np.int32)
     table[entry, index] = tiles
     return table
 
 
-def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
+def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
     """Return the work tiles of all heads, sorted by the order in which they should start.
 
     The heads of the whole batch are split into groups of nearly equal size. The work tiles of a group start before the work
@@ -122,18 +122,18 @@ def order_by_head_group(tiles: Tensor, heads: int, num_groups: int) -> Tensor:
         removed.
     """
     batch, num_tiles = tiles.shape[:2]
-    all_heads = torch.arange(batch * heads, device="cpu")
-    entry = all_heads // heads
-    head_and_entry = torch.stack((all_heads % heads, entry), 1).int()
-    work_tiles = torch.cat((tiles[entry], head_and_entry[:, None].expand(-1, num_tiles, -1)), 2).flatten(0, 1)
+    all_heads = np.arange(batch * heads)
+    work_tiles = np.empty((batch * heads, num_tiles, 8), dtype=np.int32)
+    work_tiles[..., :6] = tiles[all_heads // heads]
+    work_tiles[..., 6], work_tiles[..., 7] = (all_heads % heads)[:, None], (all_heads // heads)[:, None]
     # Sort first by head group and then by the index in the table. Heads of the same group keep their order.
-    rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + torch.arange(num_tiles, device="cpu")
-    work_tiles = work_tiles[rank.flatten().argsort(stable=True)]
+    rank = (all_heads * num_groups // len(all_heads))[:, None] * num_tiles + np.arange(num_tiles)
+    work_tiles = work_tiles.reshape(-1, 8)[rank.ravel().argsort(kind="stable")]
     # Remove the padding of the table, which has first = end = 0.
     return work_tiles[work_tiles[:, 0] < work_tiles[:, 1]]
 
 
-def split_last_wave(work_tiles: Tensor, programs: int, rows: int) -> Tensor:
+def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
     """Split each work tile of the last wave in two if at least half of the programs would have no work in this wave.
 
     Args:
@@ -144,15 +144,15 @@ def split_last_wave(work_tiles: Tensor, programs: int, rows: int) -> Tensor:
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
-    whole, last = work_tiles.split((len(work_tiles) - remainder, remainder))
+    whole, last = np.split(work_tiles, [len(work_tiles) - remainder])
     # The larger parts start first, and the smaller parts fill the idle programs.
-    larger, smaller = last.clone(), last.clone()
-    larger[:, 1] = torch.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
+    larger, smaller = last.copy(), last.copy()
+    larger[:, 1] = np.minimum(larger[:, 1], larger[:, 0] + rows - CONSUMER_ROWS)
     smaller[:, 0] = larger[:, 1]
-    return torch.cat((whole, larger, smaller[smaller[:, 0] < smaller[:, 1]]))
+    return np.concatenate((whole, larger, smaller[smaller[:, 0] < smaller[:, 1]]))
 
 
-def forward_times(work_tiles: Tensor) -> Tensor:
+def forward_times(work_tiles: ndarray) -> ndarray:
     """Estimate how long work tiles (N, 8) take in the forward.
 
     A step with half of the rows takes more than half of the time, so the estimate is not proportional to the number of rows.
@@ -161,7 +161,7 @@ def forward_times(work_tiles: Tensor) -> Tensor:
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 
 
-def backward_times(work_tiles: Tensor, group: int) -> Tensor:
+def backward_times(work_tiles: ndarray, group: int) -> ndarray:
     """Estimate how long work tiles (N, 8) take in the backward, in which each of `group` query heads needs all steps.
 
     A step with few rows takes the same time as a step with all rows.
@@ -169,7 +169,7 @@ def backward_times(work_tiles: Tensor, group: int) -> Tensor:
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
-def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, predecessors: Tensor | None = None) -> Tensor:
+def assign_work_tiles(work_tiles: ndarray, times: ndarray, programs: int, predecessors: ndarray | None = None) -> ndarray:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
     Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
@@ -188,44 +188,45 @@ def assign_work_tiles(work_tiles: Tensor, times: Tensor, programs: int, predeces
         of zeros.
     """
     if not len(work_tiles):
-        return work_tiles.new_zeros(1, 1, work_tiles.shape[1])
+        return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
     programs = min(programs, len(work_tiles))
     program, end = _assign_greedily(times, programs)
-    if end > (1 + MARGIN) * times.sum().item() / programs:
+    if end > (1 + MARGIN) * times.sum() / programs:
         order = _start_long_tiles_earlier(times, programs, predecessors)
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:
             work_tiles, program = work_tiles[order], other_program
     # A stable sort by program does not change the order of the work tiles of each program.
-    order = program.argsort(stable=True)
-    program, index = _enumerate(torch.bincount(program))
-    assigned = torch.zeros(int(index.max()) + 2, programs, work_tiles.shape[1], dtype=work_tiles.dtype, device="cpu")
+    order = program.argsort(kind="stable")
+    program, index = _enumerate(np.bincount(program))
+    assigned = np.zeros((int(index.max()) + 2, programs, work_tiles.shape[1]), dtype=work_tiles.dtype)
     assigned[index, program] = work_tiles[order]
     return assigned
 
 
-def _assign_greedily(times: Tensor, programs: int) -> tuple[Tensor, int]:
+def _assign_greedily(times: ndarray, programs: int) -> tuple[ndarray, int]:
     """Assign each work tile to the program with the least work so far. Return the programs and the latest end time."""
     # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
     # integers is the fastest.
     heap = list(range(programs))
     least = []
-    for time in (times.long() * programs).tolist():
+    for time in (times.astype(np.int64) * programs).tolist():
         least.append(heap[0])
         heapreplace(heap, heap[0] + time)
-    return torch.tensor(least, device="cpu") % programs, max(heap) // programs
+    return np.array(least) % programs, max(heap) // programs
 
 
-def _start_long_tiles_earlier(times: Tensor, programs: int, predecessors: Tensor | None) -> Tensor:
+def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
     """Order work tiles by their start times, and move a work tile forward if it would end too late.
 
     Each work tile has two start times. The first one is its start time in the given order. With the second one, the work tile
     ends at (1 - MARGIN) times the mean time of all programs. Work tiles are sorted by the earlier one of the two. A predecessor
     starts no later than the work tiles that follow it.
     """
-    in_order = (times.cumsum(0) - times) / programs
-    latest = (1 - MARGIN) * times.sum() / programs - times
-    start = torch.minimum(in_order, latest)
+    times = times.astype(np.int64)
+    in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)
+    latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
+    start = np.minimum(in_order, latest)
     if predecessors is not None:
         # A predecessor has a smaller index than the work tiles that follow it. From the last work tile to the first, the start
         # of each work tile is therefore final before it is passed on to its predecessor.
@@ -233,18 +234,18 @@ def _start_long_tiles_earlier(times: Tensor, programs: int, predecessors: Tensor
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:
                 starts[earlier[i]] = min(starts[earlier[i]], starts[i])
-        start = torch.tensor(starts, device="cpu")
-    return start.argsort(stable=True)
+        start = np.array(starts)
+    return start.argsort(kind="stable")
 
 
-def _enumerate(counts: Tensor) -> tuple[Tensor, Tensor]:
+def _enumerate(counts: ndarray) -> tuple[ndarray, ndarray]:
     """Return, for every element of several lists, the number of its list and its index in this list.
 
     List i has counts[i] elements.
     """
-    owner = torch.repeat_interleave(counts)
-    return owner, torch.arange(len(owner), device="cpu") - (counts.cumsum(0) - counts)[owner]
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (counts.cumsum() - counts)[owner]
 
 
-def _ceil_div(x: Tensor, y: int) -> Tensor:
+def _ceil_div(x: ndarray, y: int) -> ndarray:
     return (x + y - 1) // y

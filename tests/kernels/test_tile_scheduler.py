@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ def packed(lengths: list[int]) -> Intervals:
 
 
 def test_rows_are_split_where_a_bound_jumps_and_between_batch_entries():
-    bound = torch.tensor([[0, 0, 4, 5], [3, 3, 3, 7]])
+    bound = np.array([[0, 0, 4, 5], [3, 3, 3, 7]])
     first, end = tile_scheduler.split_at_jumps(bound, 4)
     assert first.tolist() == [0, 2, 4, 7] and end.tolist() == [2, 4, 7, 8]
 
@@ -28,34 +29,34 @@ def test_rows_are_split_where_a_bound_jumps_and_between_batch_entries():
     ids=["short-tile-first", "short-tile-last"],
 )
 def test_one_tile_of_a_piece_may_be_short(from_end, expected):
-    tiles = tile_scheduler.split_into_tiles(torch.tensor([0, 5]), torch.tensor([5, 6]), 2, from_end)
+    tiles = tile_scheduler.split_into_tiles(np.array([0, 5]), np.array([5, 6]), 2, from_end)
     assert list(zip(*(x.tolist() for x in tiles), strict=True)) == expected
 
 
 def test_heads_of_one_group_come_before_those_of_the_next():
-    tiles = torch.zeros(2, 2, 6, dtype=torch.int32)
+    tiles = np.zeros((2, 2, 6), dtype=np.int32)
     tiles[0, :, 1] = tiles[1, 0, 1] = 1  # the second tile of the second batch entry is padding
     work_tiles = tile_scheduler.order_by_head_group(tiles, heads=2, num_groups=2)
     assert work_tiles[:, 6:].tolist() == [[0, 0], [1, 0], [0, 0], [1, 0], [0, 1], [1, 1]]
 
 
 def test_head_groups_have_nearly_equal_sizes():
-    tiles = torch.ones(1, 2, 6, dtype=torch.int32)
+    tiles = np.ones((1, 2, 6), dtype=np.int32)
     tiles[..., 0] = 0
     heads = tile_scheduler.order_by_head_group(tiles, heads=5, num_groups=2)[:, 6].tolist()
     assert heads == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
 
 
 def test_work_tiles_go_to_the_program_with_the_least_work():
-    work_tiles = torch.arange(5, dtype=torch.int32)[:, None].repeat(1, 8) + 1
-    assigned = tile_scheduler.assign_work_tiles(work_tiles, torch.tensor([5, 1, 1, 1, 2]), 2)
+    work_tiles = np.arange(5, dtype=np.int32)[:, None].repeat(8, 1) + 1
+    assigned = tile_scheduler.assign_work_tiles(work_tiles, np.array([5, 1, 1, 1, 2]), 2)
     assert assigned[..., 0].tolist() == [[1, 2], [0, 3], [0, 4], [0, 5], [0, 0]]
 
 
 def test_long_work_tiles_at_the_end_start_earlier():
     """In its order, the work tile that takes 8 would start at 4 and end at 12, though the mean is 8."""
-    work_tiles = torch.arange(9, dtype=torch.int32)[:, None].repeat(1, 8) + 1
-    times = torch.tensor([1] * 8 + [8])
+    work_tiles = np.arange(9, dtype=np.int32)[:, None].repeat(8, 1) + 1
+    times = np.array([1] * 8 + [8])
     program, end = tile_scheduler._assign_greedily(times, 2)
     assert end == 12
     assigned = tile_scheduler.assign_work_tiles(work_tiles, times, 2)
@@ -65,8 +66,8 @@ def test_long_work_tiles_at_the_end_start_earlier():
 
 def test_work_tiles_are_moved_forward_with_their_predecessors():
     """Work tile 9 takes 8, and waits for work tile 8, which waits for work tile 3. All three come first, in their order."""
-    work_tiles = torch.arange(9, dtype=torch.int32)[:, None].repeat(1, 8) + 1
-    times, predecessors = torch.tensor([1] * 8 + [8]), torch.full((9,), -1)
+    work_tiles = np.arange(9, dtype=np.int32)[:, None].repeat(8, 1) + 1
+    times, predecessors = np.array([1] * 8 + [8]), np.full(9, -1)
     predecessors[8], predecessors[7] = 7, 2
     order = tile_scheduler._start_long_tiles_earlier(times, 2, predecessors).tolist()
     assert order == [2, 7, 8, 0, 1, 3, 4, 5, 6]
@@ -75,7 +76,7 @@ def test_work_tiles_are_moved_forward_with_their_predecessors():
 
 
 def test_no_work_tiles_give_one_program_without_work():
-    assigned = tile_scheduler.assign_work_tiles(torch.zeros(0, 8, dtype=torch.int32), torch.zeros(0), 4)
+    assigned = tile_scheduler.assign_work_tiles(np.zeros((0, 8), dtype=np.int32), np.zeros(0), 4)
     assert assigned.shape == (1, 1, 8) and not assigned.any()
 
 
