@@ -209,10 +209,8 @@ def _assign_greedily(times: ndarray, programs: int) -> tuple[ndarray, int]:
     # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
     # integers is the fastest.
     heap = list(range(programs))
-    least = []
-    for time in (times.astype(np.int64) * programs).tolist():
-        least.append(heap[0])
-        heapreplace(heap, heap[0] + time)
+    # heapreplace returns the least element of the heap, to which the time is added.
+    least = [heapreplace(heap, heap[0] + time) for time in (times.astype(np.int64) * programs).tolist()]
     return np.array(least) % programs, max(heap) // programs
 
 

@@ -7,9 +7,10 @@ choice.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from ringattn.planning.schedule import LocalStep, Schedule
+from ringattn.planning.schedule import LocalSteps, Schedule
 
 # Arithmetic intensity: FLOPs per byte of HBM traffic at which compute time and memory time are equal on an H100.
 FLOPS_PER_HBM_BYTE = 150
@@ -85,7 +86,7 @@ class HopCost(NamedTuple):
 def hop_costs(
     schedule: Schedule,
     row_bytes: tuple[int, int],
-    flops: Callable[[LocalStep], float],
+    flops: Callable[[LocalSteps], np.ndarray | float],
     interconnect: Interconnect,
     rank: int | None = None,
 ) -> list[HopCost]:
@@ -94,19 +95,22 @@ def hop_costs(
     Args:
         schedule: what each rank sends and computes.
         row_bytes: bytes per row of a circulating block and of a result.
-        flops: a function that returns the cost of a local step in FLOPs.
+        flops: a function that returns the costs of local steps in FLOPs.
         interconnect: the interconnect between the ranks.
         rank: the rank whose cost is returned. With None, each number of a `HopCost` is the maximum over all ranks.
     """
+    shape = len(schedule.steps), schedule.ranks
+    local_steps, messages = schedule.local_steps, schedule.messages
+    compute = np.zeros(shape)
+    np.add.at(compute, (local_steps.step, local_steps.rank), flops(local_steps) / interconnect.flops)
     # The size of a message depends only on the kind of the message and the number of its rows.
-    size = dict(zip(("block", "result"), row_bytes, strict=True))
-    ranks = range(schedule.ranks) if rank is None else (rank,)
-    costs = []
-    for steps in zip(*(schedule.by_rank[r] for r in ranks), strict=True):
-        compute = max(sum(map(flops, step.local_steps)) / interconnect.flops for step in steps)
-        # Links are full duplex, so the messages that a rank sends and the messages that it receives count separately.
-        traffic = [messages for step in steps for messages in (step.outgoing, step.incoming)]
-        sizes = [[len(message.rows) * size[message.kind] for message in messages] for messages in traffic]
-        seconds = [sum(x) / interconnect.bytes_per_second + len(x) * interconnect.latency for x in sizes]
-        costs.append(HopCost(compute, max(seconds), max(map(sum, sizes))))
-    return costs
+    size = messages.rows * np.array(row_bytes)[messages.is_result]
+    # Links are full duplex, so the messages that a rank sends and the messages that it receives count separately.
+    sizes, counts = np.zeros((2, *shape), dtype=size.dtype), np.zeros((2, *shape), dtype=np.int64)
+    for i, end in enumerate((messages.src, messages.dst)):
+        np.add.at(sizes[i], (messages.step, end), size)
+        np.add.at(counts[i], (messages.step, end), 1)
+    seconds = (sizes / interconnect.bytes_per_second + counts * interconnect.latency).max(0)
+    columns = compute, seconds, sizes.max(0)
+    busiest = (x.max(1) if rank is None else x[:, rank] for x in columns)
+    return [HopCost(*x) for x in zip(*(x.tolist() for x in busiest), strict=True)]

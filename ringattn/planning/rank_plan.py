@@ -19,7 +19,7 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import Layout
 from ringattn.mask import Mask, intervals_at
 from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, HopCost, Interconnect, hop_costs
-from ringattn.planning.schedule import LocalStep, Need, Schedule, build_schedule
+from ringattn.planning.schedule import LocalStep, LocalSteps, Need, Schedule, build_schedule
 from ringattn.planning.workload import Work, head_chunks_for_memory
 from ringattn.runs import RowsBefore, Runs, all_runs
 
@@ -66,9 +66,8 @@ class Plan:
 
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
-        self.overlaps = overlaps(mask, layout)
         # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
-        self.pairs = sum(overlap.pairs for row in self.overlaps for overlap in row)
+        self.pairs = float(_overlap_tables(mask, layout).pairs.sum())
         self._schedules: dict[tuple, Schedule] = {}
         self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple, str] = {}
@@ -142,24 +141,25 @@ class Plan:
         """
         return head_chunks_for_memory(q, k, v, self.pairs / self.layout.ranks)
 
-    def flops(self, work: Work, name: str, local_step: LocalStep, relays: bool = False) -> float:
-        """Return the cost of a local step in FLOPs. The local step may belong to any rank.
+    def flops(self, work: Work, name: str, local_steps: LocalSteps, relays: bool = False) -> np.ndarray:
+        """Return the costs of local steps in FLOPs, one number per local step. The local steps may belong to any rank.
 
         If a rank's own block is computed in two parts, each part is assumed to contain its planned share of the (query, key)
         pairs of the block. In the state ring, the cost includes the memory traffic of the merges, which is converted to FLOPs.
         `relays` says whether neighbours relay the results. If they do, the merges move more bytes.
         """
+        _, rank, owner, start, stop = local_steps
         # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
         # owner of the circulating block.
-        query_rank, key_rank = (local_step.owner, local_step.rank) if name == "state" else (local_step.rank, local_step.owner)
-        overlap = self.overlaps[query_rank][key_rank]
-        whole = overlap.queries if name == "state" else overlap.keys
-        share = 1.0
-        own = local_step.rank == local_step.owner
-        if own and len(local_step.rows) < len(whole):
-            share = FIRST_SHARE if local_step.rows.start <= whole.start else 1 - FIRST_SHARE
-        traffic = len(local_step.rows) * work.query_bytes(own, relays) if name == "state" else 0
-        return work.batch * (work.pair_flops * overlap.pairs * share + FLOPS_PER_HBM_BYTE * traffic)
+        ranks = (owner, rank) if name == "state" else (rank, owner)
+        table = _overlap_tables(self.mask, self.layout)
+        first, last = (x[ranks] for x in (table.queries if name == "state" else table.keys))
+        own, rows = rank == owner, stop - start
+        share = np.where(start <= first, FIRST_SHARE, 1 - FIRST_SHARE)
+        share = np.where(own & (rows < last - first), share, 1.0)
+        query_bytes = np.where(own, *(work.query_bytes(x, relays) for x in (True, False)))
+        traffic = rows * query_bytes if name == "state" else 0
+        return work.batch * (work.pair_flops * table.pairs[ranks] * share + FLOPS_PER_HBM_BYTE * traffic)
 
     def merge_bytes(self, work: Work) -> float:
         """Return an estimate of the bytes of partial results that the busiest rank merges in a pass.
@@ -169,18 +169,16 @@ class Plan:
         state ring merges, and the bytes of the result for the keys, which the KV ring merges.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
-        by_rank = []
-        for rank, row in enumerate(self.overlaps):
-            others = row[:rank] + row[rank + 1 :]
-            by_rank.append(sum(query_bytes * len(x.queries) + key_bytes * len(x.keys) for x in others))
-        return work.batch * max(by_rank)
+        table = _overlap_tables(self.mask, self.layout)
+        size = query_bytes * (table.queries[1] - table.queries[0]) + key_bytes * (table.keys[1] - table.keys[0])
+        return work.batch * (size.sum(1) - size.diagonal()).max().item()
 
     def costs(self, name: str, work: Work, interconnect: Interconnect, rank: int | None = None) -> list[HopCost]:
         """Return the cost of every step of a pass of the schedule `name`, see `cost_model.hop_costs`."""
         block, result = (work.batch * size for size in getattr(work.row_bytes, name))
         schedule = self.schedule(name, result > 0, interconnect.all_pairs, work.row_multiple)
         relays = not interconnect.all_pairs
-        return hop_costs(schedule, (block, result), lambda step: self.flops(work, name, step, relays), interconnect, rank)
+        return hop_costs(schedule, (block, result), lambda steps: self.flops(work, name, steps, relays), interconnect, rank)
 
     def choose_schedule(self, name: str, work: Work, interconnect: Interconnect) -> str:
         """Return "state" if queries circulate, and "kv" if keys and values circulate.
@@ -271,25 +269,38 @@ class Overlap(NamedTuple):
     pairs: float  # number of (query, key) pairs that the mask allows, as the mean over batch entries
 
 
-NO_OVERLAP = Overlap(range(0), range(0), 0.0)
+class OverlapTables(NamedTuple):
+    """The overlaps of all pairs of ranks as arrays that are indexed with [query rank, key rank]."""
+
+    queries: np.ndarray  # (2, ranks, ranks), the first query row and the end of the query rows; 0 without pairs
+    keys: np.ndarray  # (2, ranks, ranks)
+    pairs: np.ndarray  # (ranks, ranks)
+
+
+@lru_cache(maxsize=8)
+def _overlap_tables(mask: Mask, layout: Layout) -> OverlapTables:
+    runs = all_runs(mask, layout)
+    pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
+    # In the transposed mask, the rows are keys and the columns are queries.
+    keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True)).mT
+    return OverlapTables(queries * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 @lru_cache(maxsize=8)
 def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
     """Return the overlaps of all pairs of ranks as a table that is indexed with [query rank][key rank]."""
-    runs, columns = all_runs(mask, layout), range(layout.ranks)
-    batch = runs.lo.shape[1]
-    pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in columns], 1) / batch
-    # In the transposed mask, the rows are keys and the columns are queries.
-    keys, queries = _visible_columns(runs), zip(*_visible_columns(all_runs(mask, layout, transposed=True)), strict=True)
+    queries, keys, pairs = (x.tolist() for x in _overlap_tables(mask, layout))
     return tuple(
-        tuple(Overlap(*x) if x[2] else NO_OVERLAP for x in zip(*row, strict=True))
-        for row in zip(queries, keys, pairs.tolist(), strict=True)
+        tuple(Overlap(range(*x[:2]), range(*x[2:4]), x[4]) for x in zip(*row, strict=True))
+        for row in zip(*queries, *keys, pairs, strict=True)
     )
 
 
-def _visible_columns(runs: Runs) -> list[tuple[range, ...]]:
-    """Return, for every pair of ranks, the range from the first to the last column that any row attends to."""
+def _visible_columns(runs: Runs) -> np.ndarray:
+    """Return the first column and the end of the columns that the rows of each rank attend to: int64 (2, ranks, column ranks).
+
+    If no row of a rank attends to a column of another rank, the two numbers have no meaning.
+    """
     by_column_rank = []
     lo, hi = runs.before
     for rank in range(runs.layout.ranks):
@@ -299,8 +310,8 @@ def _visible_columns(runs: Runs) -> list[tuple[range, ...]]:
         visible = first < last if runs.layout.stride == 1 else (first < hi_of_first) | (lo_of_last < last)
         start = runs.reduce(np.minimum, np.where(visible, first, runs.layout.seq_len).min(0))
         stop = runs.reduce(np.maximum, np.where(visible, last, 0).max(0))
-        by_column_rank.append([range(*x) for x in zip(start.tolist(), stop.tolist(), strict=True)])
-    return list(zip(*by_column_rank, strict=True))
+        by_column_rank.append((start, stop))
+    return np.array(by_column_rank).transpose(1, 2, 0)
 
 
 @lru_cache(maxsize=16)

@@ -34,6 +34,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 Need = tuple[tuple[range, ...], ...]  # need[owner][rank] is the range of rows of the owner's block that the rank needs
 
 
@@ -70,6 +72,26 @@ class RankStep(NamedTuple):
     incoming: tuple[Message, ...]
 
 
+class LocalSteps(NamedTuple):
+    """All local steps of a schedule, as arrays of integers with one element per local step."""
+
+    step: np.ndarray  # the step of the schedule
+    rank: np.ndarray
+    owner: np.ndarray
+    start: np.ndarray  # the rows are range(start, stop)
+    stop: np.ndarray
+
+
+class Messages(NamedTuple):
+    """All messages of a schedule, as arrays of integers with one element per message."""
+
+    step: np.ndarray  # the step of the schedule
+    src: np.ndarray
+    dst: np.ndarray
+    is_result: np.ndarray  # 1 for a result, and 0 for a block
+    rows: np.ndarray  # the number of rows
+
+
 @dataclass(frozen=True, eq=False)
 class Schedule:
     """The schedule of one ring pass: the list of steps, in which each step contains the work of all ranks."""
@@ -81,6 +103,18 @@ class Schedule:
     def by_rank(self) -> tuple[tuple[RankStep, ...], ...]:
         """The steps of each rank: by_rank[rank][t] contains the local steps and the messages of `rank` in step t."""
         return tuple(zip(*(_by_rank(step, self.ranks) for step in self.steps), strict=True)) or ((),) * self.ranks
+
+    @cached_property
+    def local_steps(self) -> LocalSteps:
+        """The local steps of all ranks."""
+        rows = [(t, *x[:2], x.rows.start, x.rows.stop) for t, step in enumerate(self.steps) for x in step.local_steps]
+        return LocalSteps(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
+
+    @cached_property
+    def messages(self) -> Messages:
+        """The messages of all ranks."""
+        rows = [(t, x.src, x.dst, x.kind == "result", len(x.rows)) for t, step in enumerate(self.steps) for x in step.messages]
+        return Messages(*np.array(rows, dtype=np.int64).reshape(-1, 5).T)
 
     def last_owner(self, rank: int) -> int | None:
         """Return the owner of the last block that `rank` computes with, or None if `rank` computes nothing."""

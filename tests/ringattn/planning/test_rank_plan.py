@@ -1,5 +1,6 @@
 """Tests of the plan of one rank: local intervals, the choice of a schedule, and preparation for another mask."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +12,8 @@ from ringattn.layout import KINDS
 from ringattn.planning import rank_plan as planning
 from ringattn.planning import workload
 from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, interconnect
-from ringattn.planning.rank_plan import FIRST_SHARE, BlockPair, get_plan, split_points
-from ringattn.planning.schedule import LocalStep
+from ringattn.planning.rank_plan import FIRST_SHARE, BlockPair, get_plan, overlaps, split_points
+from ringattn.planning.schedule import LocalStep, LocalSteps
 from ringattn.planning.workload import (
     HEAD_CHUNK_FLOPS,
     backward_work,
@@ -48,7 +49,7 @@ def test_local_intervals_equal_the_mask(kind: str, ranks: int, documents: list[i
                 local = dense_mask(plan._block_pair("state", LocalStep(key_rank, query_rank, rows)))
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
-                overlap, (rows, columns) = plan.overlaps[query_rank][key_rank], expected.nonzero().T
+                overlap, (rows, columns) = overlaps(mask, layout)[query_rank][key_rank], expected.nonzero().T
                 assert overlap.pairs == expected.sum()
                 assert (list(overlap.queries), list(overlap.keys)) == (span(rows), span(columns))
 
@@ -156,13 +157,12 @@ def test_flops_of_a_local_step_by_hand() -> None:
     plan = get_plan(Mask.full(), Layout.contiguous(8, 2), 0, CPU)
     work = workload.Work("forward", 3, workload.RowBytes(state=(0, 7), kv=(0, 0)), pair_flops=5)
     traffic = FLOPS_PER_HBM_BYTE * 7  # of a state, per row of circulating queries
-    assert plan.flops(work, "kv", LocalStep(0, 1, range(4))) == 3 * 5 * 16
-    assert plan.flops(work, "state", LocalStep(0, 1, range(4))) == 3 * (5 * 16 + 4 * traffic)
-    assert plan.flops(work, "state", LocalStep(0, 1, range(4)), relays=True) == 3 * (5 * 16 + 4 * 3 * traffic)
-    assert plan.flops(work, "state", LocalStep(1, 1, range(4))) == 3 * 5 * 16
-    # A rank's own block is computed in two parts, which count as 40% and 60% of its pairs.
-    assert plan.flops(work, "kv", LocalStep(1, 1, range(3))) == pytest.approx(3 * 5 * 16 * 0.4)
-    assert plan.flops(work, "kv", LocalStep(1, 1, range(3, 4))) == pytest.approx(3 * 5 * 16 * 0.6)
+    # Rank 0 computes with the block of rank 1. Rank 1 computes with its own block, at once and then in two parts, which count
+    # as 40% and 60% of its pairs.
+    steps = LocalSteps(*np.array([[0, 0, 1, 0, 4], [0, 1, 1, 0, 4], [0, 1, 1, 0, 3], [1, 1, 1, 3, 4]]).T)
+    assert plan.flops(work, "kv", steps).tolist() == pytest.approx([3 * 5 * 16 * share for share in (1, 1, 0.4, 0.6)])
+    assert plan.flops(work, "state", steps)[:2].tolist() == [3 * (5 * 16 + 4 * traffic), 3 * 5 * 16]
+    assert plan.flops(work, "state", steps, relays=True)[0] == 3 * (5 * 16 + 4 * 3 * traffic)
 
 
 def test_a_local_step_gets_the_mask_of_its_rows() -> None:
