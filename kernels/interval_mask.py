@@ -8,8 +8,10 @@ A mask is a matrix of queries and keys. Some functions treat a mask and its tran
 and columns instead of queries and keys.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from ringattn.kernels.caching import SharedTensors, check_not_capturing
 # A document counts as long if a bound jumps by at least this many tiles of rows at its end. A tile always ends where a long
 # document ends, whereas shorter documents may share a tile.
 DOCUMENT_JUMP = 4
+ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +145,7 @@ class Intervals:
             num_masked. num_masked is the number of all masked steps, including the prefix. The tiles with the longest loops
             come first. If a batch entry has fewer than T tiles, its part of the table is padded with zeros.
         """
-        # The key must contain all arguments, because `prepare_like` calls this method with the arguments from the key.
+        # The key must contain all arguments, because `prepare` calls this method with the arguments from the key.
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:
             table = self._tiles_on_host(rows, step, split_documents, aligned)
@@ -165,13 +168,25 @@ class Intervals:
         lo, hi = self.host
         return int((lo < hi).sum())
 
-    def prepare_like(self, other: "Intervals") -> None:
-        """Compute all tables for this mask that kernels have already requested from the mask `other` and from its transpose."""
-        for method, *arguments in other._tables:
-            getattr(self, method)(*arguments)
+    def requests(self) -> "TableRequests":
+        """Return which tables kernels have requested from this mask and from its transpose."""
         # A `cached_property` such as `transposed` is in the dictionary of the object only after it has been computed.
-        if "transposed" in vars(other):
-            self.transposed.prepare_like(other.transposed)
+        transposed = self.transposed.requests() if "transposed" in vars(self) else None
+        return TableRequests(tuple(self._tables), transposed)
+
+    def prepare(self, requests: "TableRequests") -> None:
+        """Compute all requested tables."""
+        for method, *arguments in requests.tables:
+            getattr(self, method)(*arguments)
+        if requests.transposed is not None:
+            self.transposed.prepare(requests.transposed)
+
+    def __reduce__(self):
+        # A process that plans ahead sends masks to the training process. Pickling numpy arrays is much faster than pickling
+        # tensors. The copy is on the CPU.
+        tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
+        host = tuple(x.numpy() for x in self.host)
+        return _restore, (host, self.num_keys, self.wait, self.of_keys, tables, vars(self).get("transposed"))
 
     def work_tiles(
         self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None, aligned=False
@@ -232,6 +247,50 @@ class Intervals:
             table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, predecessors)
             self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
+
+
+class TableRequests(NamedTuple):
+    """The tables that kernels have requested from a mask. They do not depend on the bounds of the mask."""
+
+    tables: tuple[tuple, ...]  # the names and the arguments of the methods that computed the tables
+    transposed: "TableRequests | None"  # the tables of the transposed mask; None if it was not used
+
+
+def _restore(
+    host: tuple[np.ndarray, np.ndarray], num_keys: int, wait: bool, of_keys: bool, tables: dict, transposed: Intervals | None
+) -> Intervals:
+    """Create a mask on the CPU from its parts, see `Intervals.__reduce__`."""
+    intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys)
+    intervals._tables.update({key: torch.from_numpy(table) for key, table in tables.items()})
+    if transposed is not None:
+        vars(intervals)["transposed"] = transposed
+    return intervals
+
+
+def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]:
+    """Return copies of masks with all their tables on `device`. There is only one copy from the host to the device."""
+    sides = [side for mask in masks for side in (mask, vars(mask).get("transposed")) if side is not None]
+    tensors = [x for side in sides for x in (*side.host, *side._tables.values())]
+    # Every tensor starts at an aligned address, as if it had an allocation of its own.
+    sizes = [-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in tensors]
+    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    for part, x in zip(flat.split(sizes), tensors, strict=True):
+        part[: x.numel()] = x.flatten()
+    parts = flat.to(device, non_blocking=True).split(sizes)
+    moved = iter([part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)])
+
+    def move(side: Intervals) -> Intervals:
+        copy = Intervals(next(moved), next(moved), side.num_keys, side.host, False, side.of_keys)
+        copy._tables.add(copy.lo)  # all tensors of the copies share the memory of this tensor
+        copy._tables.update({key: next(moved) for key in side._tables})
+        return copy
+
+    copies = []
+    for mask in masks:
+        copies.append(move(mask))
+        if "transposed" in vars(mask):
+            vars(copies[-1])["transposed"] = move(mask.transposed)
+    return copies
 
 
 def transpose(lo: Tensor, hi: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

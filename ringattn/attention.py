@@ -129,7 +129,7 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
             raise ValueError(f"{each_layout} is split: pass layout.whole, which is the layout of the ring")
         check_layout(each_layout, size)
         each_mask.check(each_layout.seq_len)
-    get_plan(mask, layout, rank, device).prepare_as(get_plan(*like, rank, device))
+    get_plan(mask, layout, rank, device).prepare(get_plan(*like, rank, device).requests())
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.Results:

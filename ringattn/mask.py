@@ -69,6 +69,10 @@ class Mask:
         with torch.inference_mode(False), real:  # a mask that is created during evaluation can then be used in training as well
             object.__setattr__(self, "lengths", torch.tensor(lengths, dtype=torch.int64, device="cpu"))
 
+    def __reduce__(self):
+        # The constructor computes the attributes again, which is faster than pickling a tensor.
+        return Mask, (self.is_causal, self.window, self.documents)
+
     @classmethod
     def causal(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
         """Return a mask in which a query attends to the key at its own position and to all keys before its own position.

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.train.config import Config, ConfigError, DataConfig, check
+from ringattn.train.data.loader import mask_of
 from ringattn.train.data.recall import CHANCE, NUM_POSITIONS, check_length, check_vocabulary, evaluation_lengths, grid_batch
 from ringattn.train.inference import Model, apply_overrides, write_table_and_plot
 from ringattn.train.model.loss import CHUNK, IGNORE
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.recall_results import Accuracies, accuracy_table, plot_accuracies
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward, layout_of, mask_of
+from ringattn.train.step import forward, layout_of
 
 # The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
 MIN_DOCUMENTS = 4

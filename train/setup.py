@@ -7,7 +7,7 @@ import gc
 import logging
 import math
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.train import optim, startup
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.config import Config, ConfigError, check
-from ringattn.train.data.batch import Batch
+from ringattn.train.data.loader import Loader, Preparation, start_loader
 from ringattn.train.data.packing import Sequences, load, load_held_out
 from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
@@ -60,10 +60,9 @@ class Run(InferenceRun):
     optimizer: torch.optim.AdamW
     peak_flops: float | None  # the peak FLOP/s of one device, if known
     init_from: Path | None  # the initial weights of a new run; None for random weights
+    loader: Loader  # loads the batches of steps and plans their attention
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
     parent: str | None = None  # the checkpoint of another run from which this run branched
-    # The batches of one step that have already been loaded. The key is the number of sequences that earlier steps consume.
-    prefetched: dict[int, list[Batch]] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
@@ -92,6 +91,8 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
+        # The loader starts first, because its process imports its modules while this process builds the other parts.
+        loader = start_loader(device)
         tokenizer = load_tokenizer(config.data.tokenizer)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -112,6 +113,8 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
     startup.end_part("data")
+    axes = ((axis.get_local_rank(), axis.size()) for axis in (mesh.dp, mesh.ring))
+    loader.begin(Preparation(config, data, *axes, mesh.ulysses.size()))
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
     # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
@@ -129,7 +132,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recompute, model
-    return Run(*parts, data, needed, optimizer, peak_flops, init_from, init_from_changes)
+    return Run(*parts, data, needed, optimizer, peak_flops, init_from, loader, init_from_changes)
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

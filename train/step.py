@@ -1,4 +1,4 @@
-"""Take one optimizer step: load the batches of this rank, choose the layout of their tokens, compute the loss, and update."""
+"""Take one optimizer step: get the batches of this rank and their plans, compute the loss, and update."""
 
 import math
 import time
@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, Mask, balanced_layout, plan_ahead, ulysses_attention
+from ringattn import Layout, Mask, ulysses_attention
+from ringattn.planning.rank_plan import add_plan, get_plan
 from ringattn.train import optim, preemption
 from ringattn.train.config import Config
 from ringattn.train.data.batch import Batch
+from ringattn.train.data.loader import MicroStep, choose_layout
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel import memory
@@ -45,11 +47,10 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
             parameters have been updated.
     """
     start = time.perf_counter()
-    batches = load_batches(run, consumed)
+    micro_steps = run.loader.get(consumed)
     data_wait = time.perf_counter() - start
-    masks = [mask_of(run.config, batch) for batch in batches]
-    num_labels = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
-    totals = torch.tensor([num_labels, sum(map(count_pairs, masks, batches))])
+    num_labels = sum(int((micro_step.batch.labels != IGNORE).sum()) for micro_step in micro_steps)
+    totals = torch.tensor([num_labels, sum(count_pairs(micro_step.mask, micro_step.batch) for micro_step in micro_steps)])
     dist.all_reduce(totals, group=run.mesh.dp.get_group())
     num_labels, num_pairs = totals.tolist()
 
@@ -58,8 +59,10 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     loss_fn = partial(cross_entropy, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=run.compiled)
     # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
     sums = torch.zeros(2, device=run.device)
-    for batch, mask in zip(batches, masks, strict=True):
-        loss = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), loss_fn, training=True)
+    for batch, mask, layout, plan in micro_steps:
+        if plan is not None:
+            add_plan(plan)
+        loss = forward(run, batch, mask, layout, loss_fn, training=True)
         # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
         # backward pass, and would compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
@@ -74,8 +77,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
     # must wait for the GPU.
     if step < run.config.trainer.steps:
-        load_time = prefetch_step(run, consumed + run.sequences_per_step, masks[-1])
-        data_wait += load_time if run.device.type == "cpu" else 0.0  # A GPU computes during this time.
+        data_wait += prefetch_step(run, consumed + run.sequences_per_step, micro_steps[-1])
     loss, num_stopping, grad_norm = torch.cat((sums[:2], grad_norm[None])).tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
@@ -109,52 +111,28 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     return lr
 
 
-def load_batches(run: Run, consumed: int) -> list[Batch]:
-    """Return this rank's batches of one step. Each micro-step has one batch of whole sequences.
-
-    In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a sequence
-    load the same batch.
-    """
-    if consumed not in run.prefetched:
-        size, dp = run.config.trainer.batch_size, run.mesh.dp
-        first = consumed + dp.get_local_rank() * size
-        starts = [first + micro_step * dp.size() * size for micro_step in range(run.config.trainer.accumulate)]
-        run.prefetched = {consumed: [run.data.batch(range(start, start + size)) for start in starts]}
-    return run.prefetched[consumed]
-
-
-def prefetch_step(run: Run, consumed: int, current: Mask) -> float:
-    """Load the batches of the next step, and plan the attention of the next step.
-
-    The CPU does this work while the GPU is still working on the current step.
+def prefetch_step(run: Run, consumed: int, current: MicroStep) -> float:
+    """Fetch the micro-steps of the next step from the loader, and copy their plans to the GPU.
 
     Args:
         run: the run.
         consumed: the number of sequences that all steps before the next step consume.
-        current: the mask of the last micro-step of the current step.
+        current: the last micro-step of the current step.
 
     Returns:
-        The seconds that loading the batches took.
+        The seconds that this took, or 0 if the GPU is still working on the current step.
     """
     start = time.perf_counter()
-    batches = load_batches(run, consumed)
-    load_time = time.perf_counter() - start
-    upcoming = mask_of(run.config, batches[0])
-    layout, current_layout = (layout_of(run.config, run.mesh, mask).whole for mask in (upcoming, current))
-    plan_ahead(upcoming, layout, (current, current_layout), group=run.mesh.ring.get_group(), device=run.device)
-    return load_time
-
-
-def mask_of(config: Config, batch: Batch) -> Mask:
-    """Return the attention mask of a batch. The mask is causal. The settings determine its sliding window and its documents."""
-    return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
+    ring = run.mesh.ring
+    run.loader.learn(get_plan(current.mask, current.layout.whole, ring.get_local_rank(), run.device))
+    run.loader.get(consumed)
+    is_busy = run.device.type == "cuda" and not torch.cuda.current_stream().query()
+    return 0.0 if is_busy else time.perf_counter() - start
 
 
 def layout_of(config: Config, mesh: Mesh, mask: Mask) -> Layout:
     """Return the layout, which assigns the tokens of a sequence to the ranks that share the sequence."""
-    kind, seq_len, ring = config.parallel.layout, config.data.seq_len, mesh.ring.size()
-    whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
-    return whole.split(mesh.ulysses.size())
+    return choose_layout(config, mesh.ring.size(), mesh.ulysses.size(), mask)
 
 
 def count_pairs(mask: Mask, batch: Batch) -> int:

@@ -122,7 +122,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
-    with closing(recorder), closing(profiler), preemption.handle_stop_signals():
+    with closing(recorder), closing(profiler), closing(run.loader), preemption.handle_stop_signals():
         evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
         if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
             # The earlier launch had to stop, and therefore skipped this evaluation.

@@ -6,7 +6,8 @@ in this module only translate these intervals from positions of the sequence int
 
 import logging
 import threading
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.caching import SharedTensors, cached_on_device
-from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.interval_mask import Intervals, copy_to
 from ringattn.layout import Layout
 from ringattn.mask import Mask, intervals_at
 from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, HopCost, Interconnect, hop_costs
@@ -106,20 +107,36 @@ class Plan:
             self._block_pairs[name, schedule] = {x: self._block_pair(name, x) for x in local_steps}
         return self._block_pairs[name, schedule]
 
-    def prepare_as(self, other: "Plan") -> None:
-        """Compute in advance the choices, schedules and kernel tables that the plan `other` contains already.
+    def requests(self) -> "Requests":
+        """Return what calls have requested from this plan."""
+        used = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
+        tables = {key: tuple(x.intervals.requests() for x in pairs.values()) for key, pairs in used if pairs is not None}
+        return Requests(tuple(self._choices), tuple(tables.items()))
+
+    def prepare(self, requests: "Requests") -> None:
+        """Compute in advance everything that calls have requested from another plan.
 
         Future passes then do not wait for the computation of these values.
         """
-        for key in other._choices:
+        for key in requests.choices:
             self.choose_schedule(*key)
-        for (name, *options), schedule in other._schedules.items():
-            if (name, schedule) in other._block_pairs:
-                ours, theirs = self.block_pairs(name, self.schedule(name, *options)), other.block_pairs(name, schedule)
-                # The two plans may have different numbers of local steps, because their masks differ. A local step without a
-                # counterpart in `other` prepares its tables when a pass uses the local step for the first time.
-                for pair, model in zip(ours.values(), theirs.values(), strict=False):
-                    pair.intervals.prepare_like(model.intervals)
+        for (name, *options), tables in requests.schedules:
+            pairs = self.block_pairs(name, self.schedule(name, *options))
+            # The two plans may have different numbers of local steps, because their masks differ. A local step without a
+            # counterpart in the other plan prepares its tables when a pass uses the local step for the first time.
+            for pair, requested in zip(pairs.values(), tables, strict=False):
+                pair.intervals.prepare(requested)
+
+    def to(self, device: torch.device) -> "Plan":
+        """Return a copy of this plan whose intervals and tables are on `device`."""
+        plan = copy(self)
+        masks = iter(copy_to([x.intervals for pairs in self._block_pairs.values() for x in pairs.values()], device))
+        plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
+        plan._block_pairs = {
+            key: {step: replace(pair, intervals=next(masks)) for step, pair in pairs.items()}
+            for key, pairs in self._block_pairs.items()
+        }
+        return plan
 
     def _block_pair(self, name: str, local_step: LocalStep) -> BlockPair:
         resident = local_step.rank, range(self.layout.rows(local_step.rank))
@@ -234,6 +251,13 @@ class Plan:
             f"{work.direction}: {chosen} ring of {self.layout.ranks} ranks over {interconnect.name}; {moved} {route}; "
             f"{reason}; predicted for the busiest rank: {', '.join(costs)}"
         )
+
+
+class Requests(NamedTuple):
+    """What calls have requested from a plan. Calls with the same shapes and options request the same from every plan."""
+
+    choices: tuple[tuple, ...]  # the arguments of `Plan.choose_schedule`
+    schedules: tuple[tuple, ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
 
 
 _logged: set[tuple[str, str]] = set()
@@ -369,6 +393,12 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
         if (rank, device) not in plans:
             plans[rank, device] = Plan(mask, layout, rank, device)
         return plans[rank, device]
+
+
+def add_plan(plan: Plan) -> None:
+    """Let calls use a plan that was computed ahead, unless they already use a plan for the same mask and layout."""
+    with _planning_lock:
+        _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
 
 
 # The cache is small, because each plan holds intervals in the memory of the device. With packed documents, every training step

@@ -99,6 +99,9 @@ class Schedule:
     ranks: int
     steps: tuple[Step, ...]
 
+    def __reduce__(self):
+        return Schedule, (self.ranks, self.steps)  # without the cached properties
+
     @cached_property
     def by_rank(self) -> tuple[tuple[RankStep, ...], ...]:
         """The steps of each rank: by_rank[rank][t] contains the local steps and the messages of `rank` in step t."""

@@ -245,7 +245,7 @@ def test_tables_are_prepared_like_those_of_another_mask():
     used, new = packed([9, 10]), packed([4, 15])
     used.tiles(4, 4)
     used.transposed.work_tiles(8, 4, 1, 2, 1, 3, True, 2)
-    new.prepare_like(used)
+    new.prepare(used.requests())
     assert new._tables.keys() == used._tables.keys()
     assert new.transposed._tables.keys() == used.transposed._tables.keys()
     assert torch.equal(new.tiles(4, 4), packed([4, 15]).tiles(4, 4))

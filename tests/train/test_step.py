@@ -10,10 +10,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ringattn import Mask
-from ringattn.planning import rank_plan
 from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
+from ringattn.train.data.loader import AheadLoader, Loader, mask_of
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
@@ -54,7 +54,7 @@ def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
         groups = [dict(params=[p for p in plain.parameters() if p.ndim == n], weight_decay=w) for n, w in decay]
         optimizer = torch.optim.AdamW(groups, betas=(0.8, 0.9), eps=1e-8)
         for number, lr in enumerate((1.5e-3, 3e-3, 1.65e-3, 3e-4), 1):
-            loss = sum(plain_loss(plain, batch) for batch in step.load_batches(run, 4 * (number - 1))) / 4
+            loss = sum(plain_loss(plain, batch) for batch, *_ in run.loader.get(4 * (number - 1))) / 4
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
@@ -70,29 +70,27 @@ def test_steps_equal_those_of_plain_pytorch(corpus, tmp_path):
             torch.testing.assert_close(parameter.full_tensor(), plain.get_parameter(name), rtol=1e-3, atol=1e-4)
 
 
-def test_next_step_is_prepared_during_the_current_one(corpus, monkeypatch):
-    """The second step neither loads batches nor plans attention, because the first one has done so."""
+def test_next_step_is_loaded_during_the_current_one(corpus, monkeypatch):
+    """The second step loads no batches, because the first one has done so."""
     config = job(corpus, 1)
     config.trainer.steps, config.trainer.accumulate = 2, 1
     with one_rank():
         run = run_setup.build(config)
         step.take_step(run, 1, 0)
-        for module, name in ((rank_plan, "Plan"), (PackedDataset, "batch")):
-            monkeypatch.setattr(module, name, None)
+        monkeypatch.setattr(PackedDataset, "batch", None)
         step.take_step(run, 2, run.sequences_per_step)
 
 
-def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps(monkeypatch):
-    """Two micro-steps of two data-parallel ranks with three sequences each read twelve consecutive sequences."""
-    config = Config()
-    config.trainer.batch_size, config.trainer.accumulate = 3, 2
-    ranges = {}
-    for rank in range(2):
-        dp = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
-        data = SimpleNamespace(batch=list)
-        run = SimpleNamespace(config=config, mesh=SimpleNamespace(dp=dp), data=data, prefetched={})
-        ranges[rank] = step.load_batches(run, consumed=24)
-    assert ranges == {0: [[24, 25, 26], [30, 31, 32]], 1: [[27, 28, 29], [33, 34, 35]]}
+def test_training_with_a_process_has_the_same_losses(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    losses = []
+    for start in (lambda device: Loader(), AheadLoader):
+        monkeypatch.setattr(run_setup, "start_loader", start)
+        config = job(corpus, 1)
+        with one_rank():
+            run = run_setup.build(config)
+            losses.append([step.take_step(run, number, 4 * (number - 1))[0]["loss"] for number in range(1, 7)])
+            run.loader.close()
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
 
 
 @pytest.mark.slow
@@ -138,9 +136,9 @@ def test_mask_uses_the_settings():
     """Documents limit attention only if `data.mask_documents` is true; the window always does."""
     batch = Batch(torch.zeros(1, 4), torch.zeros(1, 4), ((3, 1),))
     config = Config(model=ModelConfig(window=2))
-    assert step.count_pairs(step.mask_of(config, batch), batch) == 1 + 2 + 2 + 1
+    assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 1
     config.data.mask_documents = False
-    assert step.count_pairs(step.mask_of(config, batch), batch) == 1 + 2 + 2 + 2
+    assert step.count_pairs(mask_of(config, batch), batch) == 1 + 2 + 2 + 2
 
 
 def test_pairs_are_counted_for_every_sequence():

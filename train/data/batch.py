@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -20,3 +21,11 @@ class Batch:
     tokens: torch.Tensor
     labels: torch.Tensor
     documents: tuple[tuple[int, ...], ...]
+
+    def __reduce__(self):
+        # Pickling numpy arrays is much faster than pickling tensors.
+        return Batch._of_arrays, (self.tokens.numpy(), self.labels.numpy(), self.documents)
+
+    @staticmethod
+    def _of_arrays(tokens: np.ndarray, labels: np.ndarray, documents: tuple[tuple[int, ...], ...]) -> "Batch":
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), documents)

@@ -203,8 +203,8 @@ def test_heads_are_processed_in_chunks_if_a_call_is_long() -> None:
             assert plan.head_chunks_for_memory(q, k, k) == wanted
 
 
-def test_prepare_as_computes_everything_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prepare_as, a plan answers the same requests as the earlier plan without computing anything."""
+def test_prepare_computes_everything_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After prepare, a plan answers the same requests as the earlier plan without computing anything."""
     q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
     plans = []
     for documents in ([700, 1348], [100, 1900, 48]):
@@ -220,8 +220,8 @@ def test_prepare_as_computes_everything_in_advance(monkeypatch: pytest.MonkeyPat
         return tables + [block.intervals.transposed.work_tiles(128, 64, 1, 4, 1, 8, True, 1) for block in backward]
 
     request(plans[0])
-    plans[1].prepare_as(plans[0])
-    plans[0].prepare_as(plans[0])
+    plans[1].prepare(plans[0].requests())
+    plans[0].prepare(plans[0].requests())
     for module, name in (
         (planning, "hop_costs"),
         (planning, "build_schedule"),

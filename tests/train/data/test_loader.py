@@ -1,0 +1,197 @@
+"""Tests of the loader: which sequences a step reads, and that plans computed ahead equal plans computed on demand."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringattn import Layout, Mask
+from ringattn.planning.cost_model import interconnect
+from ringattn.planning.rank_plan import Plan
+from ringattn.planning.workload import backward_work, forward_work
+from ringattn.train.config import Config, DataConfig, ParallelConfig
+from ringattn.train.data import loader
+from ringattn.train.data.batch import Batch
+from ringattn.train.data.loader import AheadLoader, Loader, LoaderFailed, Preparation
+from tests.ringattn.test_runs import random_layout, random_mask
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+
+
+class Numbers:
+    """A source of sequences that consist of the number of the sequence, with random documents."""
+
+    def __init__(self, seq_len: int, failing: int | None = None) -> None:
+        self.seq_len, self.failing = seq_len, failing
+
+    def batch(self, indices: range) -> Batch:
+        """See `PackedDataset.batch`."""
+        if self.failing in indices:
+            raise OSError(f"sequence {self.failing} cannot be read")
+        cuts = [sorted(random.Random(i).sample(range(1, self.seq_len), 5)) for i in indices]
+        tokens = torch.tensor(indices)[:, None].expand(-1, self.seq_len).contiguous()
+        return Batch(tokens, tokens + 1, tuple(tuple(np.diff([0, *x, self.seq_len]).tolist()) for x in cuts))
+
+
+def preparation(seq_len: int, failing: int | None = None, dp: tuple[int, int] = (0, 1)) -> Preparation:
+    """Two micro-steps of two sequences each, for rank 1 of a ring of 2 x 2 ranks."""
+    config = Config(data=DataConfig(seq_len=seq_len), parallel=ParallelConfig(layout="auto"))
+    config.trainer.batch_size, config.trainer.accumulate = 2, 2
+    return Preparation(config, Numbers(seq_len, failing), dp, ring=(1, 2), ulysses=2)
+
+
+def use(plan: Plan, batch: int) -> None:
+    """Request from a plan what the kernels of a GPU request in the forward pass and in the backward pass of a call."""
+    q = torch.empty(batch, plan.layout.rows(plan.rank), 4, 64, dtype=torch.bfloat16, device="meta")
+    for work, results in ((forward_work(q, q, q), False), (backward_work(q, q, q), True)):
+        name = plan.choose_schedule("auto", work, interconnect("nvlink"))
+        for pair in plan.block_pairs(name, plan.schedule(name, results or name == "state", all_pairs=True)).values():
+            if work.direction == "forward":
+                pair.intervals.work_tiles(128, 64, batch, 4, 1, 8)
+            else:
+                pair.intervals.transposed.work_tiles(128, 64, batch, 4, 1, 8, True, 1)
+                pair.intervals.transposed.ordered_work_tiles(128, 64, batch, 4, 1, 8, 1)
+
+
+def contents(plan: Plan) -> Counter[str]:
+    """Return everything that a plan contains, as texts. A plan that was computed ahead may contain unused schedules as well."""
+    found = [plan.mask, plan.layout, plan.rank, plan.pairs, plan._choices]
+    for (name, *options), schedule in plan._schedules.items():
+        found += [name, options, schedule.ranks, schedule.steps]
+        for local_step, pair in plan._block_pairs.get((name, schedule), {}).items():
+            found += [local_step, pair.sides, pair.layout]
+            for side in (pair.intervals, pair.intervals.transposed):
+                found += [side.num_keys, side.of_keys, *(x.tolist() for x in (side.lo, side.hi, *side.host))]
+                found += [(key, table.dtype, table.tolist()) for key, table in side._tables.items()]
+    return Counter(map(str, found))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 400), st.integers(1, 8))
+@settings(max_examples=25)
+def test_a_plan_that_is_sent_equals_the_plan(seed: int, seq_len: int, ranks: int) -> None:
+    """For masks and layouts of all kinds. The first plan says what is requested, and the second plan is computed ahead."""
+    generator = random.Random(seed)
+    layout = random_layout(generator, seq_len, ranks)
+    rank = generator.randrange(layout.ranks)
+    used = Plan(random_mask(generator, seq_len), layout, rank, CPU)
+    use(used, 3)
+    mask = random_mask(generator, seq_len)
+    ahead, on_demand = (Plan(mask, layout, rank, CPU) for _ in range(2))
+    ahead.prepare(used.requests())
+    received = loader._decode(bytearray(loader._encode(ahead))).to(CPU)
+    # What was not requested ahead is computed on demand.
+    use(received, 3)
+    use(on_demand, 3)
+    assert contents(on_demand) <= contents(received)
+
+
+def test_a_copy_of_a_plan_is_aligned() -> None:
+    """All tensors share one allocation, and start at multiples of 256 bytes, which kernels are compiled for."""
+    plan = Plan(Mask.causal(documents=[100, 33, 68]), Layout.contiguous(201, 3), 2, CPU)
+    use(plan, 1)
+    (pairs, *_) = plan.to(CPU)._block_pairs.values()
+    tensors = [x for pair in pairs.values() for x in (pair.intervals.lo, pair.intervals.hi, *pair.intervals._tables.values())]
+    assert len({x.untyped_storage().data_ptr() for x in tensors}) == 1
+    assert len(tensors) > 4 and all(x.is_contiguous() and 4 * x.storage_offset() % 256 == 0 for x in tensors)
+
+
+def test_a_process_prepares_the_same_steps() -> None:
+    """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead."""
+    (inline, ahead), config = (Loader(), AheadLoader(CPU)), preparation(seq_len=5000)
+    for each in (inline, ahead):
+        each.begin(config)
+    planned = []
+    for consumed in (0, 4, 8, 12, 16, 20, 100, 104):
+        expected, found = inline.get(consumed), ahead.get(consumed)
+        assert found is ahead.get(consumed) and len(found) == 2
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a.batch.tokens, b.batch.tokens) and torch.equal(a.batch.labels, b.batch.labels)
+            assert (a.batch.documents, a.mask, a.layout) == (b.batch.documents, b.mask, b.layout)
+            on_demand = Plan(a.mask, a.layout.whole, 1, CPU)
+            use(on_demand, 2)
+            if b.plan is not None:
+                assert contents(on_demand) <= contents(b.plan)
+        planned.append(found[0].plan is not None)
+        ahead.learn(on_demand)
+    assert planned == [False] * 4 + [True] * 4
+    ahead.close()
+
+
+def test_the_error_of_a_process_reaches_the_trainer() -> None:
+    ahead = AheadLoader(CPU)
+    ahead.begin(preparation(seq_len=64, failing=6))
+    ahead.get(0)
+    with pytest.raises(LoaderFailed, match="^the loader process failed: OSError: sequence 6 cannot be read$"):
+        ahead.get(4)
+    ahead.close()
+    assert ahead._process.poll() is not None
+
+
+def test_the_end_of_a_process_reaches_the_trainer() -> None:
+    ahead = AheadLoader(CPU)
+    ahead.begin(preparation(seq_len=64))
+    ahead.get(0)
+    ahead._process.kill()
+    ahead._process.wait()
+    with pytest.raises(LoaderFailed, match="the loader process ended with exit status -9"):
+        for consumed in range(4, 100, 4):
+            ahead.get(consumed)
+
+
+TRAINER = """
+import os, sys, time, torch
+from ringattn.train.data.loader import AheadLoader
+ahead = AheadLoader(torch.device("cpu"))
+if "inherit" in sys.argv and os.fork() == 0:  # this child inherits the input of the loader process
+    time.sleep(30)
+print(ahead._process.pid, flush=True)
+if "end" in sys.argv:
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("action", ("kill", "inherit", "end"))
+def test_the_process_ends_with_the_trainer(action: str) -> None:
+    """The training process is killed, or exits without any cleanup."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", TRAINER, action]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as trainer:
+        pid = int(trainer.stdout.readline())
+        time.sleep(0 if action == "end" else 2)  # The loader process has asked to be killed.
+        trainer.kill()
+        trainer.wait()
+        deadline = time.monotonic() + 20
+        while is_running(pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        running = is_running(pid)
+        os.killpg(trainer.pid, signal.SIGKILL) if action == "inherit" else None
+    assert not running
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_sequences_of_a_step_are_assigned_to_ranks_without_gaps() -> None:
+    """Two micro-steps of two data-parallel ranks with two sequences each read eight consecutive sequences."""
+    numbers = {
+        rank: [batch.tokens[:, 0].tolist() for batch in preparation(seq_len=64, dp=(rank, 2)).batches(consumed=24)]
+        for rank in range(2)
+    }
+    assert numbers == {0: [[24, 25], [28, 29]], 1: [[26, 27], [30, 31]]}

@@ -1,0 +1,302 @@
+"""Load the batches of training steps and plan their attention before the steps need them.
+
+With packed documents, every step has a new mask. On a GPU run, each rank therefore starts a loader process, which reads the
+sequences of the next steps, packs them, and plans their attention: the layout, the schedules, and the tables of the kernels.
+The training process only receives the results and copies them to the GPU. The training process and the loader process do not
+share Python's lock, so planning does not delay the launch of kernels.
+
+    training process                                    loader process
+    request(consumed) of the next AHEAD steps   ->      Preparation.prepare
+    list of MicroStep                           <-
+
+On CPUs, the loader process would only take time away from training. There, `Loader` prepares a step in the training process.
+
+The loader process ends when its input is closed. The kernel closes the input when the training process ends for any reason, so
+the loader process never outlives it.
+"""
+
+import os
+import pickle
+import queue
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from ringattn import Layout, Mask, balanced_layout
+from ringattn.planning.rank_plan import Plan, Requests
+from ringattn.train.config import Config
+from ringattn.train.data.batch import Batch
+
+ROOT = str(Path(__file__).resolve().parents[2])  # the folder from which the package `ringattn` is imported
+# Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
+# if another child of the training process has inherited the input. The call comes before the imports, which take seconds.
+START = f"""
+import ctypes, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)
+from {__name__} import run_loader_process
+run_loader_process()
+"""
+AHEAD = 3  # number of steps that are prepared in advance; each of them needs host memory for its batches and its plan
+
+
+class LoaderFailed(RuntimeError):
+    """The loader process raised an error or has ended."""
+
+
+class MicroStep(NamedTuple):
+    """One micro-step of one rank. `plan` is None if attention is planned when it is called."""
+
+    batch: Batch
+    mask: Mask
+    layout: Layout
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Everything that determines the micro-steps of a rank.
+
+    Attributes:
+        config: the settings.
+        data: the training sequences.
+        dp, ring: (index of this rank, number of ranks) along these axes of the mesh.
+        ulysses: the number of ranks per all-to-all.
+    """
+
+    config: Config
+    data: Any  # a `packing.Sequences`
+    dp: tuple[int, int]
+    ring: tuple[int, int]
+    ulysses: int
+
+    @property
+    def sequences_per_step(self) -> int:
+        """The number of sequences that all ranks together consume in one step."""
+        return self.dp[1] * self.config.trainer.accumulate * self.config.trainer.batch_size
+
+    def batches(self, consumed: int) -> list[Batch]:
+        """Return this rank's batches of one step. Each micro-step has one batch of whole sequences.
+
+        In each micro-step, every data-parallel rank takes the next `trainer.batch_size` sequences. The ranks that share a
+        sequence load the same batch.
+
+        Args:
+            consumed: the number of sequences that earlier steps consume.
+        """
+        (index, ranks), trainer = self.dp, self.config.trainer
+        starts = [consumed + (index + step * ranks) * trainer.batch_size for step in range(trainer.accumulate)]
+        return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
+
+    def prepare(self, consumed: int, requests: Requests | None = None) -> list[MicroStep]:
+        """Return the micro-steps of one step. With `requests`, the attention of masks with documents is planned.
+
+        A mask without documents is the same in all steps, so the first step has planned it for all others.
+        """
+        micro_steps = []
+        for batch in self.batches(consumed):
+            mask = mask_of(self.config, batch)
+            layout = choose_layout(self.config, self.ring[1], self.ulysses, mask)
+            plan = None
+            if requests is not None and mask.documents is not None:
+                plan = Plan(mask, layout.whole, self.ring[0], torch.device("cpu"))
+                plan.prepare(requests)
+            micro_steps.append(MicroStep(batch, mask, layout, plan))
+        return micro_steps
+
+
+def mask_of(config: Config, batch: Batch) -> Mask:
+    """Return the attention mask of a batch. The mask is causal. The settings determine its sliding window and its documents."""
+    return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
+
+
+def choose_layout(config: Config, ring: int, ulysses: int, mask: Mask) -> Layout:
+    """Return the layout of a sequence over a ring of `ring` ranks, split among the `ulysses` ranks of an all-to-all."""
+    kind, seq_len = config.parallel.layout, config.data.seq_len
+    whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
+    return whole.split(ulysses)
+
+
+class Loader:
+    """Prepare each step when it is needed, in this process."""
+
+    def __init__(self) -> None:
+        self._preparation: Preparation | None = None
+        self._ready: tuple[int | None, list[MicroStep]] = None, []
+
+    def begin(self, preparation: Preparation) -> None:
+        """Say how steps are prepared. This must happen before the first call of `get`."""
+        self._preparation = preparation
+
+    def get(self, consumed: int) -> list[MicroStep]:
+        """Return the micro-steps of the step before which `consumed` sequences are consumed.
+
+        A second call with the same number returns the same micro-steps. A call in advance therefore prepares the next step.
+
+        Raises:
+            LoaderFailed: the loader process failed.
+        """
+        if self._ready[0] != consumed:
+            self._ready = consumed, self._load(consumed)
+        return self._ready[1]
+
+    def learn(self, plan: Plan) -> None:
+        """Learn from the plan of a step that has run which schedules and tables the next steps will need."""
+
+    def close(self) -> None:
+        """End the loader process, if there is one."""
+
+    def _load(self, consumed: int) -> list[MicroStep]:
+        return self._preparation.prepare(consumed)
+
+
+class AheadLoader(Loader):
+    """Prepare the next steps in another process. The process starts at once and imports its modules in the background."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device, self._requests = device, None
+        self._pending: deque[int] = deque()  # the steps that the process prepares, in order
+        # The process never uses a GPU, and one thread is enough for its small arrays. It must find the package at the same path
+        # as this process, but must not import modules from the current directory.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        command = [sys.executable, "-c", START]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        # A thread receives the messages, so that the process need not wait for the training process. The thread waits without
+        # Python's lock.
+        self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        threading.Thread(target=_receive_all, args=(self._process.stdout, self._received), daemon=True).start()
+        # The finalizer also runs if an error ends the job before `close` is called.
+        self._end = weakref.finalize(self, _end, self._process)
+
+    def begin(self, preparation: Preparation) -> None:
+        """See `Loader.begin`."""
+        super().begin(preparation)
+        self._send(preparation)
+
+    def learn(self, plan: Plan) -> None:
+        """See `Loader.learn`."""
+        self._requests = plan.requests()
+
+    def close(self) -> None:
+        """End the loader process."""
+        self._end()
+
+    def _load(self, consumed: int) -> list[MicroStep]:
+        # All requested steps are dropped if this step does not follow the previous one.
+        while self._pending and self._pending[0] != consumed:
+            self._receive()
+        while len(self._pending) <= AHEAD:
+            step = self._pending[-1] + self._preparation.sequences_per_step if self._pending else consumed
+            self._pending.append(step)
+            self._send((step, self._requests))
+        return [step._replace(plan=step.plan and step.plan.to(self._device)) for step in self._receive()]
+
+    def _send(self, message: Any) -> None:
+        try:
+            _write(self._process.stdin, message)
+        except OSError:  # The process has ended.
+            self._receive()
+
+    def _receive(self) -> list[MicroStep]:
+        if (data := self._received.get()) is None:
+            raise LoaderFailed(f"the loader process ended with exit status {self._process.wait()}")
+        if isinstance(message := _decode(data), str):
+            raise LoaderFailed(f"the loader process failed: {message}")
+        self._pending.popleft()
+        return message
+
+
+def start_loader(device: torch.device) -> Loader:
+    """Return the loader of a run on `device`. On a GPU, it starts a process."""
+    return AheadLoader(device) if device.type == "cuda" else Loader()
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.kill()
+    process.wait()
+    with suppress(BrokenPipeError):  # A request may still be in the buffer.
+        process.stdin.close()
+
+
+# A message is a pickle, followed by the memory of its arrays, which is not copied into the pickle. The header of a message
+# contains the sizes of these parts.
+def _encode(message: Any) -> bytes:
+    buffers: list[pickle.PickleBuffer] = []
+    parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]
+    return b"".join((struct.pack(f"<{1 + len(parts)}q", len(parts), *map(len, parts)), *parts))
+
+
+def _write(file: BinaryIO, message: Any) -> None:
+    data = _encode(message)
+    file.write(struct.pack("<q", len(data)))
+    file.write(data)
+    file.flush()
+
+
+def _read(file: BinaryIO) -> bytearray | None:
+    """Read the parts of a message. Return None at the end of the file."""
+    data = file.read(8)
+    if len(data) < 8:
+        return None
+    message = bytearray(struct.unpack("<q", data)[0])
+    view = memoryview(message)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            return None
+        view = view[count:]
+    return message
+
+
+def _decode(data: bytearray) -> Any:
+    """Return the message. Its arrays use the memory of `data`."""
+    view = memoryview(data)
+    (count,) = struct.unpack_from("<q", view)
+    start, parts = 8 * (1 + count), []
+    for size in struct.unpack_from(f"<{count}q", view, 8):
+        parts.append(view[start : start + size])
+        start += size
+    return pickle.loads(parts[0], buffers=parts[1:])
+
+
+def _receive_all(file: BinaryIO, received: queue.SimpleQueue) -> None:
+    while (data := _read(file)) is not None:
+        received.put(data)
+    received.put(None)
+
+
+def run_loader_process() -> None:
+    """Prepare the steps that the training process requests, until the input ends."""
+    # Ctrl-C and SIGTERM of a cluster also reach this process, but the training process completes its step first.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    # Only messages may be written to the standard output, so anything that is printed goes to the standard error.
+    output = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    preparation = None
+    while (data := _read(sys.stdin.buffer)) is not None:
+        message = _decode(data)
+        if isinstance(message, Preparation):
+            preparation = message
+            continue
+        try:
+            steps = preparation.prepare(*message)
+        except Exception as error:
+            steps = f"{type(error).__name__}: {error}"
+        try:
+            _write(output, steps)
+        except BrokenPipeError:
+            return
