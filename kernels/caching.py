@@ -10,7 +10,7 @@ no values before the first replay, so no cache may keep it.
 """
 
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from functools import lru_cache, wraps
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -106,6 +106,11 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
     def __setitem__(self, key: Hashable, value: Tensor | tuple[Tensor | None, ...]) -> None:
         self.add(*(value if isinstance(value, tuple) else (value,)))
         super().__setitem__(key, value)
+
+    def update(self, values: Mapping[Hashable, Tensor]) -> None:
+        """Store several tensors at once. This is faster than storing each of them, because only one event is recorded."""
+        self.add(*values.values())
+        super().update(values)
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)

@@ -51,6 +51,9 @@ class Intervals:
     # A key of this dictionary is the name of the method that computed the table, followed by the method's arguments.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self._tables.add(self.lo, self.hi)
+
     @classmethod
     def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
         """Create the mask with these bounds, for kernels on `device`.
@@ -79,9 +82,7 @@ class Intervals:
         cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, wait: bool, of_keys: bool = False
     ) -> "Intervals":
         host = tuple(x.to(torch.int32).contiguous() for x in host)
-        intervals = cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
-        intervals._tables.add(intervals.lo, intervals.hi)
-        return intervals
+        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:

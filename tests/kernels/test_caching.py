@@ -113,11 +113,12 @@ def test_a_cache_of_one_stream_never_waits(gpu, monkeypatch):
 def test_another_stream_waits_once(gpu):
     tensors = SharedTensors()
     tensors["x"] = torch.ones(1)
+    tensors.update({"y": torch.ones(1)})
     tensors.add(added := torch.ones(1))
     for _ in range(3):
-        x = gpu.run_on(1, lambda: tensors["x"])
+        x, y = gpu.run_on(1, lambda: (tensors["x"], tensors["y"]))
     stream = gpu.streams[1]
-    assert stream.num_waits == 1 and stream.may_read(x) and stream.may_read(added)
+    assert stream.num_waits == 1 and all(map(stream.may_read, (x, y, added)))
     assert not gpu.streams[2].may_read(x)
     gpu.run_on(2, tensors.use)
     assert gpu.streams[2].may_read(x) and gpu.streams[2].may_read(added)
