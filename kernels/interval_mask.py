@@ -282,7 +282,6 @@ def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]
 
     def move(side: Intervals) -> Intervals:
         copy = Intervals(next(moved), next(moved), side.num_keys, side.host, False, side.of_keys)
-        copy._tables.add(copy.lo)  # all tensors of the copies share the memory of this tensor
         copy._tables.update({key: next(moved) for key in side._tables})
         return copy
 

@@ -10,6 +10,7 @@ from ringattn.train import setup, step
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
 from ringattn.train.model.gpt import Block
 from ringattn.train.parallel import graphs
+from ringattn.train.parallel.mesh import MeshShape
 from tests.train.jobs import job, one_rank
 
 CUDA = torch.device("cuda", 0)
@@ -17,7 +18,7 @@ DEFAULT = ModelConfig(layers=4, dim=1024, heads=8, kv_heads=8, ffn_dim=2816, qk_
 
 
 def uses(tokens: int, ranks: int, wanted: bool | None = None, device: torch.device = CUDA, compiled: bool = True) -> bool:
-    mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: ranks))
+    mesh = SimpleNamespace(shape=MeshShape(dp=1, ring=ranks, ulysses=1))
     config = Config(model=DEFAULT, data=DataConfig(seq_len=tokens), trainer=TrainerConfig(cuda_graphs=wanted, batch_size=1))
     return graphs.uses_graphs(config, mesh, device, compiled)
 
