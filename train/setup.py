@@ -104,7 +104,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     recompute, needed = broadcast_object(chosen)
     with sync_errors():
         memory.check(needed, device)
-        graphed = uses_graphs(config, mesh, device, compiled and not recompute)
+        graphed = uses_graphs(config, mesh.shape, device, compiled and not recompute)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until

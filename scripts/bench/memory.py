@@ -25,9 +25,25 @@ from scripts.bench.training import find_reason
 from scripts.tables import markdown_table
 
 CASES = (
-    *("52m 32768 1", "52m 131072 1", "124m 32768 1", "124m 131072 1", "124m 262144 1", "350m 65536 1", "1.4b 16384 1"),
+    *(
+        "52m 16384 1",
+        "52m 32768 1",
+        "52m 131072 1",
+        "124m 32768 1",
+        "124m 131072 1",
+        "124m 262144 1",
+        "350m 65536 1",
+        "1.4b 16384 1",
+    ),
     *("124m 32768 1 parallel.activation_checkpointing=true", "124m 32768 1 trainer.accumulate=2"),
-    *("52m 65536 2", "52m 65536 2 parallel.ring=1", "124m 131072 2", "1.4b 65536 2", "1.4b 65536 2 parallel.ulysses=2"),
+    *(
+        "52m 32768 2",
+        "52m 65536 2",
+        "52m 65536 2 parallel.ring=1",
+        "124m 131072 2",
+        "1.4b 65536 2",
+        "1.4b 65536 2 parallel.ulysses=2",
+    ),
     *("1.4b 131072 2 parallel.activation_checkpointing=true", "qwen3-0.6b 65536 2", "8b 16384 2"),
     *("52m 131072 4", "1.4b 131072 4", "8b 32768 4", "8b 131072 4"),
 )

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.model.gpt import GPT, Block
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import Mesh
+from ringattn.train.parallel.mesh import MeshShape
 
 # If one block has fewer FLOPs than this in its matrix products, the host limits its speed. On an H100, these FLOPs take 1 ms.
 MAX_BLOCK_FLOPS = 6e11
@@ -23,12 +23,12 @@ MAX_BLOCK_FLOPS = 6e11
 AFTER = ("output", "ffn_norm", "gate", "up", "down")
 
 
-def uses_graphs(config: Config, mesh: Mesh, device: torch.device, compiled: bool) -> bool:
+def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool) -> bool:
     """Return the value of `trainer.cuda_graphs`. If this setting is None, return whether the host would limit the speed.
 
     Args:
         config: the settings of the run.
-        mesh: the mesh of all ranks.
+        shape: the numbers of ranks.
         device: the device of this rank.
         compiled: whether the blocks are compiled and are not recomputed in the backward pass.
 
@@ -43,7 +43,7 @@ def uses_graphs(config: Config, mesh: Mesh, device: torch.device, compiled: bool
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
-    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, mesh.shape)
+    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
     return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
 
 

@@ -18,6 +18,7 @@ from ringattn.train.config import Config, ConfigError
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel import memory
+from ringattn.train.parallel.graphs import uses_graphs
 from ringattn.train.parallel.mesh import MeshShape
 
 # The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
@@ -49,11 +50,11 @@ OPTIMIZER_BYTES = 40
 # Bytes per second of FSDP's collectives inside a host. They take 40 ms for 1.44B on two H200s.
 COLLECTIVE_BYTES_PER_S = 144e9
 
-# Seconds of the host of a rank. They were fitted to the default model on four H200s without documents, before the time of the
-# host was reduced: 44 ms per step with a ring of four, and 46 ms with Ulysses over four.
+# Seconds of the host of a rank, from profiles of the default model on H100s and H200s. They differ between hosts.
 HOST_STEP = 4e-3  # a step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
-HOST_BLOCK = 2.6e-3  # the four compiled regions of a block
+HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
+HOST_GRAPHED_BLOCK = 0.4e-3  # the same, replayed from CUDA graphs
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 
@@ -133,10 +134,12 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     # The first gather and the last reduction do not overlap with computation.
     exposed = per_byte * (size + 4) * vocab
 
-    groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16)) + 1
+    groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
-    host = groups * HOST_GROUP
-    host += model.layers * (HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0))
+    graphed = uses_graphs(config, shape, machine.device, machine.compiled and not recompute)
+    block = (HOST_GRAPHED_BLOCK if graphed else HOST_BLOCK) + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
+    # If there are several groups, the parameters outside the blocks are a further group.
+    host = (groups + (groups > 1)) * HOST_GROUP + model.layers * block
 
     micro_step = max(max(compute, collectives) + exposed, host)
     optimizer = OPTIMIZER_BYTES * (vocab + blocks) / machine.ranks / gpu.memory

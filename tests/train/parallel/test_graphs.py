@@ -1,7 +1,5 @@
 """Blocks that are replayed from CUDA graphs: when graphs are used, and that the results stay the same."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,9 +16,8 @@ DEFAULT = ModelConfig(layers=4, dim=1024, heads=8, kv_heads=8, ffn_dim=2816, qk_
 
 
 def uses(tokens: int, ranks: int, wanted: bool | None = None, device: torch.device = CUDA, compiled: bool = True) -> bool:
-    mesh = SimpleNamespace(shape=MeshShape(dp=1, ring=ranks, ulysses=1))
     config = Config(model=DEFAULT, data=DataConfig(seq_len=tokens), trainer=TrainerConfig(cuda_graphs=wanted, batch_size=1))
-    return graphs.uses_graphs(config, mesh, device, compiled)
+    return graphs.uses_graphs(config, MeshShape(1, ranks, 1), device, compiled)
 
 
 def test_only_short_shards_use_graphs():
