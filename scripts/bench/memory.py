@@ -11,7 +11,6 @@ README.md to --output.
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -71,8 +70,7 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
 def measure(case: str, steps: int) -> Row:
     """Run one job, and return its summary and its predicted seconds. If it fails, return its error message as "failed"."""
     with tempfile.TemporaryDirectory() as directory:
-        path = os.pathsep.join(filter(None, (str(command.ROOT), os.environ.get("PYTHONPATH"))))
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        environment = command.child_environment(PYTHONUNBUFFERED="1")
         arguments = job_command(case, steps, Path(directory) / "run")
         done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, env=environment)
         summary = Path(directory) / "run" / "summary.json"

@@ -7,12 +7,13 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from ringattn.train import optim
 from ringattn.train.config import Config, ConfigError, ModelConfig, check
 from ringattn.train.model.gpt import GPT
 from ringattn.train.run import CONFIGS, to_config
-from ringattn.train.token_budget import resolve_token_budget
+from ringattn.train.token_budget import by_ranks, resolve_token_budget
 
 
 def changed(**changes) -> Config:
@@ -27,6 +28,7 @@ def changed(**changes) -> Config:
 def composed(*overrides: str) -> Config:
     """The settings that Hydra composes from the YAML files and the overrides."""
     ConfigStore.instance().store(name="schema", node=Config)
+    OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return to_config(compose("train", ["name=a", *overrides]))
 

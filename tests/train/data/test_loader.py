@@ -23,10 +23,10 @@ from ringattn.train.config import Config, DataConfig, ParallelConfig
 from ringattn.train.data import loader
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.loader import AheadLoader, Loader, LoaderFailed, Preparation
+from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).parents[3]
 
 
 class Numbers:
@@ -165,9 +165,8 @@ time.sleep(60)
 @pytest.mark.parametrize("action", ("kill", "inherit", "end"))
 def test_the_process_ends_with_the_trainer(action: str) -> None:
     """The training process is killed, or exits without any cleanup."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", TRAINER, action]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as trainer:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=child_environment(), start_new_session=True) as trainer:
         pid = int(trainer.stdout.readline())
         time.sleep(0 if action == "end" else 2)  # The loader process has asked to be killed.
         trainer.kill()
