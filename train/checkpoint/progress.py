@@ -41,14 +41,15 @@ def show_progress(
     start, is_done = time.monotonic(), threading.Event()
 
     def watch() -> None:
-        shown, has_warned = start, if_killed is None
+        shown, done, has_warned = start, 0.0, if_killed is None
         while not is_done.wait(POLL_S):
             seconds = time.monotonic() - start
             if not has_warned and preemption.stop_requested(None):
                 has_warned = True
                 log.warning(f"{'signal':<12}{path} is incomplete, and torchrun kills its ranks after 30 s: {if_killed()}")
             if start + seconds - shown >= INTERVAL_S:
-                shown, done = start + seconds, min(fraction(), 1.0) * size
+                # At the end of a save, its folder is renamed, and `fraction` returns 0.
+                shown, done = start + seconds, max(min(fraction(), 1.0) * size, done)
                 rate = f"{format_size(done / seconds)}/s"
                 log.info(f"{verbs[0]:<12}{path}: {format_size(done)} of {format_size(size)} after {seconds:.0f} s, {rate}")
 
