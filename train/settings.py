@@ -30,9 +30,10 @@ def resolve_settings(
     If `trainer.init_from` of a new run names the folder of a Hugging Face model, the settings of the model and the tokenizer
     come from this folder. In both cases, the command line has precedence. An override such as `optim.lr=1e-4` sets one setting,
     and the choice of a file such as `optim=wsd` sets all settings of the group. If the command line chooses an experiment or a
-    recipe, the settings that Hydra has composed replace all others. Only the number of steps is kept, unless the command line
-    sets it. On the command line, `trainer.steps` replaces an earlier `trainer.total_tokens`, `trainer.accumulate` replaces an
-    earlier `trainer.tokens_per_step`, and `parallel.ring` or `parallel.ulysses` replaces an earlier `parallel.mesh=fastest`.
+    recipe, the settings that Hydra has composed replace all others. Only the number of steps and, without an experiment, the
+    sequence length are kept, unless the command line sets them. On the command line, `trainer.steps` replaces an earlier
+    `trainer.total_tokens`, `trainer.accumulate` replaces an earlier `trainer.tokens_per_step`, and `parallel.ring` or
+    `parallel.ulysses` replaces an earlier `parallel.mesh=fastest`.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
@@ -107,6 +108,9 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
     config.name, config.trainer.resume = composed.name, composed.trainer.resume
     if not given & {"trainer.steps", "trainer.total_tokens"}:
         config.trainer.steps, config.trainer.total_tokens = saved.trainer.steps, saved.trainer.total_tokens
+    if not given & {"data.seq_len", "experiment"}:
+        # The length that a recipe sets depends on the number of ranks, which may have changed.
+        config.data.seq_len = saved.data.seq_len
     for derived, source in SOURCES.items():
         if f"trainer.{derived}" in given and f"trainer.{source}" not in given:
             setattr(config.trainer, source, None)

@@ -75,10 +75,26 @@ def test_the_choice_of_a_file_sets_the_whole_group(directory):
 
 @pytest.mark.parametrize("override", ["experiment=124m-64k", "+experiment=x", "recipe=gpu"])
 def test_an_experiment_or_recipe_defines_all_settings_but_the_steps(override, directory):
-    composed = config_with(data__seq_len=64, trainer__steps=900)
+    composed = config_with(data__seed=64, trainer__steps=900)
     config = resolve_settings(composed, [override], directory)
-    assert (config.data.seq_len, config.trainer.seed, config.trainer.steps) == (64, 0, 30)
+    assert (config.data.seed, config.trainer.seed, config.trainer.steps) == (64, 0, 30)
     assert resolve_settings(composed, [override, "trainer.steps=900"], directory).trainer.steps == 900
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seq_len"),
+    [
+        (["recipe=gpu"], 99),
+        (["data=text"], 99),
+        (["data=text", "data.seq_len=64"], 64),
+        (["experiment=x"], 64),
+        (["recipe=gpu", "data.seq_len=64"], 64),
+    ],
+    ids=str,
+)
+def test_a_run_keeps_its_length_if_a_recipe_would_set_it(overrides, seq_len, directory):
+    """The same command on another number of ranks composes another length."""
+    assert resolve_settings(config_with(data__seq_len=64), overrides, directory).data.seq_len == seq_len
 
 
 def test_no_experiment_keeps_the_settings(directory):
