@@ -65,6 +65,9 @@ log = logging.getLogger(__name__)
 # (ringattn/configs/).
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
+# configs/recipe/gpu.yaml contains ${by_ranks:...}.
+OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
+
 # A rank that runs out of memory in a sweep creates this file in the directory of the job.
 MEMORY_MARKER = "out_of_memory"
 
@@ -210,8 +213,6 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     ConfigStore.instance().store(name="schema", node=Config)
     # The directories in configs/train.yaml contain ${run_name:...}, so a name is checked before Hydra creates a directory.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
-    # configs/recipe/gpu.yaml contains ${by_ranks:...}.
-    OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
     try:
