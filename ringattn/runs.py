@@ -33,6 +33,16 @@ class Runs:
         """The numbers of rows of other ranks before lo and before hi."""
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
+    def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return (lo, hi) of all rows of `rank`: int64 (B, rows)."""
+        end = int(self.num_runs[: rank + 1].sum())
+        own = self.select(slice(end - int(self.num_runs[rank]), end))
+        positions = self.layout.stride * (np.arange(own.count.sum()) - np.repeat(own.row, own.count))
+        return tuple(
+            np.repeat(first, own.count, axis=1) + np.repeat(last > first, own.count, axis=1) * positions
+            for first, last in (own.lo, own.hi)
+        )
+
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
         """Return the number of (row, column) pairs of each run with the columns of `rank`, summed over the batch: int64 (R,).
 
@@ -50,7 +60,7 @@ class Runs:
         """The number of runs of each rank: int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
-    def select(self, index: np.ndarray) -> "Runs":
+    def select(self, index: np.ndarray | slice) -> "Runs":
         """Return the runs with these indices."""
         return Runs(self.layout, *(x[..., index] for x in (self.rank, self.row, self.count, self.lo, self.hi)))
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from ringattn.kernels.caching import SharedTensors, cached_on_device
 from ringattn.kernels.interval_mask import Intervals, copy_to
 from ringattn.layout import Layout
-from ringattn.mask import Mask, intervals_at
+from ringattn.mask import Mask
 from ringattn.planning.cost_model import FLOPS_PER_HBM_BYTE, HopCost, Interconnect, hop_costs
 from ringattn.planning.schedule import LocalStep, LocalSteps, Need, Schedule, build_schedule
 from ringattn.planning.workload import Work, head_chunks_for_memory
@@ -146,7 +146,7 @@ class Plan:
         bounds = _local_intervals(self.mask, self.layout, query_rank, key_rank)
         # The kernel receives only a slice of the keys. Therefore the bounds of the intervals are counted from the start of the
         # slice and clamped to the length of the slice.
-        lo, hi = ((x[:, queries] - keys.start).clamp(0, len(key_rows)) for x in bounds)
+        lo, hi = ((x[:, queries].int() - keys.start).clamp_(0, len(key_rows)) for x in bounds)
         # wait=False copies the intervals to the GPU without blocking the host.
         intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
@@ -275,8 +275,7 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
 @lru_cache(maxsize=4)
 def _rows_before_bounds(mask: Mask, layout: Layout, rank: int) -> tuple[RowsBefore, RowsBefore]:
     """Return the numbers of rows of every rank before the bounds (lo, hi) of the intervals of a rank's queries."""
-    bounds = intervals_at(mask, layout.seq_len, layout.positions(rank).numpy())
-    return tuple(RowsBefore(layout, x) for x in bounds)
+    return tuple(RowsBefore(layout, x) for x in all_runs(mask, layout).bounds(rank))
 
 
 @cached_on_device(maxsize=128)

@@ -103,9 +103,9 @@ class Schedule:
         return Schedule, (self.ranks, self.steps)  # without the cached properties
 
     @cached_property
-    def by_rank(self) -> tuple[tuple[RankStep, ...], ...]:
+    def by_rank(self) -> "_StepsByRank":
         """The steps of each rank: by_rank[rank][t] contains the local steps and the messages of `rank` in step t."""
-        return tuple(zip(*(_by_rank(step, self.ranks) for step in self.steps), strict=True)) or ((),) * self.ranks
+        return _StepsByRank(self.steps)
 
     @cached_property
     def local_steps(self) -> LocalSteps:
@@ -125,14 +125,23 @@ class Schedule:
         return local_steps[-1].owner if local_steps else None
 
 
-def _by_rank(step: Step, ranks: int) -> list[RankStep]:
-    local_steps, outgoing, incoming = ([[] for _ in range(ranks)] for _ in range(3))
-    for local_step in step.local_steps:
-        local_steps[local_step.rank].append(local_step)
-    for message in step.messages:
-        outgoing[message.src].append(message)
-        incoming[message.dst].append(message)
-    return [RankStep(*map(tuple, parts)) for parts in zip(local_steps, outgoing, incoming, strict=True)]
+class _StepsByRank(dict):
+    """The steps of each rank. They are computed for one rank at a time, because a process usually needs only its own steps."""
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def __missing__(self, rank: int) -> tuple[RankStep, ...]:
+        self[rank] = tuple(
+            RankStep(
+                tuple(x for x in step.local_steps if x.rank == rank),
+                tuple(x for x in step.messages if x.src == rank),
+                tuple(x for x in step.messages if x.dst == rank),
+            )
+            for step in self.steps
+        )
+        return self[rank]
 
 
 def hull(ranges: Sequence[range]) -> range:
@@ -152,9 +161,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
             rows before the split point in the first step, and with the other rows in the last step. With None, a rank computes
             with its whole own block in the last step.
     """
-    # If both pairings have equally many rounds, min() returns the first pairing. This is the pairing by XOR if the number of
-    # ranks is a power of two.
-    rounds = min(_pairings(need), key=len)
+    rounds = _rounds(need)
     returns = results and bool(rounds)
     first, rest = _own_local_steps(need, split_points, returns)
     computed, steps = [first, *rounds, rest], []
@@ -170,26 +177,25 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     return Schedule(len(need), tuple(steps))
 
 
-def _pairings(need: Need) -> list[list[list[LocalStep]]]:
-    """Return up to two pairings. A pairing is a list of rounds, and assigns one other owner to every rank in each round.
+def _rounds(need: Need) -> list[list[LocalStep]]:
+    """Return the rounds of a direct schedule. Each round assigns one other owner to every rank that has work under the mask.
 
     In round s of the pairing by rotation, rank r computes with the block of rank r - s, modulo P. If P is a power of two, there
     is also the pairing by XOR, in which rank r computes with the block of rank r XOR s. The function leaves out all rounds in
-    which no rank has work under the mask. The number of these rounds depends on the pairing, so one pairing may have fewer
-    rounds than the other.
+    which no rank has work. The number of these rounds depends on the pairing, and the pairing with fewer rounds is chosen.
     """
     ranks = range(len(need))
-    owner_of = [lambda rank, s: (rank - s) % len(need)]
+    # owners[s][r] is the owner for rank r in round s.
+    pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
     if len(need) & (len(need) - 1) == 0:
         # In the pairing by XOR, two ranks receive each other's blocks in the same round, so the link between them is used in
-        # both directions.
-        owner_of.insert(0, lambda rank, s: rank ^ s)
-    pairings = []
-    for owner in owner_of:
-        rounds = [[LocalStep(rank, owner(rank, s), need[owner(rank, s)][rank]) for rank in ranks] for s in ranks[1:]]
-        with_work = [[local_step for local_step in one_round if local_step.rows] for one_round in rounds]
-        pairings.append([one_round for one_round in with_work if one_round])
-    return pairings
+        # both directions. Therefore it comes first: of two pairings with equally many rounds, min() returns the first one.
+        pairings.insert(0, [[rank ^ s for rank in ranks] for s in ranks[1:]])
+    with_work = [[x for x in pairing if any(need[owner][rank] for rank, owner in enumerate(x))] for pairing in pairings]
+    return [
+        [LocalStep(rank, owner, need[owner][rank]) for rank, owner in enumerate(owners) if need[owner][rank]]
+        for owners in min(with_work, key=len)
+    ]
 
 
 def _own_local_steps(need: Need, split_points: tuple[int, ...] | None, returns: bool) -> tuple[list[LocalStep], ...]:
