@@ -15,6 +15,7 @@ The loader process ends when its input is closed. The kernel closes the input wh
 the loader process never outlives it.
 """
 
+import gc
 import os
 import pickle
 import queue
@@ -283,16 +284,19 @@ def run_loader_process() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
+    # A plan of 64 ranks consists of thousands of small objects, and each collection would visit all of them.
+    gc.freeze()
+    gc.set_threshold(100_000)
     # Only messages may be written to the standard output, so anything that is printed goes to the standard error.
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     preparation = None
     while (data := _read(sys.stdin.buffer)) is not None:
-        message = _decode(data)
-        if isinstance(message, Preparation):
-            preparation = message
-            continue
         try:
+            message = _decode(data)
+            if isinstance(message, Preparation):
+                preparation = message
+                continue
             steps = preparation.prepare(*message)
         except Exception as error:
             steps = f"{type(error).__name__}: {error}"
