@@ -61,7 +61,7 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     work. The result depends only on the arguments, so all ranks compute the same layout.
 
     The shards of an assigned layout differ in length by less than two chunks. The number of rows of a chunk is S / (64 P),
-    rounded up to a multiple of 128. The computation takes a few milliseconds for 65,536 positions on 8 ranks.
+    rounded up to a multiple of 128. The computation takes a few milliseconds.
 
     Args:
         mask: the mask of the training step. If batch entries have different documents, the work of all batch entries is added.
@@ -80,7 +80,7 @@ def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     mask.check(seq_len)
     candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
     if ranks == 1:
-        return candidates[0]  # All candidates are equal, and counting their work could take longer than a training step.
+        return candidates[0]  # All candidates are equal.
     if seq_len >= MIN_CHUNKS * TILE * ranks:
         candidates.append(_assign_chunks(mask, seq_len, ranks))
     tiles = [work(mask, layout) for layout in candidates]

@@ -68,7 +68,7 @@ class Plan:
     def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
         self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
         # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
-        self.pairs = float(_overlap_tables(mask, layout).pairs.sum())
+        self.pairs = float(overlaps(mask, layout).pairs.sum())
         self._schedules: dict[tuple, Schedule] = {}
         self._block_pairs: dict[tuple, dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple, str] = {}
@@ -169,7 +169,7 @@ class Plan:
         # In the state ring, the queries belong to the owner of the circulating block. In the KV ring, the keys belong to the
         # owner of the circulating block.
         ranks = (owner, rank) if name == "state" else (rank, owner)
-        table = _overlap_tables(self.mask, self.layout)
+        table = overlaps(self.mask, self.layout)
         first, last = (x[ranks] for x in (table.queries if name == "state" else table.keys))
         own, rows = rank == owner, stop - start
         share = np.where(start <= first, FIRST_SHARE, 1 - FIRST_SHARE)
@@ -186,7 +186,7 @@ class Plan:
         state ring merges, and the bytes of the result for the keys, which the KV ring merges.
         """
         query_bytes, key_bytes = work.row_bytes.state[1], work.row_bytes.kv[1]
-        table = _overlap_tables(self.mask, self.layout)
+        table = overlaps(self.mask, self.layout)
         size = query_bytes * (table.queries[1] - table.queries[0]) + key_bytes * (table.keys[1] - table.keys[0])
         return work.batch * (size.sum(1) - size.diagonal()).max().item()
 
@@ -284,39 +284,25 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
     return layout.positions(rank).to(device, torch.int32)
 
 
-class Overlap(NamedTuple):
-    """The work of attention between the queries of one rank and the keys of one rank."""
+class Overlaps(NamedTuple):
+    """The work of attention between all pairs of ranks, as arrays that are indexed with [query rank, key rank].
 
-    queries: range  # from the first to the last query row that attends to one of the keys
-    keys: range  # from the first to the last key row that one of the queries attends to
-    pairs: float  # number of (query, key) pairs that the mask allows, as the mean over batch entries
+    All ranges are (2, ranks, ranks): first rows, and ends of the rows. Without pairs, both are 0.
+    """
 
-
-class OverlapTables(NamedTuple):
-    """The overlaps of all pairs of ranks as arrays that are indexed with [query rank, key rank]."""
-
-    queries: np.ndarray  # (2, ranks, ranks), the first query row and the end of the query rows; 0 without pairs
-    keys: np.ndarray  # (2, ranks, ranks)
-    pairs: np.ndarray  # (ranks, ranks)
+    queries: np.ndarray  # from the first to the last query row that attends to one of the keys
+    keys: np.ndarray  # from the first to the last key row that one of the queries attends to
+    pairs: np.ndarray  # (ranks, ranks), number of (query, key) pairs that the mask allows, as the mean over batch entries
 
 
 @lru_cache(maxsize=8)
-def _overlap_tables(mask: Mask, layout: Layout) -> OverlapTables:
+def overlaps(mask: Mask, layout: Layout) -> Overlaps:
+    """Return the overlaps of all pairs of ranks. The arrays must not be modified."""
     runs = all_runs(mask, layout)
     pairs = np.stack([runs.reduce(np.add, runs.pairs(rank)) for rank in range(layout.ranks)], 1)
+    keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True))
     # In the transposed mask, the rows are keys and the columns are queries.
-    keys, queries = _visible_columns(runs), _visible_columns(all_runs(mask, layout, transposed=True)).mT
-    return OverlapTables(queries * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
-
-
-@lru_cache(maxsize=8)
-def overlaps(mask: Mask, layout: Layout) -> tuple[tuple[Overlap, ...], ...]:
-    """Return the overlaps of all pairs of ranks as a table that is indexed with [query rank][key rank]."""
-    queries, keys, pairs = (x.tolist() for x in _overlap_tables(mask, layout))
-    return tuple(
-        tuple(Overlap(range(*x[:2]), range(*x[2:4]), x[4]) for x in zip(*row, strict=True))
-        for row in zip(*queries, *keys, pairs, strict=True)
-    )
+    return Overlaps(queries.transpose(0, 2, 1) * (pairs > 0), keys * (pairs > 0), pairs / runs.lo.shape[1])
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
@@ -344,10 +330,10 @@ def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
     `circulating` says whether the blocks contain "queries" or "keys". A rank needs a row if the mask allows at least one pair
     of this row and a row that the rank holds.
     """
-    table = overlaps(mask, layout)
+    queries, keys, _ = overlaps(mask, layout)
     # The row index of `overlaps` is the owner of the queries, and the column index is the owner of the keys.
-    by_owner = table if circulating == "queries" else zip(*table, strict=True)
-    return tuple(tuple(getattr(overlap, circulating) for overlap in row) for row in by_owner)
+    first, end = (queries if circulating == "queries" else keys.transpose(0, 2, 1)).tolist()
+    return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))
 
 
 def _extend(need: Need, multiple: int) -> Need:

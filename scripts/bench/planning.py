@@ -13,6 +13,7 @@ the file that the script wrote there.
 
 import argparse
 import datetime
+import gc
 import json
 import platform
 import random
@@ -120,4 +121,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # as in training; otherwise collections would visit all objects of the imported modules
     sys.exit(main(sys.argv[1:]))

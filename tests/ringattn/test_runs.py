@@ -69,8 +69,9 @@ def test_plans_from_documents_equal_the_dense_mask(seed: int, seq_len: int, rank
     allowed, found = dense(mask, layout), overlaps(mask, layout)
     for query_rank, row in enumerate(allowed):
         for key_rank, visible in enumerate(row):
-            expected = hull(visible.any(2).any(0)), hull(visible.any(1).any(0)), int(visible.sum()) / len(visible)
-            assert found[query_rank][key_rank] == expected
+            queries, keys = (range(*x[:, query_rank, key_rank].tolist()) for x in (found.queries, found.keys))
+            assert (queries, keys) == (hull(visible.any(2).any(0)), hull(visible.any(1).any(0)))
+            assert found.pairs[query_rank, key_rank] == int(visible.sum()) / len(visible)
             lo, hi = _local_intervals(mask, layout, query_rank, key_rank)
             assert torch.equal(interval_mask.dense(lo, hi, layout.rows(key_rank)), visible)
     assert mask.pairs(seq_len) == sum(sum(x.sum((1, 2)) for x in row) for row in allowed).tolist()

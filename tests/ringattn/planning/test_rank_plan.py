@@ -49,9 +49,10 @@ def test_local_intervals_equal_the_mask(kind: str, ranks: int, documents: list[i
                 local = dense_mask(plan._block_pair("state", LocalStep(key_rank, query_rank, rows)))
                 expected = allowed[layout.positions(query_rank)][:, layout.positions(key_rank)]
                 assert torch.equal(local, expected)
-                overlap, (rows, columns) = overlaps(mask, layout)[query_rank][key_rank], expected.nonzero().T
-                assert overlap.pairs == expected.sum()
-                assert (list(overlap.queries), list(overlap.keys)) == (span(rows), span(columns))
+                found, (rows, columns) = overlaps(mask, layout), expected.nonzero().T
+                assert found.pairs[query_rank, key_rank] == expected.sum()
+                ranges = [range(*x[:, query_rank, key_rank].tolist()) for x in (found.queries, found.keys)]
+                assert list(map(list, ranges)) == [span(rows), span(columns)]
 
 
 @pytest.mark.parametrize(
