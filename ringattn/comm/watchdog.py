@@ -148,9 +148,11 @@ class Watchdog:
     def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
         """Record a call of attention before its first message, see `CallLog.record`. The thread compares all calls.
 
-        New settings are published at once, because messages of a wrong size may end this process before the next heartbeat.
+        On CPUs, new settings are published at once, because gloo ends a process that receives a message of a wrong size. On
+        GPUs, the thread publishes them with the next heartbeat, because packed documents are new settings in every step, and
+        publishing takes longer than a call.
         """
-        if self._calls.record(key, describe, cached):
+        if self._calls.record(key, describe, cached) and not self.on_gpu:
             with suppress(Exception):  # the store is gone; a hop will fail or become overdue soon
                 self._publish_calls()
 
