@@ -172,5 +172,9 @@ def forward(
         precision=run.config.trainer.attention_precision(training),
         recompute_all_to_all=run.recompute,
     )
-    tokens, labels = (layout.shard(x, rank).to(run.device) for x in (batch.tokens, batch.labels))
-    return run.model(tokens, layout.positions(rank).to(run.device), attend, partial(loss_fn, labels=labels))
+    shards = layout.shard(batch.tokens, rank), layout.shard(batch.labels, rank), layout.positions(rank)
+    if run.device.type == "cuda":
+        # A copy from memory that is not pinned would make the host wait for the GPU.
+        shards = (x.pin_memory() for x in shards)
+    tokens, labels, positions = (x.to(run.device, non_blocking=True) for x in shards)
+    return run.model(tokens, positions, attend, partial(loss_fn, labels=labels))
