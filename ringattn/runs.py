@@ -82,12 +82,12 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
         first, end = count.cumsum() - count, int(count.sum())
         # At the ends of a slice of a stripe, the numbers of rows before a position do not grow evenly. Therefore each row of
         # such a slice is a run.
-        cuts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
-        cuts = np.unique(cuts[cuts < end])
-        ranks.append(np.full(len(cuts), rank))
-        rows.append(cuts)
-        ends.append(np.append(cuts[1:], end)[: len(cuts)])
-        positions.append(positions_of_rows(layout, rank, cuts))
+        starts = np.arange(end) if stride > 1 and layout.parts > 1 else np.concatenate((first, before.rows(rank)))
+        starts = np.unique(starts[starts < end])
+        ranks.append(np.full(len(starts), rank))
+        rows.append(starts)
+        ends.append(np.append(starts[1:], end)[: len(starts)])
+        positions.append(positions_of_rows(layout, rank, starts))
     rank, row, end, position = map(np.concatenate, (ranks, rows, ends, positions))
     first, last = (intervals_at(mask, seq_len, x, transposed) for x in (position, position + stride * (end - row - 1)))
     return Runs(layout, rank, row, end - row, *map(np.stack, zip(first, last, strict=True)))

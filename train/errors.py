@@ -21,7 +21,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
 from ringattn.train.config import ConfigError
-from ringattn.train.data.loader import LoaderFailed
+from ringattn.train.data.loader import LoaderError
 from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.step import Diverged
 
@@ -112,7 +112,7 @@ def describe_external_error(error: Exception) -> str | None:
     An error is external if a disk or another rank has caused it. External errors need no traceback, because they are not faults
     of this program.
     """
-    if isinstance(error, RingFault | LoaderFailed):
+    if isinstance(error, RingFault | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error}: check the disk, then launch the same name again to resume"

@@ -51,7 +51,7 @@ run_loader_process()
 AHEAD = 3  # number of steps that are prepared in advance; each of them needs host memory for its batches and its plan
 
 
-class LoaderFailed(RuntimeError):
+class LoaderError(RuntimeError):
     """The loader process raised an error or has ended."""
 
 
@@ -145,7 +145,7 @@ class Loader:
         A second call with the same number returns the same micro-steps. A call in advance therefore prepares the next step.
 
         Raises:
-            LoaderFailed: the loader process failed.
+            LoaderError: the loader process failed.
         """
         if self._ready[0] != consumed:
             self._ready = consumed, self._load(consumed)
@@ -212,9 +212,9 @@ class AheadLoader(Loader):
 
     def _receive(self) -> list[MicroStep]:
         if (data := self._received.get()) is None:
-            raise LoaderFailed(f"the loader process ended with exit status {self._process.wait()}")
+            raise LoaderError(f"the loader process ended with exit status {self._process.wait()}")
         if isinstance(message := _decode(data), str):
-            raise LoaderFailed(f"the loader process failed: {message}")
+            raise LoaderError(f"the loader process failed: {message}")
         self._pending.popleft()
         return message
 

@@ -22,7 +22,7 @@ from ringattn.planning.workload import backward_work, forward_work
 from ringattn.train.config import Config, DataConfig, ParallelConfig
 from ringattn.train.data import loader
 from ringattn.train.data.batch import Batch
-from ringattn.train.data.loader import AheadLoader, Loader, LoaderFailed, Preparation
+from ringattn.train.data.loader import AheadLoader, Loader, LoaderError, Preparation
 from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
 
@@ -132,7 +132,7 @@ def test_the_error_of_a_process_reaches_the_trainer() -> None:
     ahead = AheadLoader(CPU)
     ahead.begin(preparation(seq_len=64, failing=6))
     ahead.get(0)
-    with pytest.raises(LoaderFailed, match="^the loader process failed: OSError: sequence 6 cannot be read$"):
+    with pytest.raises(LoaderError, match="^the loader process failed: OSError: sequence 6 cannot be read$"):
         ahead.get(4)
     ahead.close()
     assert ahead._process.poll() is not None
@@ -144,7 +144,7 @@ def test_the_end_of_a_process_reaches_the_trainer() -> None:
     ahead.get(0)
     ahead._process.kill()
     ahead._process.wait()
-    with pytest.raises(LoaderFailed, match="the loader process ended with exit status -9"):
+    with pytest.raises(LoaderError, match="the loader process ended with exit status -9"):
         for consumed in range(4, 100, 4):
             ahead.get(consumed)
 

@@ -49,6 +49,8 @@ def first_step(config: Config) -> dict:
     run = run_setup.build(config)
     losses = evaluate.evaluate(run)
     run.optimizer.zero_grad = lambda: None
+    # The update gathers the parameters again for the next step. The gathered parameters have no gradients.
+    run.model.unshard = lambda: None
     step.take_step(run, 1, consumed=0)
     return {"losses": losses, "gradients": {name: x.grad.full_tensor() for name, x in run.model.named_parameters()}}
 
