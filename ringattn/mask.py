@@ -143,10 +143,10 @@ class Mask:
         The arguments and the errors are the same as for `intervals`.
         """
         first = _first_query(self, seq_len, num_queries)
-        edges = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
-        # Between two edges, lo and hi are arithmetic progressions, so their sums follow from the first and the last element.
-        lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (edges[:-1], edges[1:] - 1)), strict=True))
-        return ((hi - lo) * np.diff(edges) // 2).sum(1).tolist()
+        starts = np.unique(np.clip(np.concatenate(((first, seq_len), *kinks(self, seq_len))), first, seq_len))
+        # From one of these positions to the next, lo and hi are arithmetic progressions. Their sums follow from both ends.
+        lo, hi = (x + y for x, y in zip(*(intervals_at(self, seq_len, x) for x in (starts[:-1], starts[1:] - 1)), strict=True))
+        return ((hi - lo) * np.diff(starts) // 2).sum(1).tolist()
 
     @classmethod
     def from_lengths(cls, is_causal: bool, window: int | None, lengths: Sequence[int], seq_len: int) -> "Mask":

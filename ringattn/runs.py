@@ -34,14 +34,18 @@ class Runs:
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
     def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (lo, hi) of all rows of `rank`: int64 (B, rows)."""
+        """Return (lo, hi) of all rows of `rank`: int32 (B, rows)."""
         end = int(self.num_runs[: rank + 1].sum())
         own = self.select(slice(end - int(self.num_runs[rank]), end))
-        positions = self.layout.stride * (np.arange(own.count.sum()) - np.repeat(own.row, own.count))
-        return tuple(
-            np.repeat(first, own.count, axis=1) + np.repeat(last > first, own.count, axis=1) * positions
-            for first, last in (own.lo, own.hi)
-        )
+        rows = np.arange(own.count.sum(), dtype=np.int32)
+        bounds = []
+        for first, last in (own.lo, own.hi):
+            step = self.layout.stride * (last > first).astype(np.int32)
+            offset = first.astype(np.int32) - step * own.row.astype(np.int32)
+            bounds.append(np.repeat(step, own.count, axis=1))
+            bounds[-1] *= rows
+            bounds[-1] += np.repeat(offset, own.count, axis=1)
+        return tuple(bounds)
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
         """Return the number of (row, column) pairs of each run with the columns of `rank`, summed over the batch: int64 (R,).
@@ -99,15 +103,21 @@ class RowsBefore:
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
         """Create the object for positions from 0 to `layout.seq_len`, int64 of any shape."""
         self.layout, self.positions = layout, positions
-        if layout.stride == 1:
-            begin, owner, self.tables, size = _piece_tables(layout)
-            self.piece = positions // size if size else begin.searchsorted(positions, side="right") - 1
-            self.offset, self.owner = positions - begin.take(self.piece), owner.take(self.piece)
+
+    @cached_property
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The index of the piece that contains each position, the distance to its first position, and its rank."""
+        begin, owner, _, size = _piece_tables(self.layout)
+        piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
+        return piece, self.positions - begin.take(piece), owner.take(piece)
 
     def rows(self, rank: int | np.ndarray) -> np.ndarray:
         """Return the number of rows of `rank` before each position. `rank` may be an array that broadcasts."""
+        if self.layout.ranks == 1:
+            return self.positions
         if self.layout.stride == 1:
-            return self._at_piece(0, rank) + self.offset * (self.owner == rank)
+            _, offset, owner = self._pieces
+            return self._at_piece(0, rank) + offset * (owner == rank)
         begin, count = _strided_pieces(self.layout)
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
@@ -120,13 +130,15 @@ class RowsBefore:
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
         # The sum of the numbers of rows before every position below a position x.
-        inside = (self.owner == rank) * (self.offset * (self.offset - 1) // 2)
-        first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * self.offset + inside
+        _, offset, owner = self._pieces
+        inside = (owner == rank) * (offset * (offset - 1) // 2)
+        first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * offset + inside
         return last - first + rows[1] * np.where(self.positions[1] > self.positions[0], 1, count)
 
     def _at_piece(self, table: int, rank: int | np.ndarray) -> np.ndarray:
-        table = self.tables[table]
-        return table.take(self.piece + rank * table.shape[1])  # faster than table[rank, self.piece]
+        _, _, tables, _ = _piece_tables(self.layout)
+        piece, _, _ = self._pieces
+        return tables[table].take(piece + rank * tables.shape[2])  # faster than tables[table, rank, piece]
 
 
 @lru_cache(maxsize=8)

@@ -267,7 +267,7 @@ def _local_intervals(mask: Mask, layout: Layout, query_rank: int, key_rank: int)
     """Return the intervals (lo, hi) of the queries of `query_rank`. The bounds are indices of the key rows of `key_rank`.
 
     This function does not apply causality, windows or documents, because `ringattn.mask.intervals_at` has already applied them.
-    This function only translates positions into rows. lo and hi are int64 (B or 1, query rows) on the CPU.
+    This function only translates positions into rows. lo and hi are integers (B or 1, query rows) on the CPU.
     """
     return tuple(torch.from_numpy(x.rows(key_rank)) for x in _rows_before_bounds(mask, layout, query_rank))
 

@@ -81,6 +81,7 @@ def test_next_step_is_loaded_during_the_current_one(corpus, monkeypatch):
         step.take_step(run, 2, run.sequences_per_step)
 
 
+@pytest.mark.slow
 def test_training_with_a_process_has_the_same_losses(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
     for start in (lambda device: Loader(), AheadLoader):

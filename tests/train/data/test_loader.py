@@ -162,7 +162,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("action", ("kill", "inherit", "end"))
+@pytest.mark.parametrize("action", ("inherit", pytest.param("end", marks=pytest.mark.slow)))
 def test_the_process_ends_with_the_trainer(action: str) -> None:
     """The training process is killed, or exits without any cleanup."""
     command = [sys.executable, "-c", TRAINER, action]
