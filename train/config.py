@@ -130,6 +130,10 @@ class DataConfig:
     mask_documents: bool = True
     # The seed of the random order of the documents. The order differs from epoch to epoch.
     seed: int = 0
+    # The number of consecutive sequences for which attention has a similar cost, so that data-parallel ranks do not wait for
+    # the rank with the longest documents. 1: no groups. None: the number of sequences per micro-step, or no groups if there is
+    # only one data-parallel rank or if `mask_documents` is false. A run that resumes keeps the number of its checkpoint.
+    group_size: int | None = None
 
     @property
     def description(self) -> str:
@@ -375,6 +379,7 @@ RANGES = {
     "data.seq_len": (1, 2**31 - 1),
     "data.eval_fraction": (0, 0.99),
     "data.seed": (0, 2**63 - 1),
+    "data.group_size": (1, 2**40),
     "parallel.ring": (1, 2**20),
     "parallel.ulysses": (0, 2**14),
     "parallel.timeout_s": (1, 604_800),  # a week
@@ -464,7 +469,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
         ),
         (
-            "data.split data.eval_split data.eval_fraction",
+            "data.split data.eval_split data.eval_fraction data.group_size",
             data.source == "recall",
             "if data.source=recall, which generates other sequences for evaluation: choose another source",
         ),

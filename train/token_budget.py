@@ -58,6 +58,16 @@ def num_data_parallel_ranks(config: Config, world_size: int) -> int:
     return max(world_size // (config.parallel.ring or world_size), 1)
 
 
+def default_group_size(config: Config, world_size: int) -> int | None:
+    """Return the `data.group_size` of a new run: the number of sequences of a micro-step, on all ranks together.
+
+    The result is None if no data-parallel rank would ever wait for a rank with longer documents.
+    """
+    ranks = num_data_parallel_ranks(config, world_size)
+    is_needed = ranks > 1 and config.data.mask_documents and config.data.source != "recall"
+    return ranks * config.trainer.batch_size if is_needed else None
+
+
 def check_sources(config: Config, given: Collection[str]) -> None:
     """Check that the user does not set a value that is derived from another setting of the user.
 

@@ -26,7 +26,7 @@ from ringattn.train.setup import Run, build, choose_fastest_mesh
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 from ringattn.train.sweep import is_job_of_sweep
-from ringattn.train.token_budget import resolve_token_budget
+from ringattn.train.token_budget import default_group_size, resolve_token_budget
 from ringattn.train.wandb_run import WandbRun
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         raise preemption.TrainingStopped
     with preemption.acquire_run_directory(directory):
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
+        if checkpoint is None and config.data.group_size is None:
+            config.data.group_size = default_group_size(config, dist.get_world_size())
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
         run.parent = parent
         facts = run_facts(run)

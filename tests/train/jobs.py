@@ -35,7 +35,8 @@ def job(corpus: str, dp: int, **parallel_settings: object) -> Config:
     return Config(
         name="ranks",
         model=ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, window=40),
-        data=DataConfig(source="text", path=corpus, seq_len=61, split="train[:90%]", eval_split="train[90%:]"),
+        # Without groups, the order of the sequences does not depend on the number of data-parallel ranks.
+        data=DataConfig(source="text", path=corpus, seq_len=61, split="train[:90%]", eval_split="train[90%:]", group_size=1),
         parallel=ParallelConfig(**parallel_settings),
         optim=OptimConfig(lr=3e-3, clip=1e9),
         trainer=trainer,

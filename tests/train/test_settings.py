@@ -63,6 +63,15 @@ def test_an_override_sets_one_setting(override, directory):
     assert (config.trainer.seed, config.trainer.steps, config.data.seq_len) == (4, 30, 99)
 
 
+@pytest.mark.parametrize("saved", [None, 4])
+@pytest.mark.parametrize("overrides", [[], ["data=text"], ["experiment=longer"]], ids=str)
+def test_a_run_keeps_its_group_size_unless_the_command_line_sets_it(saved, overrides, tmp_path):
+    write_checkpoint(tmp_path, config_with(data__group_size=saved))
+    assert resolve_settings(Config(), overrides, tmp_path).data.group_size == saved
+    composed = config_with(data__group_size=2)
+    assert resolve_settings(composed, [*overrides, "data.group_size=2"], tmp_path).data.group_size == 2
+
+
 def test_an_element_of_a_list_can_be_set(directory):
     config = resolve_settings(config_with(optim__betas=[0.5, 0.95]), ["optim.betas.0=0.5"], directory)
     assert config.optim.betas == [0.5, 0.95]

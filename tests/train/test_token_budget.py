@@ -3,7 +3,7 @@
 import pytest
 
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.token_budget import check_sources, common_tokens_per_step, resolve_token_budget
+from ringattn.train.token_budget import check_sources, common_tokens_per_step, default_group_size, resolve_token_budget
 
 
 def config_with(seq_len: int = 64, ring: int | None = 1, **trainer: int) -> Config:
@@ -32,6 +32,17 @@ def test_steps_follow_from_the_total_tokens(total_tokens, steps):
     config = config_with(accumulate=2, total_tokens=total_tokens)
     resolve_token_budget(config, world_size=2)
     assert (config.trainer.accumulate, config.trainer.steps) == (2, steps)
+
+
+@pytest.mark.parametrize(
+    ("ring", "mask_documents", "source", "expected"),
+    [(1, True, "stdlib", 12), (2, True, "stdlib", 6), (None, True, "stdlib", None), (1, False, "stdlib", None)]
+    + [(1, True, "recall", None)],
+)
+def test_data_parallel_ranks_read_groups_of_the_size_of_a_micro_step(ring, mask_documents, source, expected):
+    config = config_with(ring=ring, batch_size=3, accumulate=2)
+    config.data.mask_documents, config.data.source = mask_documents, source
+    assert default_group_size(config, world_size=4) == expected
 
 
 def test_every_length_has_the_same_numbers_of_tokens():

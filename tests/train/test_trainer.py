@@ -23,6 +23,7 @@ from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import ConfigError, TrainerConfig
 from ringattn.train.parallel.ranks import disconnect_ranks
+from ringattn.train.token_budget import default_group_size
 from tests.train.hub_models import write_folder
 from tests.train.launch import SMALL
 
@@ -107,6 +108,17 @@ def test_inspecting_a_completed_run_changes_none_of_its_results(overrides, setti
     assert run_command_line("name=a", *overrides) == 0
     assert "all 2 steps" in capfd.readouterr().out
     assert contents_of(outputs / "a") == before
+
+
+def test_a_run_keeps_its_groups_on_another_number_of_ranks(settings, outputs, run_command_line, monkeypatch):
+    """On two data-parallel ranks, a new run reads groups of four sequences. On one rank, it has no groups."""
+    for name, ranks, steps in (("a", 2, 1), ("b", 1, 1), ("a", 1, 2), ("b", 2, 2)):
+        monkeypatch.setattr(trainer, "default_group_size", lambda config, _, ranks=ranks: default_group_size(config, ranks))
+        assert run_command_line(*settings, "parallel.ring=1", f"name={name}", f"trainer.steps={steps}") == 0
+    metas = [storage.read_meta(outputs / name / "checkpoints" / "step_00000002") for name in ("a", "b")]
+    assert [meta["config"]["data"]["group_size"] for meta in metas] == [4, None]
+    assert [meta["corpus"]["sequences"] for meta in metas] == ["shuffled in groups of 4", "shuffled"]
+    assert [meta["consumed"] for meta in metas] == [4, 4]
 
 
 def test_recipe_of_the_device_is_not_a_choice_of_the_user(settings, outputs, run_command_line, monkeypatch, capfd):

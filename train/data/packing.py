@@ -9,6 +9,11 @@
 The sequences of an epoch are read in a second random order, which also depends on the seed and on e. Without the second order,
 consecutive steps and all entries of a batch would often come from the same long document.
 
+If several data-parallel ranks train together, each micro-step takes as long as its most expensive sequence, and the cost of
+attention depends on the lengths of the documents. Therefore the second order may consist of groups of G sequences of similar
+cost. The groups are in a random order. The last sequences of the random order are dropped if they do not fill a group, so the
+groups of every epoch begin at a multiple of G.
+
 The label of the last token of a text is always EOS, which belongs to the same document or to the next one. A document that does
 not fit into one sequence continues in the next sequence of the stream. The last tokens of an epoch are dropped if they do not
 fill a sequence.
@@ -56,12 +61,13 @@ class PackedDataset:
         splits: the number of documents in each split of the source.
         lengths: (documents,) int64, the number of tokens in each document.
         tokens_per_epoch: the number of tokens in all documents.
-        sequences_per_epoch: the number of sequences that these tokens fill.
+        sequences_per_epoch: the number of sequences that are read in an epoch, a multiple of `group_size`.
+        group_size: the number G of sequences in a group of similar cost, or 1 if there are no groups.
         sampled: a checksum of the tokens of some documents.
         fingerprint: values that identify the corpus and its order.
     """
 
-    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True):
+    def __init__(self, documents: datasets.Dataset, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
         """Create the sequences of tokenised documents.
 
         Args:
@@ -71,6 +77,8 @@ class PackedDataset:
             seed: the seed of the random orders.
             shuffle: whether the sequences of an epoch are read in a random order. If False, sequences are read in the order of
                 the stream. The documents of the stream are in a random order even if `shuffle` is False.
+            group_size: the number of sequences in a group of similar cost. There are no groups if `shuffle` is False, or if the
+                documents do not fill one group.
 
         Raises:
             ConfigError: the documents do not fill one sequence.
@@ -81,7 +89,9 @@ class PackedDataset:
         self.splits = {name: split.num_examples for name, split in (documents.info.splits or {}).items()}
         self.lengths = np.asarray(documents.with_format("numpy")["length"][:], dtype=np.int64)
         self.tokens_per_epoch = int(self.lengths.sum())
-        self.sequences_per_epoch = (self.tokens_per_epoch - 1) // seq_len
+        self._num_filled = (self.tokens_per_epoch - 1) // seq_len
+        self.group_size = group_size if shuffle and group_size <= self._num_filled else 1
+        self.sequences_per_epoch = self._num_filled - self._num_filled % self.group_size
         # In the format "arrow", rows are views of the cached file. Other formats would copy the rows.
         self._documents = documents.with_format("arrow")
         self._epoch_order = (-1, self.lengths, self.lengths, self.lengths)
@@ -111,7 +121,10 @@ class PackedDataset:
         # A checksum of the lengths identifies the order of the documents. `sampled` is a checksum of some of the documents.
         order = zlib.crc32(self.lengths.tobytes())
         known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
-        return known | {"seq_len": self.seq_len, "seed": self.seed, "sequences": "shuffled" if self.shuffle else "in order"}
+        sequences = "shuffled" if self.shuffle else "in order"
+        if self.group_size > 1:
+            sequences = f"shuffled in groups of {self.group_size}"
+        return known | {"seq_len": self.seq_len, "seed": self.seed, "sequences": sequences}
 
     def batch(self, indices: Iterable[int]) -> Batch:
         """Return the sequences with the numbers `indices`, in this order."""
@@ -165,11 +178,26 @@ class PackedDataset:
             # guarantee that its permutations stay the same. Therefore the permutations are computed here from the raw words.
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = np.argsort(random.random_raw(len(self.lengths)), kind="stable")
-            sequences = np.arange(self.sequences_per_epoch)
+            ends = np.cumsum(self.lengths[order])
+            sequences = np.arange(self._num_filled)
             if self.shuffle:
-                sequences = np.argsort(random.random_raw(self.sequences_per_epoch), kind="stable")
-            self._epoch_order = (epoch, order, np.cumsum(self.lengths[order]), sequences)
+                sequences = np.argsort(random.random_raw(self._num_filled), kind="stable")
+            if self.group_size > 1:
+                sequences = sequences[: self.sequences_per_epoch]
+                sequences = sequences[np.argsort(self._costs(ends)[sequences], kind="stable")].reshape(-1, self.group_size)
+                sequences = sequences[np.argsort(random.random_raw(len(sequences)), kind="stable")].ravel()
+            self._epoch_order = (epoch, order, ends, sequences)
         return self._epoch_order[1:]
+
+    def _costs(self, ends: np.ndarray) -> np.ndarray:
+        """Return the cost of attention of each sequence, in the order of the stream: the sum of its squared document lengths.
+
+        `ends` contains the position in the stream at which each document ends.
+        """
+        bounds = np.arange(self._num_filled + 1) * self.seq_len
+        # A stable sort merges two sorted arrays in linear time. Equal edges enclose a piece of length 0, which costs nothing.
+        edges = np.sort(np.concatenate([bounds, ends[ends < bounds[-1]]]), kind="stable")
+        return np.add.reduceat(np.diff(edges) ** 2, np.searchsorted(edges, bounds[:-1]))
 
 
 # Both classes return sequences by their numbers. The class RecallDataset generates its sequences.
@@ -194,7 +222,7 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
     documents = load_documents(config, tokenizer)
     if config.resolved_eval_fraction > 0:
         documents, _ = split_documents(documents, config.resolved_eval_fraction, config.seq_len)
-    return PackedDataset(documents, config.seq_len, config.seed, shuffle)
+    return PackedDataset(documents, config.seq_len, config.seed, shuffle, config.group_size or 1)
 
 
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:

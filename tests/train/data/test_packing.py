@@ -25,11 +25,11 @@ EOS = 256
 corpora = st.lists(st.lists(st.integers(0, 255), max_size=20), min_size=1, max_size=12)
 
 
-def pack(documents: list[list[int]], seq_len: int, seed: int = 0, shuffle: bool = False) -> PackedDataset:
+def pack(documents: list[list[int]], seq_len: int, seed: int = 0, shuffle: bool = False, group_size: int = 1) -> PackedDataset:
     """Pack `documents`, which are given without their EOS."""
     rows = [[EOS, *document] for document in documents]
     columns = {"tokens": rows, "length": [len(row) for row in rows]}
-    return PackedDataset(datasets.Dataset.from_dict(columns, features=packing.TOKENS), seq_len, seed, shuffle)
+    return PackedDataset(datasets.Dataset.from_dict(columns, features=packing.TOKENS), seq_len, seed, shuffle, group_size)
 
 
 def num_tokens(corpus: list[list[int]]) -> int:
@@ -112,6 +112,52 @@ def test_the_order_is_the_same_on_every_machine():
     order, _, sequences = pack([[value] for value in range(8)], 1, seed=3, shuffle=True)._order_of(1)
     assert order.tolist() == [7, 3, 5, 6, 4, 0, 2, 1]
     assert sequences.tolist() == [1, 0, 11, 13, 4, 6, 7, 14, 10, 9, 5, 2, 8, 3, 12]
+
+
+@settings(max_examples=40)
+@given(corpora, st.integers(1, 30), st.integers(1, 9), st.integers(0, 2))
+def test_an_epoch_in_groups_contains_every_sequence_except_the_last_ones(corpus, seq_len, group_size, epoch):
+    """If an epoch does not fill a group, it has no groups."""
+    assume(num_tokens(corpus) > seq_len)
+    dataset, ungrouped = (pack(corpus, seq_len, shuffle=True, group_size=size) for size in (group_size, 1))
+    size = dataset.group_size
+    assert size == (group_size if group_size <= ungrouped.sequences_per_epoch else 1)
+    count = ungrouped.sequences_per_epoch // size * size
+    assert dataset.sequences_per_epoch == count
+    order, expected = (each._order_of(epoch)[2].tolist() for each in (dataset, ungrouped))
+    assert sorted(order) == sorted(expected[:count])
+    assert size > 1 or order == expected
+
+
+def test_the_sequences_of_a_group_have_similar_costs_in_every_epoch():
+    """The lengths have the distribution of many corpora: most documents are short, and most tokens are in long documents."""
+    lengths = np.random.RandomState(0).lognormal(4.5, 1.5, 2000).astype(int)
+
+    def mean_excess(group_size: int) -> float:
+        """The mean of (largest cost in a group of eight) / (mean cost) - 1 over two epochs."""
+        dataset = pack([[1] * length for length in lengths], 512, shuffle=True, group_size=group_size)
+        batch = dataset.batch(range(2 * dataset.sequences_per_epoch // 8 * 8))
+        costs = np.array([sum(length**2 for length in documents) for documents in batch.documents]).reshape(-1, 8)
+        return costs.max(axis=1).mean() / costs.mean() - 1
+
+    excess, ungrouped = mean_excess(8), mean_excess(1)
+    assert ungrouped > 0.4 and excess < 0.03 * ungrouped, (excess, ungrouped)
+
+
+def test_groups_are_in_a_random_order_that_is_the_same_on_every_machine():
+    dataset = pack([[value] * value for value in range(8)], 3, seed=3, shuffle=True, group_size=2)
+    assert dataset._order_of(1)[2].tolist() == [10, 2, 0, 4, 6, 7, 9, 5, 8, 1]
+
+
+def test_groups_are_part_of_the_fingerprint():
+    corpus = [[value] for value in range(20)]
+    fingerprints = [pack(corpus, 4, shuffle=True, group_size=size).fingerprint for size in (1, 2, 3, 99)]
+    assert [each["sequences"] for each in fingerprints] == [
+        "shuffled",
+        "shuffled in groups of 2",
+        "shuffled in groups of 3",
+        "shuffled",
+    ]
 
 
 def test_a_corpus_must_fill_one_sequence():
