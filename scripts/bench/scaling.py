@@ -44,8 +44,8 @@ FIXED = (
     "trainer.checkpoint_every=0",
     "trainer.save_final=false",
     "trainer.sample_tokens=0",
-    "trainer.eval_every=0",
-    f"trainer.eval_tokens={TOKENS}",
+    "data.eval_split=null",
+    "data.eval_fraction=0",
 )
 
 
@@ -66,8 +66,7 @@ def measure(job: str, ranks: int, steps: int) -> Row:
 
 def rates(records: list[dict], ranks: int) -> Row:
     """Return the rates of the second half of the steps. The records are those of metrics.jsonl."""
-    # The last step includes an evaluation.
-    half = records[len(records) // 2 : -1]
+    half = records[len(records) // 2 :]
     seconds = [record["seconds"] for record in half]
     tokens = sum(record["tokens_per_s_per_rank"] * ranks * record["seconds"] for record in half)
     flops = sum(record["tflops_per_rank"] * record["seconds"] for record in half)
