@@ -33,12 +33,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+import ringattn
 from ringattn import Layout, Mask, balanced_layout
 from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.train.config import Config
 from ringattn.train.data.batch import Batch
 
-ROOT = str(Path(__file__).resolve().parents[2])  # the folder from which the package `ringattn` is imported
+ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
 # if another child of the training process has inherited the input. The call comes before the imports, which take seconds.
 START = f"""
@@ -232,11 +233,12 @@ def _end(process: subprocess.Popen) -> None:
 
 
 # A message is a pickle, followed by the memory of its arrays, which is not copied into the pickle. The header of a message
-# contains the sizes of these parts.
+# contains the sizes of these parts. Every part starts at a multiple of 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]
-    return b"".join((struct.pack(f"<{1 + len(parts)}q", len(parts), *map(len, parts)), *parts))
+    header = struct.pack(f"<{1 + len(parts)}q", len(parts), *map(len, parts))
+    return b"".join(x for part in (header, *parts) for x in (part, bytes(-len(part) % 16)))
 
 
 def _write(file: BinaryIO, message: Any) -> None:
@@ -267,6 +269,7 @@ def _decode(data: bytearray) -> Any:
     (count,) = struct.unpack_from("<q", view)
     start, parts = 8 * (1 + count), []
     for size in struct.unpack_from(f"<{count}q", view, 8):
+        start += -start % 16
         parts.append(view[start : start + size])
         start += size
     return pickle.loads(parts[0], buffers=parts[1:])

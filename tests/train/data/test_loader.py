@@ -116,6 +116,7 @@ def test_a_process_prepares_the_same_steps() -> None:
         expected, found = inline.get(consumed), ahead.get(consumed)
         assert found is ahead.get(consumed) and len(found) == 2
         for a, b in zip(expected, found, strict=True):
+            assert b.batch.tokens.numpy().flags.aligned
             assert torch.equal(a.batch.tokens, b.batch.tokens) and torch.equal(a.batch.labels, b.batch.labels)
             assert (a.batch.documents, a.mask, a.layout) == (b.batch.documents, b.mask, b.layout)
             on_demand = Plan(a.mask, a.layout.whole, 1, CPU)
@@ -138,6 +139,7 @@ def test_the_error_of_a_process_reaches_the_trainer() -> None:
     assert ahead._process.poll() is not None
 
 
+@pytest.mark.slow
 def test_the_end_of_a_process_reaches_the_trainer() -> None:
     ahead = AheadLoader(CPU)
     ahead.begin(preparation(seq_len=64))
