@@ -116,7 +116,7 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
 
     # The loss always recomputes its logits, which costs a fourth product.
     matmul = tokens * ((8 if recompute else 6) * blocks + 8 * head) / gpu.matmul
-    share = busiest_share(shares, shape.dp, trainer.batch_size)
+    share = fmean(shares)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
     attention = share * model.layers * sum(_attention_seconds(config, shape, machine))
     if share < 1:
         attention /= DOCUMENT_EFFICIENCY
@@ -144,12 +144,6 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     micro_step = max(max(compute, collectives) + exposed, host)
     optimizer = OPTIMIZER_BYTES * (vocab + blocks) / machine.ranks / gpu.memory
     return HOST_STEP + num_micro_steps(config, shape) * micro_step + optimizer
-
-
-def busiest_share(shares: Sequence[float], dp: int, batch_size: int) -> float:
-    """Return the mean share of the busiest of `dp` ranks that each take the next `batch_size` sequences in turn."""
-    batches = [fmean(shares[start : start + batch_size]) for start in range(0, len(shares), batch_size)]
-    return fmean(max(batches[start : start + dp]) for start in range(0, len(batches), dp))
 
 
 def num_micro_steps(config: Config, shape: MeshShape) -> int:

@@ -62,15 +62,11 @@ def test_predictions_are_close_to_measured_times(gpu, model, seq_len, shape, opt
     assert predicted == pytest.approx(seconds, rel=0.1)
 
 
-def test_micro_steps_and_the_busiest_rank_determine_the_time(machine):
+def test_micro_steps_determine_the_time(machine):
     """Two sequences per step on one rank take twice as long as one, except for the time per step."""
     gpus = machine("H200", 1)
     one, two = (prediction.step_seconds(job("124m", 65_536, n * 65_536), MeshShape(1, 1, 1), gpus) for n in (1, 2))
     assert 1.9 * one < two < 2 * one
-    shares = [0.5, 0.1, 0.9, 0.3]
-    assert prediction.busiest_share(shares, dp=1, batch_size=1) == pytest.approx(0.45)
-    assert prediction.busiest_share(shares, dp=2, batch_size=1) == pytest.approx(0.7)
-    assert prediction.busiest_share(shares, dp=2, batch_size=2) == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(
