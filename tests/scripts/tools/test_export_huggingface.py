@@ -198,8 +198,8 @@ def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
 
 def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys, monkeypatch, caplog):
     """A long export is shown on the console."""
-    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     saved = save_checkpoint(tmp_path / "checkpoints")
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
     assert export_huggingface.main([str(saved), str(tmp_path / "a" / "b")]) == 0
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
     loaded, written = (text for text in caplog.messages if text.startswith(("loaded", "saved")))
