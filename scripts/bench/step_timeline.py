@@ -1,7 +1,7 @@
 """Plot what the host and the GPU of a rank do in one training step, from traces of `trainer.profile`.
 
     torchrun --nproc_per_node=2 train/run.py name=profiled trainer.steps=24 trainer.profile=20-22
-    python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --step 21 --output timeline.png
+    python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --steps 21 --output timeline.png
 
 Several traces are drawn below each other, for example of a step before and after a change. The title of each part states the
 time of the step and the share of this time in which the GPU is busy. The profiler makes the host slower than usual.
@@ -96,14 +96,16 @@ def plot(steps: list[tuple[str, float, list[tuple[float, float, str]], list[Inte
 def main(argv: list[str]) -> int:
     parser = command.new_parser(__doc__)
     parser.add_argument("traces", type=Path, nargs="+", help="traces that trainer.profile has written")
-    parser.add_argument("--step", type=command.at_least(1), required=True, help="the number of the step")
+    parser.add_argument("--steps", type=command.at_least(1), nargs="+", required=True, help="one step, or one per trace")
     parser.add_argument("--labels", nargs="+", default=None, help="one label per trace; default: the names of the runs")
     parser.add_argument("--output", type=Path, default=command.RESULTS / "step_timeline.png", help="the picture")
     args = parser.parse_args(argv)
     labels = args.labels or [path.parts[-3] if len(path.parts) > 2 else path.name for path in args.traces]
-    if len(labels) != len(args.traces):
-        raise SystemExit(f"error: --labels has {len(labels)} labels for {len(args.traces)} traces: give one per trace")
-    steps = [(label, *read_step(path, args.step)) for label, path in zip(labels, args.traces, strict=True)]
+    numbers = args.steps * len(args.traces) if len(args.steps) == 1 else args.steps
+    for name, values in (("labels", labels), ("steps", numbers)):
+        if len(values) != len(args.traces):
+            raise SystemExit(f"error: --{name} has {len(values)} values for {len(args.traces)} traces: give one per trace")
+    steps = [(x, *read_step(path, step)) for x, path, step in zip(labels, args.traces, numbers, strict=True)]
     args.output.parent.mkdir(parents=True, exist_ok=True)
     save_plot(plot(steps), args.output)
     for label, length, _, gpu in steps:

@@ -41,10 +41,17 @@ def test_a_step_consists_of_the_outermost_operations_and_the_work_of_the_gpu(tra
 
 def test_the_picture_and_the_shares_are_written(trace: Path, capsys: pytest.CaptureFixture):
     output = trace.parent / "timeline.png"
-    assert step_timeline.main([str(trace), str(trace), "--step=7", f"--output={output}", "--labels", "before", "after"]) == 0
+    arguments = [str(trace), str(trace), "--steps=7", f"--output={output}"]
+    assert step_timeline.main([*arguments, "--labels", "before", "after"]) == 0
     assert "before: 10.0 ms, GPU busy for 40.0%" in capsys.readouterr().out and output.stat().st_size > 1000
 
 
 def test_a_missing_step_is_an_error(trace: Path):
     with pytest.raises(SystemExit, match="contains no step 8"):
-        step_timeline.main([str(trace), "--step=8"])
+        step_timeline.main([str(trace), "--steps=8"])
+
+
+@pytest.mark.parametrize("option", ("labels", "steps"))
+def test_every_trace_needs_a_label_and_a_step(trace: Path, option: str):
+    with pytest.raises(SystemExit, match=f"--{option} has 2 values for 3 traces"):
+        step_timeline.main([*[str(trace)] * 3, "--steps=7", f"--{option}", "7", "7"])
