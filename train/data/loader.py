@@ -20,12 +20,14 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,11 +176,12 @@ class AheadLoader(Loader):
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-c", START]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        # A thread receives the messages, so that the process need not wait for the training process. The thread waits without
-        # Python's lock.
+        connection, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, env=environment)
+        # A thread receives the messages, so that the process need not wait for the training process.
         self._received: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
-        threading.Thread(target=_receive_all, args=(self._process.stdout, self._received), daemon=True).start()
+        threading.Thread(target=_receive_all, args=(connection, self._received), daemon=True).start()
         # The finalizer also runs if an error ends the job before `close` is called.
         self._end = weakref.finalize(self, _end, self._process)
 
@@ -248,18 +251,18 @@ def _write(file: BinaryIO, message: Any) -> None:
     file.flush()
 
 
-def _read(file: BinaryIO) -> bytearray | None:
-    """Read the parts of a message. Return None at the end of the file."""
-    data = file.read(8)
-    if len(data) < 8:
-        return None
-    message = bytearray(struct.unpack("<q", data)[0])
-    view = memoryview(message)
-    while view:
-        count = file.readinto(view)
-        if not count:
-            return None
-        view = view[count:]
+def _read(read_into: Callable[[memoryview], int]) -> bytearray | None:
+    """Read a message with a function that fills memory and returns the number of bytes. Return None at the end of the input."""
+    message = bytearray(8)
+    for is_header in (True, False):
+        view = memoryview(message)
+        while view:
+            count = read_into(view)
+            if not count:
+                return None
+            view = view[count:]
+        if is_header:
+            message = bytearray(struct.unpack("<q", message)[0])
     return message
 
 
@@ -275,9 +278,12 @@ def _decode(data: bytearray) -> Any:
     return pickle.loads(parts[0], buffers=parts[1:])
 
 
-def _receive_all(file: BinaryIO, received: queue.SimpleQueue) -> None:
-    while (data := _read(file)) is not None:
-        received.put(data)
+def _receive_all(connection: socket.socket, received: queue.SimpleQueue) -> None:
+    # One system call receives a whole message. With a pipe, the thread would need Python's lock again after every 64 KiB, and
+    # would wait up to 5 ms each time.
+    with connection:
+        while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
+            received.put(data)
     received.put(None)
 
 
@@ -294,7 +300,7 @@ def run_loader_process() -> None:
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     preparation = None
-    while (data := _read(sys.stdin.buffer)) is not None:
+    while (data := _read(sys.stdin.buffer.readinto)) is not None:
         try:
             message = _decode(data)
             if isinstance(message, Preparation):
@@ -305,5 +311,5 @@ def run_loader_process() -> None:
             steps = f"{type(error).__name__}: {error}"
         try:
             _write(output, steps)
-        except BrokenPipeError:
+        except OSError:  # The training process has ended.
             return
