@@ -47,6 +47,9 @@ def job(model: str, seq_len: int, tokens_per_step: int | None = None, recompute:
         ("H200", "52m", 32_768, (1, 1, 1), {}, 0.65, 0.058),
         ("H200", "52m", 32_768, (1, 1, 1), {}, 1, 0.076),
         ("H200", "52m", 32_768, (4, 1, 1), {}, 0.92, 0.074),
+        # One document per package. The share follows from the time of one GPU.
+        ("H200", "52m", 32_768, (1, 1, 1), {}, 0.767, 0.0661),
+        ("H200", "52m", 32_768, (1, 2, 1), {}, 0.767, 0.0393),
         # One document per sequence.
         ("H200", "1.4b", 32_768, (1, 2, 1), {}, 1, 0.617),
         ("H200", "1.4b", 65_536, (1, 2, 1), {}, 1, 1.750),
