@@ -180,7 +180,7 @@ class ParallelConfig:
     # that gives the busiest rank the least work under the mask of the step.
     layout: str = "auto"
     # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto". On
-    # GPUs, "auto" chooses "state" unless the cost model predicts that "kv" is at least 3% faster. On CPUs, "auto" always
+    # GPUs, "auto" chooses "kv" unless the cost model predicts that "state" is at least 3% faster. On CPUs, "auto" always
     # chooses "state".
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour around the ring, over NCCL or gloo), "direct"

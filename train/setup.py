@@ -181,7 +181,7 @@ def choose_device(config: Config, training: bool = False) -> tuple[torch.device,
 def choose_mesh(config: Config, device: torch.device, bf16: bool) -> Mesh:
     """Build the mesh of all ranks, and choose the number of ranks along each axis whose setting is None."""
     if config.parallel.mesh == "fastest" and config.parallel.ring is None:
-        raise ConfigError("parallel.mesh=fastest chooses a mesh for training: set parallel.ring and parallel.ulysses instead")
+        raise ConfigError("parallel.mesh=fastest is only for training: set parallel.ring and parallel.ulysses instead")
     sequence = config.parallel.ring or dist.get_world_size()
     ulysses = config.parallel.ulysses
     if ulysses is None:
@@ -209,9 +209,10 @@ def choose_fastest_mesh(config: Config) -> None:
         tokenizer = load_tokenizer(config.data.tokenizer)
         machine = machine_of(config, device, tokenizer.vocab_size, bf16)
         if machine is None:
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"
             raise ConfigError(
-                f"parallel=fastest requires a GPU whose speed is known, and this job runs on {device.type} devices: set "
-                "parallel.ring and parallel.ulysses instead"
+                f"parallel=fastest requires a GPU whose speed is known, but this job runs on {name}: set parallel.ring and "
+                "parallel.ulysses instead"
             )
         if dist.get_rank() == 0:
             shape = prediction.fastest_shape(config, machine)

@@ -227,7 +227,7 @@ class Plan:
         kv, state = (self.total_cost(name, work, interconnect)[0] for name in ("kv", "state"))
         if state * KV_RING_MARGIN <= kv:
             return "state", "the state ring is predicted to be faster"
-        return "kv", "the state ring is not predicted to be faster" if kv < state else "the predicted times are about equal"
+        return "kv", "the KV ring is predicted to be faster" if kv < state else "the predicted times are about equal"
 
     def total_cost(self, name: str, work: Work, interconnect: Interconnect) -> tuple[float, int]:
         """Return the predicted seconds and the bytes of a pass, each as the sum over the busiest rank of every step."""
@@ -254,7 +254,7 @@ class Plan:
 
 
 class Requests(NamedTuple):
-    """What calls have requested from a plan. Calls with the same shapes and options request the same from every plan."""
+    """The choices and tables that calls have requested from a plan. They depend only on the shapes and options of the calls."""
 
     choices: tuple[tuple, ...]  # the arguments of `Plan.choose_schedule`
     schedules: tuple[tuple, ...]  # the arguments of `Plan.schedule`, and the requested tables of every local step
@@ -287,7 +287,7 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 class Overlaps(NamedTuple):
     """The work of attention between all pairs of ranks, as arrays that are indexed with [query rank, key rank].
 
-    All ranges are (2, ranks, ranks): first rows, and ends of the rows. Without pairs, both are 0.
+    An array of ranges is (2, ranks, ranks). It contains the first row and the end of each range. An empty range has two zeros.
     """
 
     queries: np.ndarray  # from the first to the last query row that attends to one of the keys

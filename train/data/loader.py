@@ -1,6 +1,6 @@
 """Load the batches of training steps and plan their attention before the steps need them.
 
-With packed documents, every step has a new mask. On a GPU run, each rank therefore starts a loader process, which reads the
+With packed documents, every step has a new mask. In a run on GPUs, each rank therefore starts a loader process, which reads the
 sequences of the next steps, packs them, and plans their attention: the layout, the schedules, and the tables of the kernels.
 The training process only receives the results and copies them to the GPU. The training process and the loader process do not
 share Python's lock, so planning does not delay the launch of kernels.
@@ -139,7 +139,7 @@ class Loader:
         self._ready: tuple[int | None, list[MicroStep]] = None, []
 
     def begin(self, preparation: Preparation) -> None:
-        """Say how steps are prepared. This must happen before the first call of `get`."""
+        """Set how steps are prepared. Call this method before `get`."""
         self._preparation = preparation
 
     def get(self, consumed: int) -> list[MicroStep]:
@@ -155,7 +155,7 @@ class Loader:
         return self._ready[1]
 
     def learn(self, plan: Plan) -> None:
-        """Learn from the plan of a step that has run which schedules and tables the next steps will need."""
+        """Record which schedules and tables a completed step has requested from its plan. The next steps need the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
@@ -216,7 +216,10 @@ class AheadLoader(Loader):
 
     def _receive(self) -> list[MicroStep]:
         if (data := self._received.get()) is None:
-            raise LoaderError(f"the loader process ended with exit status {self._process.wait()}")
+            raise LoaderError(
+                f"the loader process ended with exit status {self._process.wait()}: see its error above, or free memory of the "
+                "host if the status is -9, which means that the process was killed"
+            )
         if isinstance(message := _decode(data), str):
             raise LoaderError(f"the loader process failed: {message}")
         self._pending.popleft()
