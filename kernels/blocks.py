@@ -51,7 +51,7 @@ class BlockMask:
     @cached_property
     def _cached_lists(self) -> SharedTensors:
         # This cache is a property and not a field. If the object is copied field by field, the copy therefore starts with an
-        # empty cache. The keys are "queries", and the groups of `key_lists`.
+        # empty cache. The key of `query_lists` is "queries", and the keys of `key_lists` are the values of `group`.
         return SharedTensors()
 
     def restrict(self, queries: slice, keys: slice) -> "BlockMask":

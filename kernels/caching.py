@@ -1,4 +1,4 @@
-"""Caches: of functions that torch.compile may also trace, and of GPU tensors that calls on several streams read.
+"""Caches for functions that torch.compile may also trace, and for GPU tensors that calls on several streams read.
 
 This module imports no other module of the project, because `ringattn.layout` and the kernels both use it.
 
@@ -114,8 +114,8 @@ class SharedTensors(dict[Hashable, Tensor | tuple[Tensor | None, ...]]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # These lines repeat `use`, because a call of `use` would take a third of the time. They come last, because another
-        # thread may have stored the value a moment ago.
+        # These lines repeat the check of `use`, because a call of `use` would be a third of the time of this method. The check
+        # comes after the value has been read, because another thread may have stored the value only a moment before.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value

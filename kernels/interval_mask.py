@@ -269,7 +269,7 @@ def _restore(
 
 
 def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]:
-    """Return copies of masks with all their tables on `device`. There is only one copy from the host to the device."""
+    """Return copies of masks with all their tables on `device`. A single transfer from the host to the device is enough."""
     sides = [side for mask in masks for side in (mask, vars(mask).get("transposed")) if side is not None]
     tensors = [x for side in sides for x in (*side.host, *side._tables.values())]
     # Every tensor starts at an aligned address, as if it had an allocation of its own.

@@ -96,7 +96,7 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
     """
     entry = first // max(num_rows, 1)
     _, _, num_unmasked, num_masked = loops
-    # The sort is stable. The last key, the batch entry, comes first.
+    # The sort is stable. np.lexsort sorts by its last key first, which is the batch entry.
     order = np.lexsort((-(num_unmasked + num_masked), entry))
     tiles = np.stack((first - entry * num_rows, end - entry * num_rows, *loops), 1, dtype=np.int32, casting="same_kind")[order]
     entry, index = _enumerate(np.bincount(entry, minlength=batch))
@@ -209,7 +209,7 @@ def _assign_greedily(times: ndarray, programs: int) -> tuple[ndarray, int]:
     # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
     # integers is the fastest.
     heap = list(range(programs))
-    # heapreplace returns the least element of the heap, to which the time is added.
+    # heapreplace returns the smallest element of the heap, and replaces it by the sum of this element and the time.
     least = [heapreplace(heap, heap[0] + time) for time in (times.astype(np.int64) * programs).tolist()]
     return np.array(least) % programs, max(heap) // programs
 

@@ -72,7 +72,7 @@ def flash_attention(
             not accept None with dropout. All replays of a graph drop the same entries.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs. The kernels
             read lists of blocks, which are computed once for each version of `blocks.keep`. A replay of a CUDA graph that
-            writes `blocks.keep` does not change its version, so pass a copy of `blocks.keep` after the replay.
+            writes `blocks.keep` does not change this version, so pass a copy of `blocks.keep` after the replay.
         backend: the kernels, see `ringattn.kernels.dispatch`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8". With "fp8", the
             forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see

@@ -203,8 +203,8 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
         mask: the mask.
         seq_len: the number of positions of keys.
         positions: int64 (n,), the positions of the queries. A position before the sequence is negative.
-        transposed: return the intervals of the transposed mask, in which `positions` are those of keys: the key at position j
-            may be attended to by the queries from lo to hi - 1. There is one query per position of the sequence.
+        transposed: return the intervals of the transposed mask. `positions` are then positions of keys, and the queries from
+            lo to hi - 1 may attend to the key. There is one query per position of the sequence.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.

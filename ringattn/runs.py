@@ -1,6 +1,6 @@
 """Count the work of attention between shards from documents and pieces of shards, without looking at every token.
 
-A run is a range of rows of one shard in which both bounds of the intervals either stay the same or grow with the position. The
+A run is a range of rows of one shard in which each bound of the intervals either stays the same or grows with the position. The
 number of runs depends on the number of documents and on the number of pieces of the shards, but not on the number of tokens.
 Sums over the rows of a run follow from its first row and its last row.
 """
@@ -16,7 +16,7 @@ from ringattn.mask import Mask, intervals_at, kinks
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """The runs of all ranks, in the order of the ranks and of their rows. R is the number of runs and B that of masks.
+    """The runs of all ranks, in the order of the ranks and of their rows. R is the number of runs, and B the number of masks.
 
     All batch entries have the same runs. A run of one entry may therefore be divided because of the documents of another entry.
     """
@@ -30,7 +30,7 @@ class Runs:
 
     @cached_property
     def before(self) -> tuple["RowsBefore", "RowsBefore"]:
-        """The numbers of rows of other ranks before lo and before hi."""
+        """Two objects that count the rows of any rank before lo and before hi."""
         return RowsBefore(self.layout, self.lo), RowsBefore(self.layout, self.hi)
 
     def bounds(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
@@ -98,7 +98,7 @@ def all_runs(mask: Mask, layout: Layout, transposed: bool = False) -> Runs:
 
 
 class RowsBefore:
-    """Count the rows of any rank before given positions. What does not depend on the rank is computed only once."""
+    """Count the rows of any rank before given positions. Values that do not depend on the rank are computed only once."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
         """Create the object for positions from 0 to `layout.seq_len`, int64 of any shape."""
@@ -106,7 +106,7 @@ class RowsBefore:
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The index of the piece that contains each position, the distance to its first position, and its rank."""
+        """For each position: the index of its piece, its distance from the start of this piece, and the rank of this piece."""
         begin, owner, _, size = _piece_tables(self.layout)
         piece = self.positions // size if size else begin.searchsorted(self.positions, side="right") - 1
         return piece, self.positions - begin.take(piece), owner.take(piece)
@@ -122,14 +122,14 @@ class RowsBefore:
         return (-((begin[rank] - self.positions) // self.layout.stride)).clip(0, count[rank])
 
     def run_sums(self, rank: int | np.ndarray, count: np.ndarray) -> np.ndarray:
-        """Return the sums of `rows` over the rows of runs, int64 (B, R).
+        """Return the sum of `rows` over the bounds of all rows of each run, int64 (B, R).
 
-        The positions of this object are one bound of all runs, (2, B, R), and the runs have `count` rows.
+        The positions of this object must be lo or hi of runs, (2, B, R). `count` contains the number of rows of each run.
         """
         rows = self.rows(rank)
         if self.layout.stride > 1:  # `rows` is an arithmetic progression.
             return rows.sum(0) * count // 2
-        # The sum of the numbers of rows before every position below a position x.
+        # For each position x: the sum, over all positions before x, of the number of rows before this position.
         _, offset, owner = self._pieces
         inside = (owner == rank) * (offset * (offset - 1) // 2)
         first, last = self._at_piece(1, rank) + self._at_piece(0, rank) * offset + inside
@@ -147,8 +147,8 @@ def _piece_tables(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, i
 
     Returns:
         The first position and the rank of each piece, int64 (pieces,). Then two tables (2, ranks, pieces): the number of rows
-        of a rank before a piece, and the sum of the numbers of rows before all positions below the piece. Finally the length of
-        the pieces, or 0 if their lengths differ. The last piece may be shorter.
+        of a rank before a piece, and the sum of these numbers for all positions before the piece. Finally the length of the
+        pieces, or 0 if their lengths differ. The last piece may be shorter.
     """
     pieces = [layout.pieces(rank) for rank in range(layout.ranks)]
     begin, count = map(np.concatenate, zip(*pieces, strict=True))

@@ -110,7 +110,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> list[float]:
-    """Return how many (query, key) pairs the mask allows in each of the first sequences, relative to one document."""
+    """Return how many (query, key) pairs the mask allows in each of the first sequences, relative to a single document."""
     if not run.config.data.mask_documents:
         return [1.0]
     seq_len, window = run.config.data.seq_len, run.config.model.window or run.config.data.seq_len

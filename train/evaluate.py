@@ -7,7 +7,8 @@
 
 All losses are means over the same target tokens. The length only limits the number of earlier tokens to which a target token
 can attend. A model that benefits from a long context therefore has a lower loss at a longer length. The table contains the
-error of each loss, and the error of its difference to the shortest length. train/data/targets.py describes the target tokens.
+error of each loss, and the error of its difference to the loss at the shortest length. train/data/targets.py describes the
+target tokens.
 
 The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
 default, it evaluates the held-out text of the run. To evaluate other text, describe it by these settings:
@@ -220,7 +221,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
 
 
 def evaluate(run: InferenceRun) -> dict[str, float]:
-    """Return the losses on the held-out text at the lengths of `default_lengths`, as `ringattn.train.loss_results.to_metrics`.
+    """Return the losses on the held-out text at the lengths of `default_lengths`, see `ringattn.train.loss_results.to_metrics`.
 
     All ranks call this function together and return the same losses.
     """

@@ -92,8 +92,8 @@ def loss_table(losses: Losses) -> str:
         bars = f"± is the 95% interval of a bootstrap over the {count:,} documents of the target tokens."
     return (
         f"{table}\n\nAll rows contain the same target tokens. A target token can attend to all earlier tokens of its document, "
-        f"or at least to half of the sequence length. {bars} A longer context helps if the difference is negative and larger "
-        "than its error."
+        f"or at least to half of the sequence length. {bars} A longer context helps if the loss falls by more than the error "
+        "of the difference."
     )
 
 

@@ -55,7 +55,7 @@ def squared_norms(model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def clip_gradients(model: nn.Module, norm: Tensor, limit: float) -> None:
-    """Scale all gradients such that their norm is at most `limit`, if it is `norm` now. The host does not wait for the GPU."""
+    """Scale all gradients, whose norm is `norm`, so that their norm is at most `limit`. The host does not wait for the GPU."""
     torch._foreach_mul_([local_shard(p.grad) for p in model.parameters()], (limit / (norm + 1e-6)).clamp(max=1))
 
 

@@ -72,7 +72,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 
     `final_loss` is the mean loss over the last tenth of all steps, because the loss of a single step depends on the text of the
     step. `final_loss_steps` is the number of steps in this mean. `eval_loss_by_length` contains the losses of the target
-    tokens by sequence length. The lengths are text, as in JSON. `ringattn.train.loss_results.to_metrics` describes the other
+    tokens by sequence length. The lengths are strings, as in JSON. `ringattn.train.loss_results.to_metrics` describes the other
     entries of the evaluation. Only runs with data.source=recall have `recall_accuracy`, see
     `ringattn.train.recall_results.to_metrics`. `start_up_s` contains the seconds of the parts of the start, see
     `ringattn.train.startup.seconds`. Rates are computed from the median step after step `done`. The first step after

@@ -4,7 +4,8 @@ A message is one contiguous tensor. The tensors of a block lie one after the oth
 
     k, v  --copy-->  [ k | v ]  --send-->  [ k | v ]  --views-->  k, v
 
-The receiver uses views of the message. It can therefore send the block on, also after changes in place, without a copy.
+The receiver uses views of the message. It can therefore send the block on without a copy, even if it has changed the tensors in
+place.
 """
 
 import math
@@ -19,7 +20,7 @@ Shapes = tuple[tuple[int, tuple[int, ...], torch.dtype], ...]  # for each tensor
 Memory = tuple[Tensor, tuple[Tensor, ...]]  # a message, and the tensors of the message, which are views of it
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, because a pass uses positions as keys
+@dataclass(frozen=True, eq=False)  # compared by identity, because it is the key of dictionaries
 class Packing:
     """The positions of the tensors of a block, or of a result, in the bytes of a message."""
 

@@ -12,7 +12,8 @@ step by step:
 
 `MessageTransport` turns each step into one exchange of messages. A message is one contiguous tensor, into which
 `ringattn.comm.packing` packs all tensors of a block or of a result. A rank packs its own block once per pass. A block or a
-result that a neighbour relays is sent on without a copy. Passes with equal shapes use the memory of their messages in turn.
+result that a neighbour relays is sent on without a copy. Consecutive passes with equal shapes reuse the memory of their
+messages.
 
 `ringattn.comm.p2p` implements `MessageTransport` for NCCL and gloo, and `ringattn.comm.simulated` implements it for threads of
 one process. `ringattn.comm.nvlink` does not exchange messages, because it writes directly into the memory of other GPUs.
@@ -110,7 +111,7 @@ class _Outgoing(NamedTuple):
     rows: range
     packing: Packing
     is_own: bool  # whether the message contains rows of this rank's own block
-    is_last: bool  # whether this rank does not send the same rows of its own block again in a later step
+    is_last: bool  # whether no later step sends the same rows of this rank's own block
 
 
 class _PlannedStep(NamedTuple):
@@ -226,7 +227,7 @@ class _MessagePass:
         step = self.steps[t]
         self._in_use.append([])
         if len(self._in_use) > 2:
-            # The messages of exchange t - 2 have been sent on, and the kernels that read them have been issued.
+            # The messages of step t - 2 have been sent on, and the kernels that read them have been launched.
             self._release(self._in_use.popleft())
         sends = [(self._pack(message, block), message.dst) for message, block in zip(step.sends, outgoing, strict=True)]
         receives, received = [], []

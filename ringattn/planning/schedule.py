@@ -185,7 +185,7 @@ def _rounds(need: Need) -> list[list[LocalStep]]:
     which no rank has work. The number of these rounds depends on the pairing, and the pairing with fewer rounds is chosen.
     """
     ranks = range(len(need))
-    # owners[s][r] is the owner for rank r in round s.
+    # A pairing is a list of rounds. Element r of a round is the owner for rank r.
     pairings = [[[(rank - s) % len(need) for rank in ranks] for s in ranks[1:]]]
     if len(need) & (len(need) - 1) == 0:
         # In the pairing by XOR, two ranks receive each other's blocks in the same round, so the link between them is used in

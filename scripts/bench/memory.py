@@ -4,8 +4,8 @@
     python -m scripts.bench.memory --cases '124m 65536 1' '1.4b 65536 2 parallel.ulysses=2'
 
 A case consists of a model, the tokens of a sequence, the number of GPUs, and optional settings of `train/run.py`. Each case is
-a job of a few steps with one document per sequence. By default, all cases that the GPUs of this machine suffice for are
-measured. The peak is that of torch's allocator. If a job fails, the table contains its error message. The script writes
+a job of a few steps with one document per sequence. By default, the script measures all cases for which this machine has
+enough GPUs. The peak is that of torch's allocator. If a job fails, the table contains its error message. The script writes
 README.md to --output.
 """
 
@@ -105,7 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     count = torch.cuda.device_count()
     cases = [case for case in CASES if int(case.split()[2]) <= count]
-    parser.add_argument("--cases", nargs="+", default=cases, help="model, tokens, GPUs and settings; default: all that suit")
+    parser.add_argument("--cases", nargs="+", default=cases, help="model, tokens, GPUs and settings; default: see above")
     parser.add_argument("--steps", type=command.at_least(2), default=6, help="steps per job; default: 6")
     parser.add_argument("--output", type=Path, default=command.RESULTS / "memory", help="default: outputs/benchmarks/memory")
     return parser.parse_args(argv)

@@ -7,8 +7,8 @@ does. The parts are: the layout; the overlaps of all ranks and the choice of the
 steps; and the tables of the Hopper kernels for 16 heads with a head dim of 128, for 132 SMs. Every round plans a new random
 mask. Times are medians of the CPU time of the process, because other processes may slow down the machine.
 
-The script prints a table and writes its rows as JSON. With `--earlier`, the table also has the times of another commit, from
-the file that the script wrote there.
+The script prints a table and writes its rows as JSON. If `--earlier` names the JSON file of another commit, the table also
+contains the times of this commit.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Show on the console how far a long save or load has come, and what remains if the run is killed during a save."""
+"""Show the progress of a long save or load on the console, and which checkpoint remains if the run is killed during a save."""
 
 import logging
 import threading
@@ -25,7 +25,9 @@ POLL_S = 0.5
 def show_progress(
     verbs: tuple[str, str], path: Path, size: int, fraction: Callable[[], float], if_killed: Callable[[], str] | None = None
 ) -> Iterator[None]:
-    """Show the progress of the body at regular intervals, and its size, time and rate at its end. Only rank 0 shows anything.
+    """Show the progress of a `with` statement at regular intervals, and at its end the size, the time and the rate.
+
+    Only rank 0 shows messages.
 
     Args:
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").

@@ -155,7 +155,7 @@ class PackedDataset:
         return stream[:-1], stream[1:].copy(), tuple(np.diff(edges).tolist())
 
     def document_number(self, position: int) -> int:
-        """Return the number of the document that contains a token of the stream of the first epoch. Numbers start at 0."""
+        """Return the number of the document that contains this position of the stream of the first epoch, counted from 0."""
         return int(np.searchsorted(self._order_of(0)[1], position, side="right"))
 
     def beginning(self, num_tokens: int) -> list[int]:

@@ -6,16 +6,16 @@ NUM_BLOCKS blocks of consecutive tokens, which are spread evenly over the held-o
 
     held-out text     ------------####------------####------------####          # target token
 
-At each length, windows of at most this number of tokens give the target tokens their context. Only the target tokens at the end
-of a window count. The following windows evaluate a block at length 8. The document begins at the bar.
+At each length, the model reads windows of at most this number of tokens. Only the losses of the target tokens at the end of a
+window are used. The following windows evaluate a block at length 8. The document begins at the bar.
 
     document          |................########                                 . earlier token of the document
     first window                  ....####
     second window                     ....####
 
-A window ends after half of the length in target tokens, or at the end of the block or of the document. A window begins as many
-tokens earlier as the length allows, but not before the document. A target token can therefore attend to all earlier tokens of
-its document, or at least to half of the length in tokens. With `data.mask_documents=false`, the whole text is one document.
+At a length of L tokens, a window ends after L / 2 target tokens, or at the end of the block or of the document. It begins as
+early as the length allows, but not before the document. A target token can therefore attend to all earlier tokens of its
+document, or at least to the last L / 2 of them. With `data.mask_documents=false`, the whole text is one document.
 
 The windows of all lengths are packed into sequences of `data.seq_len` tokens. In a sequence, each window is a separate document
 of the mask, so the model computes the same as for a sequence that consists of this window. All sequences have the same shape,
@@ -42,7 +42,8 @@ from ringattn.train.model.loss import IGNORE
 # processes up to S tokens per block, even if the blocks are short.
 NUM_BLOCKS = 32
 
-# If there are few target tokens, fewer blocks of this number of tokens limit the time of an evaluation at very long lengths.
+# If there are few target tokens, the blocks have this number of tokens. There are then fewer blocks, which limits the time of
+# an evaluation at very long lengths.
 MIN_BLOCK = 256
 
 
@@ -161,7 +162,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     total = held_out.tokens_per_epoch - 1  # The last token of the text has no label.
     count = min(NUM_BLOCKS, -(-eval_tokens // MIN_BLOCK)) if eval_tokens < total else 1
     for number in range(count):
-        # The target tokens are at the end of each part of the text, so that the text contains many earlier tokens.
+        # The target tokens are at the end of each part of the text, so that many tokens of the text precede them.
         stop = (number + 1) * total // count
         first = max(stop - -(-eval_tokens // count), number * total // count)
         start = max(first - context, 0)

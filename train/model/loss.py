@@ -12,8 +12,8 @@ from torch import Tensor
 # The label of tokens that do not contribute to the loss.
 IGNORE = -100
 
-# The number of tokens whose logits exist at the same time. With a small vocabulary, there are more tokens, because many small
-# kernels would take more time on the host than on the GPU: a chunk has at least CHUNK_LOGITS logits.
+# The number of tokens in a chunk, whose logits exist at the same time. With a small vocabulary, a chunk has more tokens and
+# about CHUNK_LOGITS logits, because many small kernels would take more time on the host than on the GPU.
 CHUNK = 2048
 CHUNK_LOGITS = 2**26
 

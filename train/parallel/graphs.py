@@ -57,7 +57,7 @@ def graph_blocks(model: GPT, batch: int, tokens: int, dtype: torch.dtype, device
     Args:
         model: the model, whose blocks `compile_blocks` has compiled.
         batch: the number of batch entries.
-        tokens: the number of tokens of a sequence on this rank. Other numbers are computed without graphs.
+        tokens: the number of tokens of a sequence on this rank. Inputs with another number of tokens do not use the graphs.
         dtype: the dtype in which the model computes.
         device: the device of this rank.
     """

@@ -57,10 +57,10 @@ def estimate(
 ) -> dict[str, float]:
     """Estimate the peak of torch's allocator on a rank.
 
-    A step reaches its peak at one of five moments, which need different tensors: in the backward pass of the loss, of the last
-    feed-forward network, of the last attention layer, or when the last gradients are reduced. The estimate depends only on
-    shapes. It includes neither fragmentation nor the memory that torch does not allocate, such as the receive buffers of a ring
-    over NVLink.
+    A step reaches its peak at one of five moments, which need different tensors. Three moments are in the backward pass: of the
+    loss, of the last feed-forward network and of the last attention layer. At the other two, FSDP reduces the gradients of the
+    last group of blocks, or those of the other parameters. The estimate depends only on shapes. It includes neither
+    fragmentation nor memory that torch does not allocate, such as the receive buffers of a ring over NVLink.
 
     Args:
         config: the settings of the run.
@@ -124,12 +124,12 @@ def estimate(
             size * (head + tokens * (model.dim + query_dim)) + attention + recomputed - feed_forward, gathered + 3 * prefetched
         ),
     ]
-    # FSDP casts the gradients of a group to fp32 before it reduces them. The group is no longer gathered then.
+    # FSDP casts the gradients of a group to fp32 before it reduces them. By then, the parameters of the group are freed.
     if group == blocks:  # One group contains all parameters.
         moments.append(moment((size + 4) * (vocab + blocks), 0, activations=0))
     else:
         block_gradients = max(gradients, 4 * blocks / ranks)
-        # The last group of blocks is reduced while the group before is being reduced. The other parameters follow.
+        # The last group of blocks and the previous group are reduced at the same time. The other parameters follow.
         moments.append(moment(size * (head + group) + 8 * group, gathered + 2 * prefetched, block_gradients, activations=0))
         moments.append(moment((size + 4) * vocab, 0, block_gradients, activations=0))
     return max(moments, key=lambda needed: sum(needed.values()))
@@ -174,7 +174,7 @@ def choose_recomputation(
 ) -> tuple[bool, dict[str, float]]:
     """Return whether the blocks are recomputed in the backward pass, and the result of `estimate`.
 
-    If `parallel.activation_checkpointing` is None, the blocks are recomputed if the memory of a GPU is tight without.
+    If `parallel.activation_checkpointing` is None, the blocks are recomputed if a GPU would otherwise have little free memory.
     """
     recompute = config.parallel.activation_checkpointing
     needed = estimate(config, shape, vocab_size, bf16, compiled, bool(recompute))

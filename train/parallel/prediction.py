@@ -23,9 +23,9 @@ from ringattn.train.parallel.mesh import MeshShape
 
 # The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
 
-# Matrix products reach this fraction of the peak. A profile of 1.44B on two H200s has 690 of 989 TFLOP/s.
+# Matrix products reach this fraction of the peak. In a profile of the 1.44B model on two H200s, they reach 690 of 989 TFLOP/s.
 MATMUL_EFFICIENCY = 0.7
-# The speed of attention, relative to the rounded speeds of `cost_model.attention_flops`. Fitted to 1.44B on H200s.
+# The speed of attention, relative to the rounded speeds of `cost_model.attention_flops`. Fitted to the 1.44B model on H200s.
 ATTENTION_EFFICIENCY = 1.06
 # The speed of attention with packed documents, relative to one document. Fitted to the default model on one H200.
 DOCUMENT_EFFICIENCY = 0.95
@@ -43,14 +43,14 @@ MEMORY_BYTES_PER_S = (
 # Fused kernels reach this fraction of the bytes per second.
 MEMORY_EFFICIENCY = 0.7
 # Elements per token and layer that fused kernels read and write in the forward and the backward pass, as a multiple of the
-# width of the model and of the width of the feed-forward network. The profile of 1.44B has 110 ms for all of these kernels.
+# width of the model and of the width of the feed-forward network. In the profile of the 1.44B model, these kernels take 110 ms.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # Bytes per parameter of a rank's shard that clipping and AdamW read and write, in fp32.
 OPTIMIZER_BYTES = 40
-# Bytes per second of FSDP's collectives inside a host. They take 40 ms for 1.44B on two H200s.
+# Bytes per second of FSDP's collectives inside a host. For the 1.44B model on two H200s, the collectives take 40 ms.
 COLLECTIVE_BYTES_PER_S = 144e9
 
-# Seconds of the host of a rank, from profiles of the default model on H100s and H200s. They differ between hosts.
+# Seconds that the host of a rank needs, from profiles of the default model on H100s and H200s. They differ between hosts.
 HOST_STEP = 4e-3  # a step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
@@ -58,7 +58,7 @@ HOST_GRAPHED_BLOCK = 0.4e-3  # the same, replayed from CUDA graphs
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 
-# Another mesh is worth mentioning if its predicted tokens/s are this many times higher.
+# Another mesh is worth mentioning if its predicted tokens/s are at least this many times as high.
 WORTH_MENTIONING = 1.05
 
 
