@@ -204,7 +204,7 @@ def check(needed: dict[str, float], device: torch.device) -> None:
         parts = ", ".join(f"{name} {count / GIB:.1f}" for name, count in needed.items())
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise InsufficientMemory(
-            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f}: "
+            f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f} usable: "
             "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
         )
 

@@ -73,7 +73,7 @@ def gpu(monkeypatch) -> torch.device:
 def test_an_error_lists_the_memory_by_purpose_if_it_does_not_fit(gpu):
     memory.check({"activations": 75 * memory.GIB}, gpu)
     with pytest.raises(
-        ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 76.0: use more"
+        ConfigError, match=r"about 101.0 GiB \(parameters 1.0, activations 100.0\), but its GPU has 76.0 usable: use more"
     ):
         memory.check({"parameters": memory.GIB, "activations": 100 * memory.GIB}, gpu)
 
