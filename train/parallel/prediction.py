@@ -34,7 +34,7 @@ MEMORY_BYTES_PER_S = (
     (r"B200", 8.0e12),
     (r"H200", 4.8e12),
     (r"H100 PCIe", 2.0e12),
-    (r"GH200|H100", 3.35e12),
+    (r"H100", 3.35e12),
     (r"\bA100\b", 2.0e12),
     (r"L40S", 0.86e12),
     (r"\bL4\b", 0.3e12),
@@ -136,7 +136,9 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
 
     groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
-    graphed = uses_graphs(config, shape, machine.device, machine.compiled and not recompute)
+    # Another mesh may need recomputation, with which graphs are impossible, even if `trainer.cuda_graphs` is True.
+    graphable = machine.compiled and not recompute
+    graphed = graphable and uses_graphs(config, shape, machine.device, graphable, machine.bf16)
     block = (HOST_GRAPHED_BLOCK if graphed else HOST_BLOCK) + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
     # If there are several groups, the parameters outside the blocks are a further group.
     host = (groups + (groups > 1)) * HOST_GROUP + model.layers * block

@@ -89,6 +89,16 @@ def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machi
     assert (shape.dp, shape.ranks) == (dp, ranks)
 
 
+def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
+    """A mesh that needs recomputation cannot use graphs, but the run's own mesh can."""
+    config = job("350m", 131_072)
+    config.trainer.cuda_graphs = True
+    gpus = machine("H100", 4)
+    shapes = MeshShape(1, 4, 1), MeshShape(4, 1, 1)
+    assert [gpus.recomputes(config, shape)[0] for shape in shapes] == [False, True]
+    assert all(prediction.step_seconds(config, shape, gpus) > 0 for shape in shapes)
+
+
 def test_no_mesh_fits(machine):
     with pytest.raises(memory.InsufficientMemory, match="each rank would need about"):
         prediction.fastest_shape(job("8b", 131_072, 131_072), machine("H100", 1))
