@@ -26,7 +26,7 @@ from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory, prediction
-from ringattn.train.parallel.graphs import graph_blocks, uses_graphs
+from ringattn.train.parallel.graphs import graph_blocks, graph_bytes, uses_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
@@ -104,7 +104,10 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     recompute, needed = broadcast_object(chosen)
     with sync_errors():
         memory.check(needed, device)
-        graphed = uses_graphs(config, mesh.shape, device, compiled and not recompute)
+        graphed = uses_graphs(config, mesh.shape, device, compiled and not recompute, bf16)
+        if graphed:
+            needed = needed | {"copies of CUDA graphs": graph_bytes(config, mesh.shape, bf16)}
+            memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until

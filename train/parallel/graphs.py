@@ -23,14 +23,18 @@ MAX_BLOCK_FLOPS = 6e11
 AFTER = ("output", "ffn_norm", "gate", "up", "down")
 
 
-def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool) -> bool:
+def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
     """Return the value of `trainer.cuda_graphs`. If this setting is None, return whether the host would limit the speed.
+
+    Graphs keep copies of all parameters of the blocks and of their gradients. If the setting is None, the blocks of a model
+    whose parameters FSDP shards again after the forward pass are therefore never captured.
 
     Args:
         config: the settings of the run.
         shape: the numbers of ranks.
         device: the device of this rank.
         compiled: whether the blocks are compiled and are not recomputed in the backward pass.
+        bf16: whether the model computes in bf16.
 
     Raises:
         ConfigError: `trainer.cuda_graphs` is True, but these blocks cannot be captured.
@@ -43,8 +47,20 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
+    if memory.reshard_after_forward(config.model, bf16):
+        return False
     tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
     return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
+
+
+def graph_bytes(config: Config, shape: MeshShape, bf16: bool) -> float:
+    """Return the bytes by which graphs raise the peak of a step: copies of all parameters, their gradients and the inputs.
+
+    The number of copies of the inputs was fitted to the default model with 8,192 and 16,384 tokens per rank.
+    """
+    model, size = config.model, 2 if bf16 else 4
+    tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
+    return 2 * size * model.layers * (memory.block_parameters(model) + tokens * model.dim)
 
 
 def graph_blocks(model: GPT, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
