@@ -110,17 +110,15 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
 
 
 def pair_shares(run: Run) -> list[float]:
-    """Return how many (query, key) pairs the mask allows in each of the first sequences, relative to a single document."""
+    """Return the (query, key) pairs that the mask allows in some sequences, relative to a sequence of one document."""
     if not run.config.data.mask_documents:
         return [1.0]
-    seq_len, window = run.config.data.seq_len, run.config.model.window or run.config.data.seq_len
-
-    def pairs(length: int) -> int:
-        visible = min(length, window)
-        return visible * (visible + 1) // 2 + (length - visible) * visible
-
-    documents = (run.data.batch([number]).documents[0] for number in range(SAMPLED_SEQUENCES))
-    return [sum(map(pairs, lengths)) / pairs(seq_len) for lengths in documents]
+    seq_len, window, count = run.config.data.seq_len, run.config.model.window, run.data.sequences_per_epoch
+    # The sequences are spread over the epoch, because neighbouring sequences may have a similar cost, see `data.group_size`.
+    numbers = range(0, count, max(count // SAMPLED_SEQUENCES, 1))[:SAMPLED_SEQUENCES]
+    masks = (Mask.causal(window, run.data.batch([number]).documents) for number in numbers)
+    (full,) = Mask.causal(window).pairs(seq_len)
+    return [sum(mask.pairs(seq_len)) / full for mask in masks]
 
 
 def communication_facts(run: Run) -> dict[str, Any]:

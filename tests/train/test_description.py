@@ -45,7 +45,10 @@ def test_prediction_is_logged_with_the_documents_of_the_text(corpus, caplog, mon
     with one_rank():
         run = run_setup.build(job(corpus, 1))
         description.describe(run, Path("outputs/name"), description.run_facts(run))
-        documents = [run.data.sequence(number)[2] for number in range(2)]
+        # The sequences are spread over the epoch.
+        assert run.data.sequences_per_epoch >= 2 * description.SAMPLED_SEQUENCES
+        second = run.data.sequences_per_epoch // description.SAMPLED_SEQUENCES
+        documents = [run.data.sequence(number)[2] for number in (0, second)]
     pairs = [sum(Mask.causal(40, [lengths]).pairs(61)) for lengths in documents]
     (whole,) = Mask.causal(40).pairs(61)
     assert f"{'prediction':<12}{[count / whole for count in pairs]}" in caplog.messages
