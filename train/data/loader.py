@@ -43,13 +43,16 @@ from ringattn.train.data.batch import Batch
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
-# if another child of the training process has inherited the input. The call comes before the imports, which take seconds.
+# if another child of the training process has inherited the input. The call comes before the imports, which take seconds. Only
+# messages may be written to the standard output, so anything that an import or a step prints goes to the standard error.
 START = f"""
-import ctypes, sys
+import ctypes, os, sys
 if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)
+output = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
 from {__name__} import run_loader_process
-run_loader_process()
+run_loader_process(output)
 """
 AHEAD = 3  # number of steps that are prepared in advance; each of them needs host memory for its batches and its plan
 
@@ -284,14 +287,16 @@ def _decode(data: bytearray) -> Any:
 def _receive_all(connection: socket.socket, received: queue.SimpleQueue) -> None:
     # One system call receives a whole message. With a pipe, the thread would need Python's lock again after every 64 KiB, and
     # would wait up to 5 ms each time.
-    with connection:
-        while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
-            received.put(data)
-    received.put(None)
+    try:
+        with connection:
+            while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
+                received.put(data)
+    finally:
+        received.put(None)  # Without it, the training process would wait forever.
 
 
-def run_loader_process() -> None:
-    """Prepare the steps that the training process requests, until the input ends."""
+def run_loader_process(output: BinaryIO) -> None:
+    """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
     # Ctrl-C and SIGTERM of a cluster also reach this process, but the training process completes its step first.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -299,9 +304,6 @@ def run_loader_process() -> None:
     # A plan of 64 ranks consists of thousands of small objects, and each collection would visit all of them.
     gc.freeze()
     gc.set_threshold(100_000)
-    # Only messages may be written to the standard output, so anything that is printed goes to the standard error.
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
     preparation = None
     while (data := _read(sys.stdin.buffer.readinto)) is not None:
         try:

@@ -1,10 +1,13 @@
 """Tests of the loader: which sequences a step reads, and that plans computed ahead equal plans computed on demand."""
 
 import os
+import queue
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -137,6 +140,20 @@ def test_the_error_of_a_process_reaches_the_trainer() -> None:
         ahead.get(4)
     ahead.close()
     assert ahead._process.poll() is not None
+
+
+def test_an_unreadable_message_ends_the_wait_of_the_trainer() -> None:
+    """Text instead of the size of a message, such as that of a library which prints while it is imported."""
+    ours, theirs = socket.socketpair()
+    received = queue.SimpleQueue()
+    thread = threading.Thread(target=loader._receive_all, args=(ours, received), daemon=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(threading, "excepthook", lambda error: None)  # the thread ends with a MemoryError
+        thread.start()
+        with theirs:
+            theirs.sendall(b"Using cache dir /x\n")
+            assert received.get(timeout=30) is None
+        thread.join()
 
 
 @pytest.mark.slow
