@@ -92,7 +92,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
     """Clip the gradients, whose norm is `grad_norm`, update the parameters, and clear the gradients.
 
-    The parameters of small models are gathered again for the next step. The host does not wait for the GPU.
+    If FSDP keeps parameters gathered, those of its root group are gathered again for the next step. The host does not wait
+    for the GPU.
 
     Returns:
         The learning rate of the step.
@@ -105,7 +106,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
         group["lr"] = lr
     run.optimizer.step()
     run.optimizer.zero_grad()
-    if not memory.reshard_after_forward(run.config.model, run.bf16):
+    if step < run.config.trainer.steps and not memory.reshard_after_forward(run.config.model, run.bf16):
         # Otherwise, the GPU would wait for the host until the next step launches this gather.
         run.model.unshard()
     return lr
