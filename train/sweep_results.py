@@ -97,6 +97,8 @@ def _describe_targets(outcomes: list[Outcome]) -> list[str]:
     if not checksums:
         return []
     if len(checksums) > 1:
+        if any(each.config is not None and each.config.data.source == "recall" for each in outcomes):
+            return ["The jobs were evaluated on sequences that were generated for their lengths.", ""]
         return [
             "The jobs were evaluated on different tokens, so their eval losses cannot be compared. Set the same data.eval_path "
             "or data.eval_split and the same trainer.eval_tokens for all jobs, and choose a new name for the sweep.",
