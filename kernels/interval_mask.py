@@ -274,7 +274,7 @@ def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]
     tensors = [x for side in sides for x in (*side.host, *side._tables.values())]
     # Every tensor starts at an aligned address, as if it had an allocation of its own.
     sizes = [-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in tensors]
-    flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
     for part, x in zip(flat.split(sizes), tensors, strict=True):
         part[: x.numel()] = x.flatten()
     parts = flat.to(device, non_blocking=True).split(sizes)

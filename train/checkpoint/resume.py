@@ -19,9 +19,9 @@ FIXED = ("model.", "data.mask_documents")
 
 # Settings that may change without a message. data.path is one of them, because `check_corpus` compares the corpus itself.
 FREE = (
-    "data.path parallel.timeout_s trainer.device trainer.compile trainer.resume trainer.init_from trainer.peak_tflops "
-    "trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final trainer.keep_checkpoints "
-    "trainer.log_every trainer.sample_tokens trainer.sample_prompt trainer.profile"
+    "data.path parallel.timeout_s trainer.device trainer.compile trainer.cuda_graphs trainer.resume trainer.init_from "
+    "trainer.peak_tflops trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final "
+    "trainer.keep_checkpoints trainer.log_every trainer.sample_tokens trainer.sample_prompt trainer.profile"
 ).split()
 
 # The groups of settings that are compared with those of a checkpoint, and all groups.
