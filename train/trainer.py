@@ -3,7 +3,7 @@
 import gc
 import logging
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,12 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}on request, before {directory} was started")
         raise preemption.TrainingStopped
-    with preemption.acquire_run_directory(directory):
+    with preemption.acquire_run_directory(directory), ExitStack() as stack:
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
         if checkpoint is None and config.data.group_size is None:
             config.data.group_size = default_group_size(config, dist.get_world_size())
         run = build(config, initial_weights.initial_weights_path(config) if checkpoint is None else None)
+        stack.enter_context(closing(run.loader))
         run.parent = parent
         facts = run_facts(run)
         describe(run, directory, facts)
@@ -124,7 +125,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
-    with closing(recorder), closing(profiler), closing(run.loader), preemption.handle_stop_signals():
+    with closing(recorder), closing(profiler), preemption.handle_stop_signals():
         evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
         if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
             # The earlier launch had to stop, and therefore skipped this evaluation.
