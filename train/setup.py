@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn import Mask
+from ringattn.comm import connect
 from ringattn.kernels import dispatch
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
@@ -283,6 +284,7 @@ def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: boo
 def _free_memory(device: torch.device) -> None:
     """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
+    connect.free_messages()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

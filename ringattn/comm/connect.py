@@ -116,6 +116,13 @@ _locks: dict[tuple, threading.Lock] = {}
 _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
 
+def free_messages() -> None:
+    """Free the memory that transports keep for the messages of later passes. Their next passes allocate it again."""
+    for _, transport in _connections.values():
+        if isinstance(transport, MessageTransport):
+            transport.free_messages()
+
+
 def open_all_to_all(transport: Transport) -> AllToAll:
     """Return the all-to-all of one call. Like `transport`, it either copies over NVLink or sends point-to-point messages."""
     if isinstance(transport, MessageTransport):

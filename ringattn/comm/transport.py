@@ -187,6 +187,10 @@ class MessageTransport(Transport):
     # The plan and the stream of the latest pass, and the memory of its messages.
     _spare: tuple[_MessagePlan | None, int, dict[Packing, list[Memory]]] = None, 0, {}
 
+    def free_messages(self) -> None:
+        """Free the memory of the messages of the latest pass."""
+        self._spare = None, 0, {}
+
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
         """Return memory of earlier messages that a pass of `plan` can use. The pass returns this memory when it ends.
 

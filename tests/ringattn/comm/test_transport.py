@@ -1,9 +1,12 @@
 """Tests of the passes that exchange messages, and of the errors that a missing rank causes."""
 
+import threading
+
 import pytest
 import torch
 
 from ringattn import simulate
+from ringattn.comm import connect
 from ringattn.comm.simulated import SimulatedRank
 from ringattn.comm.transport import MAX_KEPT_RESULTS, complete_hop, report_faults, take_rows
 from ringattn.comm.watchdog import NoWatchdog, RingFault
@@ -132,6 +135,27 @@ def test_passes_use_the_same_memory_in_turn() -> None:
         assert len(first) == ranks - 1 and first[0] != first[1] and first[:2] == first[2:]
         # Both passes use three messages: one for the rank's own block, and two for received blocks.
         assert len(set(again)) == 2 and len({*first, *again}) <= 3 and not set(other) & {*first, *again}
+
+
+def test_the_memory_of_messages_can_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of a sweep would otherwise keep the messages of the job before it."""
+    schedule = relay(((range(4),) * 2,) * 2, False)
+
+    def run(rank: int, group: SimulatedRank) -> None:
+        block = torch.zeros(1, 4, 2), torch.zeros(1, 4, 1)
+        ring_pass, held = group.begin(schedule, {"block": block, "result": ()}), {rank: block}
+        for t, step in enumerate(schedule.by_rank[rank]):
+            arrived = ring_pass.exchange(t, [held[m.owner] for m in step.outgoing])()
+            held |= {m.owner: received for m, received in zip(step.incoming, arrived, strict=True)}
+        ring_pass.end()
+        assert group._spare[2]
+        with lock:
+            monkeypatch.setattr(connect, "_connections", {"key": (None, group)})
+            connect.free_messages()
+        assert not group._spare[2]
+
+    lock = threading.Lock()
+    simulate(2, run)
 
 
 @pytest.mark.parametrize("ranks, keeps", ((MAX_KEPT_RESULTS + 1, True), (MAX_KEPT_RESULTS + 2, False)))
