@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,8 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
     """Return a causal mask of documents with random lengths. The window exceeds the sequence, so that every mask is new."""
-    cuts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
-    lengths = [end - start for start, end in zip([0, *cuts], [*cuts, seq_len], strict=True)]
+    starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
+    lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
     return Mask.causal(window=seq_len + seed, documents=lengths)
 
 

@@ -26,7 +26,7 @@ from scripts.tables import markdown_table
 
 TOKENS = 32_768
 Row = dict[str, str | float]
-# The settings of each job. {ranks} stands for the number of ranks, and {long} for 32,768 tokens per rank.
+# The settings of each job. {ranks} is the number of ranks, and {long} is 32,768 tokens per rank.
 SHARED = {
     "ring": (f"data.seq_len={TOKENS}",),
     "ulysses": (f"data.seq_len={TOKENS}", "parallel.ulysses={ranks}"),
