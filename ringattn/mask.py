@@ -187,7 +187,7 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
 
 
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
-    """Return the position of the first of `num_queries` queries. None stands for one query per position."""
+    """Return the position of the first of `num_queries` queries. With None, every position has a query."""
     if mask.documents is not None and (num_queries or 0) > seq_len:
         raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
     return 0 if num_queries is None else seq_len - num_queries

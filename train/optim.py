@@ -70,12 +70,12 @@ def build(model: nn.Module, config: OptimConfig) -> AdamW:
 
 
 def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
-    """Return the peak learning rate for a model: 6e-4 for 124 million parameters, and at most 2e-3.
+    """Return the peak learning rate for a model: 6e-4 for 124 million parameters without `qk_norm`.
 
     The rate is inversely proportional to the power 0.4 of the number of parameters. The resulting rates are close to those of
     GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1). For example, the rate is 2.3e-4 for 1.3 billion
-    parameters. With normalised queries and keys, training is stable at higher rates. The rate is then 1.75 times as high, and
-    at most 3e-3.
+    parameters, and at most 2e-3. With normalised queries and keys, training is stable at higher rates. The rate is then 1.75
+    times as high, and at most 3e-3.
 
     Args:
         num_parameters: the number of parameters.

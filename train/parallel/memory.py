@@ -64,8 +64,8 @@ def estimate(
 
     Args:
         config: the settings of the run.
-        shape: the numbers of ranks. If ranks exchange heads by all-to-all, each block saves its attention output twice: before
-            and after the all-to-all.
+        shape: the numbers of ranks. With all-to-alls, each block saves its attention output twice: before and after
+            the all-to-all.
         vocab_size: the number of tokens that the tokenizer has.
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of

@@ -51,7 +51,7 @@ OPTIMIZER_BYTES = 40
 COLLECTIVE_BYTES_PER_S = 144e9
 
 # Seconds that the host of a rank needs, from profiles of the default model on H100s and H200s. They differ between hosts.
-HOST_STEP = 4e-3  # a step
+HOST_STEP = 4e-3  # per step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
 HOST_GRAPHED_BLOCK = 0.4e-3  # the same, replayed from CUDA graphs
