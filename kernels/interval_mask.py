@@ -8,7 +8,8 @@ A mask is a matrix of queries and keys. Some functions treat a mask and its tran
 and columns instead of queries and keys.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -37,17 +38,21 @@ class Intervals:
     Attributes:
         lo, hi: int32 (B or 1, rows), on the device of the kernels. A kernel that reads no table must read `bounds` instead.
         num_keys: the number of columns.
-        host: lo and hi on the CPU.
+        host: lo and hi on the CPU. It is empty for a mask of `ringattn.kernels.mask_slots`, from which no more tables can be
+            computed.
         wait: whether the host waits until copies to the device have arrived.
         of_keys: whether the rows are keys and the columns are queries, as in a `transposed` mask.
+        is_replaced: whether another mask will be written to the same memory, see `ringattn.kernels.mask_slots`. The sizes of
+            tables are then limited, and the kernels must be correct for every mask of the same shape.
     """
 
     lo: Tensor
     hi: Tensor
     num_keys: int
-    host: tuple[Tensor, Tensor] = field(repr=False)
+    host: tuple[Tensor, ...] = field(repr=False)
     wait: bool
     of_keys: bool = False
+    is_replaced: bool = False
     # A key of this dictionary is the name of the method that computed the table, followed by the method's arguments.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
@@ -55,7 +60,15 @@ class Intervals:
         self._tables.add(self.lo, self.hi)
 
     @classmethod
-    def of(cls, lo: Tensor, hi: Tensor, num_keys: int, device: torch.device | str = "cpu", wait: bool = True) -> "Intervals":
+    def of(
+        cls,
+        lo: Tensor,
+        hi: Tensor,
+        num_keys: int,
+        device: torch.device | str = "cpu",
+        wait: bool = True,
+        is_replaced: bool = False,
+    ) -> "Intervals":
         """Create the mask with these bounds, for kernels on `device`.
 
         Args:
@@ -63,6 +76,7 @@ class Intervals:
             num_keys: Nk.
             device: the device on which the kernels run.
             wait: whether the host waits until copies to the device, including those of tables, have arrived.
+            is_replaced: see the attribute.
 
         Raises:
             ValueError: the bounds have different shapes, are not integers on the CPU, decrease along a row, or leave
@@ -75,14 +89,20 @@ class Intervals:
                 raise ValueError(f"{name} is {x.dtype} on {x.device}: must be integers on the CPU")
             if x.numel() and (x[:, 0].min() < 0 or x[:, -1].max() > num_keys or (x.diff() < 0).any()):
                 raise ValueError(f"{name} must never decrease from one query to the next and must stay within [0, {num_keys}]")
-        return cls._create((lo, hi), num_keys, device, wait)
+        return cls._create((lo, hi), num_keys, device, wait, is_replaced=is_replaced)
 
     @classmethod
     def _create(
-        cls, host: tuple[Tensor, Tensor], num_keys: int, device: torch.device | str, wait: bool, of_keys: bool = False
+        cls,
+        host: tuple[Tensor, Tensor],
+        num_keys: int,
+        device: torch.device | str,
+        wait: bool,
+        of_keys: bool = False,
+        is_replaced: bool = False,
     ) -> "Intervals":
         host = tuple(x.to(torch.int32).contiguous() for x in host)
-        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys)
+        return cls(*(_to_device(x, device, wait) for x in host), num_keys, host, wait, of_keys, is_replaced)
 
     @property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -107,7 +127,7 @@ class Intervals:
     def transposed(self) -> "Intervals":
         """The transposed mask: key j may be attended to by the queries [lo[j], hi[j])."""
         bounds = transpose(*self.host, self.num_keys)
-        return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys)
+        return self._create(bounds, self.num_rows, self.device, self.wait, not self.of_keys, self.is_replaced)
 
     def restrict(self, rows: slice, keys: slice) -> "Intervals":
         """Return the part of the mask for these rows and columns, which are numbered from 0.
@@ -166,6 +186,8 @@ class Intervals:
     @cached_property
     def num_nonempty_rows(self) -> int:
         """The number of rows whose interval is not empty, summed over all masks."""
+        if self.is_replaced:
+            return self.lo.numel() - 1  # Kernels must expect empty intervals, but should be configured for many others.
         lo, hi = self.host
         return int((lo < hi).sum())
 
@@ -187,7 +209,8 @@ class Intervals:
         # tensors. The copy is on the CPU.
         tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
         host = tuple(x.numpy() for x in self.host)
-        return _restore, (host, self.num_keys, self.wait, self.of_keys, tables, vars(self).get("transposed"))
+        options = self.num_keys, self.wait, self.of_keys, self.is_replaced
+        return _restore, (host, *options, tables, vars(self).get("transposed"))
 
     def work_tiles(
         self, rows, step, batch, heads, num_head_groups, programs, skip_empty=False, group=None, aligned=False
@@ -223,7 +246,7 @@ class Intervals:
                 times = tile_scheduler.forward_times(work_tiles)
             else:
                 times = tile_scheduler.backward_times(work_tiles, group)
-            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs)
+            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, limit=self._most_per_program(key))
             self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
 
@@ -245,9 +268,30 @@ class Intervals:
             predecessors = tile_order.predecessors(work_tiles).numpy()
             work_tiles = work_tiles.numpy()
             times = tile_scheduler.backward_times(work_tiles, group)
-            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, predecessors)
+            limit = self._most_per_program(key)
+            table = tile_scheduler.assign_work_tiles(work_tiles, times, programs, predecessors, limit)
             self._tables[key] = _to_device(torch.from_numpy(table), self.device, self.wait)
         return self._tables[key]
+
+    def largest_table(self, key: tuple) -> tuple[int, int, int]:
+        """Return the shape of the largest table that any mask of the same shape can have.
+
+        `key` is the key of the table, as in `TableRequests.tables`.
+        """
+        method, rows, step, *arguments = key
+        tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
+        if method == "tiles":
+            return self.batch, tiles, 6
+        # The other two methods differ in the arguments in front of `programs`.
+        batch, heads, _, programs, *_ = arguments
+        # A few more work tiles per program than necessary allow an assignment that balances the load. The last wave may be
+        # split, and the last row of a table is empty.
+        work_tiles = batch * heads * tiles
+        programs = min(programs, work_tiles)
+        return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
+
+    def _most_per_program(self, key: tuple) -> int | None:
+        return self.largest_table(key)[0] - 1 if self.is_replaced else None
 
 
 class TableRequests(NamedTuple):
@@ -258,10 +302,16 @@ class TableRequests(NamedTuple):
 
 
 def _restore(
-    host: tuple[np.ndarray, np.ndarray], num_keys: int, wait: bool, of_keys: bool, tables: dict, transposed: Intervals | None
+    host: tuple[np.ndarray, np.ndarray],
+    num_keys: int,
+    wait: bool,
+    of_keys: bool,
+    is_replaced: bool,
+    tables: dict,
+    transposed: Intervals | None,
 ) -> Intervals:
     """Create a mask on the CPU from its parts, see `Intervals.__reduce__`."""
-    intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys)
+    intervals = Intervals._create(tuple(map(torch.from_numpy, host)), num_keys, "cpu", wait, of_keys, is_replaced)
     intervals._tables.update({key: torch.from_numpy(table) for key, table in tables.items()})
     if transposed is not None:
         vars(intervals)["transposed"] = transposed
@@ -270,19 +320,41 @@ def _restore(
 
 def copy_to(masks: Sequence[Intervals], device: torch.device) -> list[Intervals]:
     """Return copies of masks with all their tables on `device`. A single transfer from the host to the device is enough."""
-    sides = [side for mask in masks for side in (mask, vars(mask).get("transposed")) if side is not None]
-    tensors = [x for side in sides for x in (*side.host, *side._tables.values())]
-    # Every tensor starts at an aligned address, as if it had an allocation of its own.
-    sizes = [-(-x.numel() // ALIGNMENT) * ALIGNMENT for x in tensors]
-    flat = torch.empty(sum(sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    for part, x in zip(flat.split(sizes), tensors, strict=True):
-        part[: x.numel()] = x.flatten()
-    parts = flat.to(device, non_blocking=True).split(sizes)
-    moved = iter([part[: x.numel()].view(x.shape) for part, x in zip(parts, tensors, strict=True)])
+    tensors = [x for side in sides(masks) for x in (*side.host, *side._tables.values())]
+    flat = torch.empty(packed_size(x.shape for x in tensors), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    for part, x in zip(unpack(flat, [x.shape for x in tensors]), tensors, strict=True):
+        part.copy_(x)
+    return with_memory(masks, unpack(flat.to(device, non_blocking=True), [x.shape for x in tensors]))
+
+
+def sides(masks: Sequence[Intervals]) -> list[Intervals]:
+    """Return all masks, and the transposed masks that have been used."""
+    return [side for mask in masks for side in (mask, vars(mask).get("transposed")) if side is not None]
+
+
+def packed_size(shapes: Iterable[Sequence[int]]) -> int:
+    """Return the number of elements of the memory that `unpack` divides into tensors of these shapes."""
+    return sum(-(-math.prod(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes)
+
+
+def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Return tensors of these shapes in the memory `flat`. Each starts at an aligned address, like an allocation of its own."""
+    parts = flat.split([packed_size([shape]) for shape in shapes])
+    return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
+    """Return copies of masks whose bounds and tables are the given tensors, in the order of `sides`.
+
+    `with_host` says whether the copies keep the bounds on the CPU.
+    """
+    remaining = iter(tensors)
 
     def move(side: Intervals) -> Intervals:
-        copy = Intervals(next(moved), next(moved), side.num_keys, side.host, False, side.of_keys)
-        copy._tables.update({key: next(moved) for key in side._tables})
+        bounds = next(remaining), next(remaining)
+        host = side.host if with_host else ()
+        copy = Intervals(*bounds, side.num_keys, host, False, side.of_keys, side.is_replaced)
+        copy._tables.update({key: next(remaining) for key in side._tables})
         return copy
 
     copies = []

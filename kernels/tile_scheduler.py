@@ -10,7 +10,7 @@ An entry of a table is (first, end, begin, num_masked_prefix, num_unmasked, num_
 tile is a tile of one head. It is described by the same six numbers, followed by the head and the batch entry.
 """
 
-from heapq import heapreplace
+from heapq import heappop, heappush, heapreplace
 
 import numpy as np
 from numpy import ndarray
@@ -169,7 +169,19 @@ def backward_times(work_tiles: ndarray, group: int) -> ndarray:
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
-def assign_work_tiles(work_tiles: ndarray, times: ndarray, programs: int, predecessors: ndarray | None = None) -> ndarray:
+def most_tiles(num_rows: int, num_columns: int, rows: int, jump: int) -> int:
+    """Return an upper bound on the number of tiles of a batch entry, for all bounds.
+
+    The entry has `num_rows` rows, which `split_at_jumps` splits at jumps of at least `jump` columns, and `split_into_tiles`
+    into tiles of `rows` rows.
+    """
+    # Every piece has at most one tile with fewer than `rows` rows.
+    return num_rows // rows + 1 + num_columns // jump
+
+
+def assign_work_tiles(
+    work_tiles: ndarray, times: ndarray, programs: int, predecessors: ndarray | None = None, limit: int | None = None
+) -> ndarray:
     """Assign each work tile, in the given order, to the program that has the least work so far.
 
     Every head group starts with its longest loops. If the work tiles were assigned to the programs in rotation, some programs
@@ -182,6 +194,7 @@ def assign_work_tiles(work_tiles: ndarray, times: ndarray, programs: int, predec
         programs: the maximal number of programs. If there are fewer work tiles, fewer programs are used, but at least one.
         predecessors: integers (N,), for each work tile the index of an earlier work tile that must stay in front of it, or -1.
             With None, every order is allowed.
+        limit: the maximal number of work tiles of a program, at least N / programs; None for no limit.
 
     Returns:
         int32 (n, programs, c). The entries [:, p] are the work tiles of program p in their order, followed by at least one row
@@ -195,7 +208,9 @@ def assign_work_tiles(work_tiles: ndarray, times: ndarray, programs: int, predec
         order = _start_long_tiles_earlier(times, programs, predecessors)
         other_program, other_end = _assign_greedily(times[order], programs)
         if other_end < end:
-            work_tiles, program = work_tiles[order], other_program
+            work_tiles, times, program = work_tiles[order], times[order], other_program
+    if limit is not None and np.bincount(program).max() > limit:
+        program = _assign_greedily(times, programs, limit)[0]
     # A stable sort by program does not change the order of the work tiles of each program.
     order = program.argsort(kind="stable")
     program, index = _enumerate(np.bincount(program))
@@ -204,14 +219,27 @@ def assign_work_tiles(work_tiles: ndarray, times: ndarray, programs: int, predec
     return assigned
 
 
-def _assign_greedily(times: ndarray, programs: int) -> tuple[ndarray, int]:
-    """Assign each work tile to the program with the least work so far. Return the programs and the latest end time."""
+def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) -> tuple[ndarray, int]:
+    """Assign each work tile to the program with the least work so far. Return the programs and the latest end time.
+
+    A program that has `limit` work tiles receives no more.
+    """
     # The heap represents each program by the integer (its work so far) * programs + (its index), because a heap of plain
     # integers is the fastest.
     heap = list(range(programs))
-    # heapreplace returns the smallest element of the heap, and replaces it by the sum of this element and the time.
-    least = [heapreplace(heap, heap[0] + time) for time in (times.astype(np.int64) * programs).tolist()]
-    return np.array(least) % programs, max(heap) // programs
+    steps = (times.astype(np.int64) * programs).tolist()
+    if limit is None:
+        # heapreplace returns the smallest element of the heap, and replaces it by the sum of this element and the time.
+        least = [heapreplace(heap, heap[0] + time) for time in steps]
+        return np.array(least) % programs, max(heap) // programs
+    least, counts, end = [], [0] * programs, 0
+    for time in steps:
+        least.append(heappop(heap))
+        end = max(end, least[-1] + time)
+        counts[least[-1] % programs] += 1
+        if counts[least[-1] % programs] < limit:
+            heappush(heap, least[-1] + time)
+    return np.array(least) % programs, end // programs
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:

@@ -75,6 +75,16 @@ def test_work_tiles_are_moved_forward_with_their_predecessors():
     assert assigned[:3, :, 0].tolist() == [[3, 8], [9, 1], [0, 2]]
 
 
+def test_a_limited_program_receives_no_more_work_tiles():
+    """Without a limit, program 1 would compute all five work tiles that take 1. The order of each program stays the same."""
+    work_tiles = np.arange(6, dtype=np.int32)[:, None].repeat(8, 1) + 1
+    times = np.array([9, 1, 1, 1, 1, 1])
+    assert tile_scheduler.assign_work_tiles(work_tiles, times, 2)[..., 0].T.tolist() == [[1, 0, 0, 0, 0, 0], [2, 3, 4, 5, 6, 0]]
+    limited = tile_scheduler.assign_work_tiles(work_tiles, times, 2, limit=4)
+    assert limited[..., 0].T.tolist() == [[1, 6, 0, 0, 0], [2, 3, 4, 5, 0]]
+    assert tile_scheduler.assign_work_tiles(work_tiles, times, 2, limit=3).shape == (4, 2, 8)
+
+
 def test_no_work_tiles_give_one_program_without_work():
     assigned = tile_scheduler.assign_work_tiles(np.zeros((0, 8), dtype=np.int32), np.zeros(0), 4)
     assert assigned.shape == (1, 1, 8) and not assigned.any()

@@ -1,0 +1,48 @@
+"""GPU memory for the masks that a CUDA graph reads. Other masks can replace them between two replays of the graph.
+
+A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Every table is therefore
+padded to the largest table that a mask of the same shape can have, see `Intervals.largest_table`. The padding is zero: a
+program without work tiles ends at once.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack, with_memory
+
+
+class MaskSlots:
+    """The memory of several masks.
+
+    Args:
+        masks: masks with `Intervals.is_replaced`, from which the kernels of the graph have requested all tables.
+        device: the device of the memory.
+
+    Attributes:
+        masks: the masks to capture. They have the contents that `write` has written last, and zeros before the first call.
+    """
+
+    def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:
+        self._keys = [tuple(side._tables) for side in sides(masks)]
+        self._shapes = [
+            shape
+            for side, keys in zip(sides(masks), self._keys, strict=True)
+            for shape in (side.lo.shape, side.hi.shape, *map(side.largest_table, keys))
+        ]
+        self._memory = torch.zeros(packed_size(self._shapes), dtype=torch.int32, device=device)
+        self.masks = with_memory(masks, unpack(self._memory, self._shapes), with_host=False)
+
+    def pack(self, masks: Sequence[Intervals]) -> Tensor:
+        """Copy masks of the same shapes, with the same tables, from the CPU into one int32 tensor, which `write` accepts."""
+        packed = torch.zeros(self._memory.shape, dtype=torch.int32, device="cpu", pin_memory=self._memory.is_cuda)
+        slots = iter(unpack(packed, self._shapes))
+        for side, keys in zip(sides(masks), self._keys, strict=True):
+            for x in (*side.host, *(side._tables[key] for key in keys)):
+                next(slots)[tuple(map(slice, x.shape))] = x
+        return packed
+
+    def write(self, packed: Tensor) -> None:
+        """Replace the masks by packed masks. The host does not wait. Earlier work of the current stream reads the old masks."""
+        self._memory.copy_(packed, non_blocking=True)
