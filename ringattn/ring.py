@@ -56,7 +56,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.operands import Operands, QuantizedOperands
 from ringattn.planning.cost_model import Interconnect
-from ringattn.planning.rank_plan import BlockPair, Plan, get_plan
+from ringattn.planning.rank_plan import BlockPair, Plan, forced_plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
 from ringattn.planning.workload import backward_work, forward_work, head_chunk
 from ringattn.spec import AttentionSpec, with_route
@@ -239,7 +239,7 @@ class Ring:
         # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. The host can read the
         # lengths without waiting for the GPU, because the tensor of the lengths is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
-        plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
+        plan = forced_plan() or _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
         keep_for_graph(plan, device)
         return cls(plan, transport, spec)
 

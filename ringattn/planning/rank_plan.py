@@ -6,6 +6,8 @@ in this module only translate these intervals from positions of the sequence int
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -28,6 +30,7 @@ SCHEDULES = ("auto", "state", "kv")
 # A rank splits the work on its own block. The first step contains this share of the work and hides the first hop. The last step
 # contains the rest of the work and hides the last hop.
 FIRST_SHARE = 0.4
+SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
 # The state ring is chosen only if the KV ring is predicted to take at least 1.03 times as long. The table of speeds is not
 # accurate enough to predict smaller differences. The KV ring needs less time on the host, because it launches fewer kernels.
 KV_RING_MARGIN = 1.03
@@ -63,10 +66,18 @@ class BlockPair:
 
 
 class Plan:
-    """A plan for all ring passes of one rank with one mask and one layout. All layers use the plan that `get_plan` returns."""
+    """A plan for all ring passes of one rank with one mask and one layout. All layers use the plan that `get_plan` returns.
 
-    def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device) -> None:
-        self.mask, self.layout, self.rank, self.device = mask, layout, rank, device
+    Args:
+        mask, layout, rank: the mask, the layout of the ring, and this rank.
+        device: the device of the intervals.
+        is_fixed: whether the schedules must not depend on the mask, because a CUDA graph has captured them, see
+            `ringattn.planning.plan_slots`. Every rank then computes with all rows of every block, and the kernels skip what
+            the mask excludes. "auto" selects the KV ring.
+    """
+
+    def __init__(self, mask: Mask, layout: Layout, rank: int, device: torch.device, is_fixed: bool = False) -> None:
+        self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
         # The number of (query, key) pairs of the whole sequence. If batch entries have different masks, this is their mean.
         self.pairs = float(overlaps(mask, layout).pairs.sum())
         self._schedules: dict[tuple, Schedule] = {}
@@ -89,7 +100,7 @@ class Plan:
         if key not in self._schedules:
             settings = self.mask, self.layout, "queries" if name == "state" else "keys"
             with _planning_lock:
-                need, points = needs(*settings), split_points(*settings)
+                need, points = _all_rows(self.layout) if self.is_fixed else (needs(*settings), split_points(*settings))
                 if row_multiple > 1:
                     need, points = _extend(need, row_multiple), tuple(x // row_multiple * row_multiple for x in points)
                 if row_multiple > 1 and name == "state":
@@ -109,9 +120,13 @@ class Plan:
 
     def requests(self) -> "Requests":
         """Return what calls have requested from this plan."""
-        used = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
-        tables = {key: tuple(x.intervals.requests() for x in pairs.values()) for key, pairs in used if pairs is not None}
-        return Requests(tuple(self._choices), tuple(tables.items()))
+        tables = [(key, tuple(x.intervals.requests() for x in pairs.values())) for key, pairs in self._used()]
+        return Requests(tuple(self._choices), tuple(tables))
+
+    def _used(self) -> list[tuple[tuple, dict[LocalStep, BlockPair]]]:
+        """Return the arguments of `schedule`, and the block pairs, for all schedules whose block pairs have been requested."""
+        pairs = [(key, self._block_pairs.get((key[0], schedule))) for key, schedule in self._schedules.items()]
+        return [(key, each) for key, each in pairs if each is not None]
 
     def prepare(self, requests: "Requests") -> None:
         """Compute in advance everything that calls have requested from another plan.
@@ -129,12 +144,19 @@ class Plan:
 
     def to(self, device: torch.device) -> "Plan":
         """Return a copy of this plan whose intervals and tables are on `device`."""
-        plan = copy(self)
-        masks = iter(copy_to([x.intervals for pairs in self._block_pairs.values() for x in pairs.values()], device))
+        return self.with_masks(copy_to(self.masks(), device), device)
+
+    def masks(self) -> list[Intervals]:
+        """Return the intervals of all block pairs that calls have requested."""
+        return [pair.intervals for _, pairs in self._used() for pair in pairs.values()]
+
+    def with_masks(self, masks: list[Intervals], device: torch.device) -> "Plan":
+        """Return a copy of this plan with other intervals, which are on `device` and in the order of `masks`."""
+        plan, remaining = copy(self), iter(masks)
         plan.device, plan._choices, plan._schedules = device, dict(self._choices), dict(self._schedules)
         plan._block_pairs = {
-            key: {step: replace(pair, intervals=next(masks)) for step, pair in pairs.items()}
-            for key, pairs in self._block_pairs.items()
+            (key[0], self._schedules[key]): {x: replace(pair, intervals=next(remaining)) for x, pair in pairs.items()}
+            for key, pairs in self._used()
         }
         return plan
 
@@ -148,7 +170,7 @@ class Plan:
         # slice and clamped to the length of the slice.
         lo, hi = ((x[:, queries].int() - keys.start).clamp_(0, len(key_rows)) for x in bounds)
         # wait=False copies the intervals to the GPU without blocking the host.
-        intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False)
+        intervals = Intervals.of(lo, hi, len(key_rows), self.device, wait=False, is_replaced=self.is_fixed)
         return BlockPair(intervals, self.layout, ((query_rank, queries), (key_rank, keys)))
 
     def head_chunks_for_memory(self, q: Tensor, k: Tensor, v: Tensor) -> int:
@@ -222,6 +244,8 @@ class Plan:
             return name, "as requested"
         if self.layout.ranks == 1:
             return "kv", "there is only one rank"
+        if self.is_fixed:
+            return "kv", "CUDA graphs use the KV ring"
         if interconnect.name == "gloo":
             return "state", "rings over gloo use the state ring"
         kv, state = (self.total_cost(name, work, interconnect)[0] for name in ("kv", "state"))
@@ -336,6 +360,13 @@ def needs(mask: Mask, layout: Layout, circulating: str = "queries") -> Need:
     return tuple(tuple(map(range, *row)) for row in zip(first, end, strict=True))
 
 
+def _all_rows(layout: Layout) -> tuple[Need, tuple[int, ...]]:
+    """Return the need and the split points of a plan whose schedules do not depend on the mask."""
+    rows = [layout.rows(rank) for rank in range(layout.ranks)]
+    need = tuple((range(count),) * layout.ranks for count in rows)
+    return need, tuple(int(FIRST_SHARE * count) // SPLIT_MULTIPLE * SPLIT_MULTIPLE for count in rows)
+
+
 def _extend(need: Need, multiple: int) -> Need:
     """Extend every range of rows, so that it starts and ends at a multiple of `multiple`. An empty range remains empty."""
     return tuple(
@@ -362,8 +393,8 @@ def split_points(mask: Mask, layout: Layout, circulating: str) -> tuple[int, ...
         low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     points = np.zeros(layout.ranks, dtype=np.int64)
     points[ranks] = runs.row + high
-    # A long block is split at a multiple of the tile size of the kernels.
-    return tuple(x // 128 * 128 if layout.rows(rank) >= 1024 else x for rank, x in enumerate(points.tolist()))
+    multiples = (SPLIT_MULTIPLE if layout.rows(rank) >= 8 * SPLIT_MULTIPLE else 1 for rank in range(layout.ranks))
+    return tuple(x // multiple * multiple for x, multiple in zip(points.tolist(), multiples, strict=True))
 
 
 # The threads of autograd and the threads of simulated ranks may request the same plan at the same time. Without the lock, each
@@ -384,6 +415,25 @@ def add_plan(plan: Plan) -> None:
     """Let calls use a plan that was computed ahead, unless they already use a plan for the same mask and layout."""
     with _planning_lock:
         _plans(plan.mask, plan.layout).setdefault((plan.rank, plan.device), plan)
+
+
+@contextmanager
+def use_plan(plan: Plan) -> Iterator[None]:
+    """Let all calls in this context use `plan`, whatever their masks and layouts are."""
+    global _forced
+    _forced = plan
+    try:
+        yield
+    finally:
+        _forced = None
+
+
+def forced_plan() -> Plan | None:
+    """Return the plan of `use_plan`, or None."""
+    return _forced
+
+
+_forced: Plan | None = None  # all threads share the plan, because a backward pass runs in a thread of autograd
 
 
 # The cache is small, because each plan holds intervals in the memory of the device. With packed documents, every training step
