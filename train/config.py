@@ -257,9 +257,10 @@ class TrainerConfig:
     # Whether torch.compile fuses the loss and the operations before and after attention. None: torch.compile is used only on
     # CUDA.
     compile: bool | None = None
-    # Whether compiled blocks are replayed from CUDA graphs, which shortens the time that the host needs. None: CUDA graphs are
-    # used if a block is so small that the host would limit the speed. Blocks that are recomputed in the backward pass never use
-    # CUDA graphs.
+    # Whether the forward and the backward pass of training steps are replayed from CUDA graphs, which shortens the time that
+    # the host needs. The ring is then a KV ring, unless `parallel.schedule` is set. None: CUDA graphs are used if they are
+    # possible and a block is so small that the host could limit the speed. They require a GPU, torch.compile, blocks that are
+    # not recomputed in the backward pass, at most 256 MiB of parameters in all blocks, and shards of equal length.
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: the run saves only one checkpoint, at its end.
     checkpoint_every: int = 250

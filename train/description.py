@@ -16,10 +16,10 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.spec import with_route
+from ringattn.train.data.loader import choose_layout
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
 from ringattn.train.setup import Run, machine_of
-from ringattn.train.step import layout_of
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def communication_facts(run: Run) -> dict[str, Any]:
     joined = with_route(connection.interconnect, parallel.route)
     mask = Mask.causal(run.config.model.window)
     # This plan is not used for attention. On the CPU, it occupies no memory of the GPU.
-    plan = Plan(mask, layout_of(run.config, mesh, mask).whole, connection.rank, torch.device("cpu"))
+    plan = Plan(mask, choose_layout(run.config, mesh.shape, mask).whole, connection.rank, torch.device("cpu"))
     facts = {"transport": joined.name, "route": "direct" if joined.all_pairs else "relay"}
     exposed = 0.0
     for work in _attention_work(run, plan):

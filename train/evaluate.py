@@ -43,6 +43,7 @@ import torch.distributed as dist
 
 from ringattn import Mask
 from ringattn.train.config import Config, ConfigError, DataConfig, check, check_values
+from ringattn.train.data.loader import choose_layout
 from ringattn.train.data.packing import PackedDataset, Sequences, load, load_documents, load_held_out, split_documents
 from ringattn.train.data.targets import Targets
 from ringattn.train.data.tokenizer import Tokenizer
@@ -62,7 +63,7 @@ from ringattn.train.loss_results import Losses, loss_table, plot_losses, to_metr
 from ringattn.train.model.loss import token_losses
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward, layout_of
+from ringattn.train.step import forward
 
 # The shortest length at which a model is evaluated by default.
 SHORTEST_LENGTH = 64
@@ -210,7 +211,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
     for start in range(offset, offset + targets.num_sequences, dp.size() * size):
         batch, groups = targets.batch(range(start, start + size))
         mask = Mask.causal(run.config.model.window, batch.documents)
-        layout = layout_of(run.config, run.mesh, mask)
+        layout = choose_layout(run.config, run.mesh.shape, mask)
         losses = forward(run, batch, mask, layout, loss_fn).double().flatten()
         groups = layout.shard(groups, run.mesh.sequence.get_local_rank()).to(run.device).flatten()
         sums.index_add_(0, groups, torch.stack([losses, torch.ones_like(losses)], 1))

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringattn.train.config import Config, ConfigError, DataConfig, check
-from ringattn.train.data.loader import mask_of
+from ringattn.train.data.loader import choose_layout, mask_of
 from ringattn.train.data.recall import CHANCE, NUM_POSITIONS, check_length, check_vocabulary, evaluation_lengths, grid_batch
 from ringattn.train.inference import Model, apply_overrides, write_table_and_plot
 from ringattn.train.model.loss import CHUNK, IGNORE
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.recall_results import Accuracies, accuracy_table, plot_accuracies
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward, layout_of
+from ringattn.train.step import forward
 
 # The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
 MIN_DOCUMENTS = 4
@@ -112,7 +112,7 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
         batch, positions = grid_batch(length, range(start, start + batch_size))
         batch.labels[max(count - start, 0) :] = IGNORE
         mask = mask_of(run.config, batch)
-        counts = forward(run, batch, mask, layout_of(run.config, run.mesh, mask), count_fn)
+        counts = forward(run, batch, mask, choose_layout(run.config, run.mesh.shape, mask), count_fn)
         sums.index_add_(0, positions.to(run.device), counts)
     dist.all_reduce(sums)
     return sums

@@ -9,6 +9,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory, prediction
-from ringattn.train.parallel.graphs import graph_blocks, graph_bytes, uses_graphs
+from ringattn.train.parallel.graphs import ModelGraphs, graph_bytes, uses_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
@@ -62,12 +63,19 @@ class Run(InferenceRun):
     peak_flops: float | None  # the peak FLOP/s of one device, if known
     init_from: Path | None  # the initial weights of a new run; None for random weights
     loader: Loader  # loads the batches of steps and plans their attention
+    graphs: ModelGraphs | None  # the CUDA graphs of a training step, if they are used
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
     parent: str | None = None  # the checkpoint of another run from which this run branched
+    ready: tuple[int, Any] | None = None  # the latest result of `step.prepare_step`, after the sequences consumed before it
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def uncounted_bytes(self) -> int:
+        """The bytes of GPU memory that torch does not count as allocated."""
+        return self.graphs.uncounted_bytes if self.graphs is not None else 0
 
     @property
     def sequences_per_step(self) -> int:
@@ -107,7 +115,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         memory.check(needed, device)
         graphed = uses_graphs(config, mesh.shape, device, compiled and not recompute, bf16)
         if graphed:
-            needed = needed | {"copies of CUDA graphs": graph_bytes(config, mesh.shape, bf16)}
+            needed = needed | {"copies of CUDA graphs": graph_bytes(config, mesh.shape, tokenizer.vocab_size, bf16)}
             memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
@@ -117,8 +125,8 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
     startup.end_part("data")
-    axes = ((axis.get_local_rank(), axis.size()) for axis in (mesh.dp, mesh.ring))
-    loader.begin(Preparation(config, data, *axes, mesh.ulysses.size()))
+    ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
+    loader.begin(Preparation(config, data, mesh.shape, *ranks, is_fixed=graphed))
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
     # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
@@ -130,13 +138,14 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     if recompute:
         checkpoint_activations(model)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
+    graphs = None
     if graphed:
-        tokens = memory.tokens_per_rank(config, mesh.shape)
-        graph_blocks(model, config.trainer.batch_size, tokens, torch.bfloat16 if bf16 else torch.float32, device)
+        graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, bf16, device)
+        loader.learn(graphs.slots.requests)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
     parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recompute, model
-    return Run(*parts, data, needed, optimizer, peak_flops, init_from, loader, init_from_changes)
+    return Run(*parts, data, needed, optimizer, peak_flops, init_from, loader, graphs, init_from_changes)
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

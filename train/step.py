@@ -4,22 +4,39 @@ import math
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringattn import Layout, Mask, ulysses_attention
-from ringattn.planning.rank_plan import add_plan, get_plan
+from ringattn import Layout, Mask
+from ringattn.planning.rank_plan import Plan, add_plan, get_plan
 from ringattn.train import optim, preemption
-from ringattn.train.config import Config
-from ringattn.train.data.batch import Batch
-from ringattn.train.data.loader import MicroStep, choose_layout
+from ringattn.train.data.batch import Batch, Shard
 from ringattn.train.model import flops
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import Mesh
+from ringattn.train.parallel.mesh import attention
 from ringattn.train.setup import InferenceRun, Run
+
+
+class ReadyMicroStep(NamedTuple):
+    """A micro-step of one rank, with everything that it needs on the device of the rank."""
+
+    mask: Mask
+    layout: Layout
+    shard: Shard
+    plan: Plan | None  # the plan of attention, if it was computed ahead and the step does not use CUDA graphs
+    packed: Tensor | None  # the plan of attention in the format of the CUDA graphs, in pinned memory
+
+
+class ReadyStep(NamedTuple):
+    """The micro-steps of a step, and two sums over all ranks and micro-steps."""
+
+    micro_steps: list[ReadyMicroStep]
+    num_labels: int  # the number of labels other than IGNORE
+    num_pairs: int  # the number of (query, key) pairs that the masks allow
 
 
 class Diverged(RuntimeError):
@@ -47,26 +64,21 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
             parameters have been updated.
     """
     start = time.perf_counter()
-    micro_steps = run.loader.get(consumed)
+    ready = prepare_step(run, consumed)
     data_wait = time.perf_counter() - start
-    num_labels = sum(int((micro_step.batch.labels != IGNORE).sum()) for micro_step in micro_steps)
-    totals = torch.tensor([num_labels, sum(count_pairs(micro_step.mask, micro_step.batch) for micro_step in micro_steps)])
-    dist.all_reduce(totals, group=run.mesh.dp.get_group())
-    num_labels, num_pairs = totals.tolist()
-
     # Each loss is divided by the number of labels of the whole step. The sum of the losses over all ranks and micro-steps is
     # then the mean loss per token.
-    loss_fn = partial(cross_entropy, vocab_size=run.tokenizer.vocab_size, num_valid=max(num_labels, 1), compiled=run.compiled)
+    num_valid = max(ready.num_labels, 1)
     # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
     sums = torch.zeros(2, device=run.device)
-    for batch, mask, layout, plan in micro_steps:
-        if plan is not None:
-            add_plan(plan)
-        loss = forward(run, batch, mask, layout, loss_fn, training=True)
+    for micro_step in ready.micro_steps:
+        loss = compute_loss(run, micro_step, num_valid)
         # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
         # backward pass, and would compete with this thread for Python's lock.
         with torch.autograd.set_multithreading_enabled(False):
             loss.backward()
+        if run.graphs is not None:
+            run.graphs.finish()
         sums[0] += loss.detach()
     # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
@@ -77,14 +89,14 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
     # must wait for the GPU.
     if step < run.config.trainer.steps:
-        data_wait += prefetch_step(run, consumed + run.sequences_per_step, micro_steps[-1])
+        data_wait += prefetch_step(run, consumed + run.sequences_per_step, ready.micro_steps[-1])
     loss, num_stopping, grad_norm = torch.cat((sums[:2], grad_norm[None])).tolist()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped, and this update "
             "is not saved: lower optim.lr, raise optim.warmup_steps, or resume from an earlier checkpoint"
         )
-    total_flops = flops.step_flops(run.model, run.tokens_per_step, num_pairs)
+    total_flops = flops.step_flops(run.model, run.tokens_per_step, ready.num_pairs)
     record = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
     return record, num_stopping > 0
 
@@ -112,8 +124,34 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     return lr
 
 
-def prefetch_step(run: Run, consumed: int, current: MicroStep) -> float:
-    """Fetch the micro-steps of the next step from the loader, and copy their plans to the GPU.
+def prepare_step(run: Run, consumed: int) -> ReadyStep:
+    """Fetch the micro-steps of a step from the loader, and copy their tokens and plans to the device.
+
+    A second call for the same step returns the same result. All data-parallel ranks call this function together.
+
+    Args:
+        run: the run.
+        consumed: the number of sequences that earlier steps consume.
+    """
+    if run.ready is not None and run.ready[0] == consumed:
+        return run.ready[1]
+    micro_steps = run.loader.get(consumed)
+    totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(x.mask, x.batch)) for x in micro_steps]
+    sums = torch.tensor(totals).sum(0)
+    dist.all_reduce(sums, group=run.mesh.dp.get_group())
+    rank, ready = run.mesh.sequence.get_local_rank(), []
+    for batch, mask, layout, plan in micro_steps:
+        packed = None
+        if plan is not None and run.graphs is not None and run.graphs.can_replay(layout):
+            plan, packed = None, run.graphs.slots.pack(plan)
+        shard = Shard.of(batch, layout, rank, run.device)
+        ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device), packed))
+    run.ready = consumed, ReadyStep(ready, *sums.tolist())
+    return run.ready[1]
+
+
+def prefetch_step(run: Run, consumed: int, current: ReadyMicroStep) -> float:
+    """Call `prepare_step` for the next step while the GPU is still working on the current step.
 
     Args:
         run: the run.
@@ -124,16 +162,12 @@ def prefetch_step(run: Run, consumed: int, current: MicroStep) -> float:
         The seconds that this took, or 0 if the GPU is still working on the current step.
     """
     start = time.perf_counter()
-    ring = run.mesh.ring
-    run.loader.learn(get_plan(current.mask, current.layout.whole, ring.get_local_rank(), run.device))
-    run.loader.get(consumed)
+    if run.graphs is None:
+        plan = get_plan(current.mask, current.layout.whole, run.mesh.ring.get_local_rank(), run.device)
+        run.loader.learn(plan.requests())
+    prepare_step(run, consumed)
     is_busy = run.device.type == "cuda" and not torch.cuda.current_stream().query()
     return 0.0 if is_busy else time.perf_counter() - start
-
-
-def layout_of(config: Config, mesh: Mesh, mask: Mask) -> Layout:
-    """Return the layout, which assigns the tokens of a sequence to the ranks that share the sequence."""
-    return choose_layout(config, mesh.ring.size(), mesh.ulysses.size(), mask)
 
 
 def count_pairs(mask: Mask, batch: Batch) -> int:
@@ -143,10 +177,26 @@ def count_pairs(mask: Mask, batch: Batch) -> int:
     return sum(pairs) * (len(batch.tokens) // len(pairs))
 
 
-def forward(
-    run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor], training: bool = False
-) -> Tensor:
-    """Run the model on this rank's tokens of the batch.
+def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor:
+    """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`."""
+    mask, layout, shard, plan, packed = micro_step
+    if run.graphs is not None and run.graphs.can_replay(layout):
+        return run.graphs.compute_loss(shard, packed) / num_valid
+    if plan is not None:
+        add_plan(plan)
+    finish = partial(
+        cross_entropy,
+        labels=shard.labels,
+        vocab_size=run.tokenizer.vocab_size,
+        num_valid=num_valid,
+        compiled=run.compiled,
+    )
+    attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recompute)
+    return run.model(shard.tokens, shard.positions, attend, finish)
+
+
+def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:
+    """Run the model on this rank's tokens of a batch, outside of a training step.
 
     Args:
         run: the run.
@@ -154,28 +204,10 @@ def forward(
         mask: the attention mask of the batch.
         layout: the layout that selects the tokens of this rank.
         loss_fn: a function of the last hidden states, the weight of the output head, and the labels of this rank's tokens.
-        training: whether this forward pass belongs to a training step, see `trainer.fp8_attention`.
 
     Returns:
-        The result of `loss_fn(hidden, head, labels=labels)`. The arguments are the last hidden states, the weight of the output
-        head, and the labels of this rank's tokens.
+        The result of `loss_fn(hidden, head, labels=labels)`.
     """
-    rank = run.mesh.sequence.get_local_rank()
-    attend = partial(
-        ulysses_attention,
-        layout=layout,
-        mask=mask,
-        ulysses_group=run.mesh.ulysses.get_group(),
-        ring_group=run.mesh.ring.get_group(),
-        schedule=run.config.parallel.schedule,
-        route=run.config.parallel.route,
-        backend=run.config.parallel.kernel,
-        precision=run.config.trainer.attention_precision(training),
-        recompute_all_to_all=run.recompute,
-    )
-    shards = layout.shard(batch.tokens, rank), layout.shard(batch.labels, rank), layout.positions(rank)
-    if run.device.type == "cuda":
-        # A copy from memory that is not pinned would make the host wait for the GPU.
-        shards = (x.pin_memory() for x in shards)
-    tokens, labels, positions = (x.to(run.device, non_blocking=True) for x in shards)
-    return run.model(tokens, positions, attend, partial(loss_fn, labels=labels))
+    shard = Shard.of(batch, layout, run.mesh.sequence.get_local_rank(), run.device)
+    attend = attention(run.config, run.mesh, mask, layout, training=False)
+    return run.model(shard.tokens, shard.positions, attend, partial(loss_fn, labels=shard.labels))

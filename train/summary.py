@@ -28,14 +28,16 @@ log = logging.getLogger(__name__)
 PROMPT_TOKENS = 256
 
 
-def peak_memory_gib(device: torch.device) -> float:
+def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
     """Return the peak memory of this job in GiB.
+
+    On a GPU, this is the memory that torch counts as allocated, and `uncounted` more bytes, see `ModelGraphs`.
 
     On a CPU, the memory is that of the process, which includes Python and its libraries. If the operating system cannot reset
     the peak, the result is the peak since the start of the process.
     """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / memory.GIB
+        return (torch.cuda.max_memory_allocated() + uncounted) / memory.GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / memory.GIB
 
 
@@ -107,7 +109,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
         "seconds_per_step": seconds,
         "tokens_per_s": run.tokens_per_step / seconds,
         **flops.utilisation(flops_per_s, run.peak_flops),
-        "peak_memory_gib": peak_memory_gib(run.device),
+        "peak_memory_gib": peak_memory_gib(run.device, run.uncounted_bytes),
         "estimated_memory_gib": sum(run.memory_needed.values()) / memory.GIB,
         "start_up_s": startup.seconds(),
     }

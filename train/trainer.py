@@ -139,7 +139,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 startup.end_part("first step")
             stop = stop and step < trainer.steps
             consumed += run.sequences_per_step
-            record |= {"total_tokens": consumed * run.config.data.seq_len, "peak_memory_gib": peak_memory_gib(run.device)}
+            record["total_tokens"] = consumed * run.config.data.seq_len
+            record["peak_memory_gib"] = peak_memory_gib(run.device, run.uncounted_bytes)
             # If the run must stop, it skips the evaluation, because the process may be killed soon. The next launch then runs
             # this evaluation.
             if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):

@@ -15,7 +15,8 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.workload import backward_work, forward_work
 from ringattn.train import description
 from ringattn.train import setup as run_setup
-from ringattn.train.step import layout_of, take_step
+from ringattn.train.data.loader import choose_layout
+from ringattn.train.step import take_step
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -92,7 +93,7 @@ def check_communication_facts(corpus: str, route: str, schedule: str) -> None:
     rank = dist.get_rank()
     joined = interconnect("gloo", flops=5e10)._replace(all_pairs=route != "relay")
     mask = Mask.causal(40)
-    plan = Plan(mask, layout_of(config, run.mesh, mask).whole, rank, torch.device("cpu"))
+    plan = Plan(mask, choose_layout(config, run.mesh.shape, mask).whole, rank, torch.device("cpu"))
     q, k = (torch.empty(1, plan.layout.rows(rank), heads, 8, device="meta") for heads in (4, 2))
     hops = [hop for work in (forward_work(q, k, k), backward_work(q, k, k)) for hop in plan.costs(chosen, work, joined)]
     exposed = sum(hop.communication - hop.compute for hop in hops if hop.communication > hop.compute)

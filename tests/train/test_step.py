@@ -1,7 +1,6 @@
 """Tests of one optimizer step: it equals a step of plain PyTorch, and the next step is prepared while it runs."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -13,9 +12,10 @@ from ringattn import Mask
 from ringattn.train import preemption, step
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config, DataConfig, ModelConfig, OptimConfig, ParallelConfig
-from ringattn.train.data.loader import AheadLoader, Loader, mask_of
+from ringattn.train.data.loader import AheadLoader, Loader, choose_layout, mask_of
 from ringattn.train.data.packing import Batch, PackedDataset
 from ringattn.train.model.gpt import GPT
+from ringattn.train.parallel.mesh import MeshShape
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.plain import plain_attention
@@ -84,7 +84,7 @@ def test_next_step_is_loaded_during_the_current_one(corpus, monkeypatch):
 @pytest.mark.slow
 def test_training_with_a_process_has_the_same_losses(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = []
-    for start in (lambda device: Loader(), AheadLoader):
+    for start in (lambda device: Loader(), lambda device: AheadLoader()):
         monkeypatch.setattr(run_setup, "start_loader", start)
         config = job(corpus, 1)
         with one_rank():
@@ -123,11 +123,10 @@ def test_divergence_is_an_error_that_names_the_step(corpus):
 
 def test_auto_layout_depends_on_the_documents():
     """On 2 x 2 ranks, the layout is chosen for the ring of two, and split among the two ranks that exchange heads."""
-    mesh = SimpleNamespace(ring=SimpleNamespace(size=lambda: 2), ulysses=SimpleNamespace(size=lambda: 2))
     config = Config(data=DataConfig(seq_len=4096), parallel=ParallelConfig(layout="auto"))
     layouts = {}
     for lengths in ([2048, 2048], [3000, 1096], [4096]):
-        layout = step.layout_of(config, mesh, Mask.causal(documents=lengths))
+        layout = choose_layout(config, MeshShape(1, 2, 2), Mask.causal(documents=lengths))
         assert (layout.ranks, layout.parts, layout.seq_len) == (4, 2, 4096)
         layouts[layout.name] = lengths
     assert layouts == {"contiguous/2": [2048, 2048], "assigned-128/2": [3000, 1096], "zigzag/2": [4096]}

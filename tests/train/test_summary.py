@@ -17,12 +17,13 @@ def run(monkeypatch) -> SimpleNamespace:
     monkeypatch.setattr(summary.dist, "get_world_size", lambda: 4)
     monkeypatch.setattr(summary.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(summary, "broadcast_object", lambda value: value)
-    monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.5)
+    monkeypatch.setattr(summary, "peak_memory_gib", lambda *_: 1.5)
     config = Config()
     config.trainer.steps, config.trainer.sample_tokens = 20, 0
     needed = {"activations": 2.0**30, "parameters": 2.0**29}
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
-    return SimpleNamespace(config=config, mesh=mesh, tokens_per_step=1000, peak_flops=8e12, device=None, memory_needed=needed)
+    sizes = {"tokens_per_step": 1000, "peak_flops": 8e12, "memory_needed": needed, "uncounted_bytes": 0}
+    return SimpleNamespace(config=config, mesh=mesh, device=None, **sizes)
 
 
 def records(first: int) -> list[dict[str, float]]:

@@ -1,9 +1,12 @@
-"""Define a batch of sequences, which every data source returns."""
+"""Define a batch of sequences, which every data source returns, and the part of a batch that one rank processes."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from ringattn import Layout
 
 
 @dataclass(frozen=True)
@@ -29,3 +32,20 @@ class Batch:
     @staticmethod
     def _of_arrays(tokens: np.ndarray, labels: np.ndarray, documents: tuple[tuple[int, ...], ...]) -> "Batch":
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), documents)
+
+
+class Shard(NamedTuple):
+    """The tokens of a batch that one rank processes, on the device of the rank."""
+
+    tokens: torch.Tensor  # int64 (B, N)
+    labels: torch.Tensor  # int64 (B, N)
+    positions: torch.Tensor  # int64 (N,), the positions of the tokens in their sequence
+
+    @classmethod
+    def of(cls, batch: Batch, layout: Layout, rank: int, device: torch.device) -> "Shard":
+        """Copy the tokens of `rank` to `device`. The host does not wait for the copies."""
+        shards = layout.shard(batch.tokens, rank), layout.shard(batch.labels, rank), layout.positions(rank)
+        if device.type == "cuda":
+            # A copy from memory that is not pinned would make the host wait for the GPU.
+            shards = (x.pin_memory() for x in shards)
+        return cls(*(x.to(device, non_blocking=True) for x in shards))

@@ -40,6 +40,7 @@ from ringattn import Layout, Mask, balanced_layout
 from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.train.config import Config
 from ringattn.train.data.batch import Batch
+from ringattn.train.parallel.mesh import MeshShape
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Option 1 of prctl(2) is PR_SET_PDEATHSIG: the kernel kills the loader process (signal 9) when the training process dies, even
@@ -62,12 +63,12 @@ class LoaderError(RuntimeError):
 
 
 class MicroStep(NamedTuple):
-    """One micro-step of one rank. `plan` is None if attention is planned when it is called."""
+    """One micro-step of one rank."""
 
     batch: Batch
     mask: Mask
     layout: Layout
-    plan: Plan | None = None
+    plan: Plan | None = None  # on the CPU; None if attention is planned when it is called
 
 
 @dataclass(frozen=True)
@@ -77,20 +78,22 @@ class Preparation:
     Attributes:
         config: the settings.
         data: the training sequences.
-        dp, ring: (index of this rank, number of ranks) along these axes of the mesh.
-        ulysses: the number of ranks per all-to-all.
+        shape: the numbers of ranks.
+        dp, ring: the indices of this rank along these axes of the mesh.
+        is_fixed: whether a CUDA graph replays attention, see `Plan`.
     """
 
     config: Config
     data: Any  # a `packing.Sequences`
-    dp: tuple[int, int]
-    ring: tuple[int, int]
-    ulysses: int
+    shape: MeshShape
+    dp: int
+    ring: int
+    is_fixed: bool = False
 
     @property
     def sequences_per_step(self) -> int:
         """The number of sequences that all ranks together consume in one step."""
-        return self.dp[1] * self.config.trainer.accumulate * self.config.trainer.batch_size
+        return self.shape.dp * self.config.trainer.accumulate * self.config.trainer.batch_size
 
     def batches(self, consumed: int) -> list[Batch]:
         """Return this rank's batches of one step. Each micro-step has one batch of whole sequences.
@@ -101,8 +104,8 @@ class Preparation:
         Args:
             consumed: the number of sequences that earlier steps consume.
         """
-        (index, ranks), trainer = self.dp, self.config.trainer
-        starts = [consumed + (index + step * ranks) * trainer.batch_size for step in range(trainer.accumulate)]
+        trainer = self.config.trainer
+        starts = [consumed + (self.dp + step * self.shape.dp) * trainer.batch_size for step in range(trainer.accumulate)]
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
     def prepare(self, consumed: int, requests: Requests | None = None) -> list[MicroStep]:
@@ -113,10 +116,10 @@ class Preparation:
         micro_steps = []
         for batch in self.batches(consumed):
             mask = mask_of(self.config, batch)
-            layout = choose_layout(self.config, self.ring[1], self.ulysses, mask)
+            layout = choose_layout(self.config, self.shape, mask)
             plan = None
             if requests is not None and mask.documents is not None:
-                plan = Plan(mask, layout.whole, self.ring[0], torch.device("cpu"))
+                plan = Plan(mask, layout.whole, self.ring, torch.device("cpu"), self.is_fixed)
                 plan.prepare(requests)
             micro_steps.append(MicroStep(batch, mask, layout, plan))
         return micro_steps
@@ -127,11 +130,11 @@ def mask_of(config: Config, batch: Batch) -> Mask:
     return Mask.causal(config.model.window, batch.documents if config.data.mask_documents else None)
 
 
-def choose_layout(config: Config, ring: int, ulysses: int, mask: Mask) -> Layout:
-    """Return the layout of a sequence over a ring of `ring` ranks, split among the `ulysses` ranks of an all-to-all."""
+def choose_layout(config: Config, shape: MeshShape, mask: Mask) -> Layout:
+    """Return the layout of a sequence over the ranks of a ring, split among the ranks of an all-to-all."""
     kind, seq_len = config.parallel.layout, config.data.seq_len
-    whole = balanced_layout(mask, seq_len, ring) if kind == "auto" else Layout(kind, seq_len, ring)
-    return whole.split(ulysses)
+    whole = balanced_layout(mask, seq_len, shape.ring) if kind == "auto" else Layout(kind, seq_len, shape.ring)
+    return whole.split(shape.ulysses)
 
 
 class Loader:
@@ -157,8 +160,8 @@ class Loader:
             self._ready = consumed, self._load(consumed)
         return self._ready[1]
 
-    def learn(self, plan: Plan) -> None:
-        """Record which schedules and tables a completed step has requested from its plan. The next steps need the same ones."""
+    def learn(self, requests: Requests) -> None:
+        """Record which schedules and tables the calls of a step request from its plan. Later steps need the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
@@ -170,9 +173,9 @@ class Loader:
 class AheadLoader(Loader):
     """Prepare the next steps in another process. The process starts at once and imports its modules in the background."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._device, self._requests = device, None
+        self._requests: Requests | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
         # The process never uses a GPU, and one thread is enough for its small arrays. It must find the package at the same path
         # as this process, but must not import modules from the current directory.
@@ -193,9 +196,9 @@ class AheadLoader(Loader):
         super().begin(preparation)
         self._send(preparation)
 
-    def learn(self, plan: Plan) -> None:
+    def learn(self, requests: Requests) -> None:
         """See `Loader.learn`."""
-        self._requests = plan.requests()
+        self._requests = requests
 
     def close(self) -> None:
         """End the loader process."""
@@ -209,7 +212,7 @@ class AheadLoader(Loader):
             step = self._pending[-1] + self._preparation.sequences_per_step if self._pending else consumed
             self._pending.append(step)
             self._send((step, self._requests))
-        return [step._replace(plan=step.plan and step.plan.to(self._device)) for step in self._receive()]
+        return self._receive()
 
     def _send(self, message: Any) -> None:
         try:
@@ -231,7 +234,7 @@ class AheadLoader(Loader):
 
 def start_loader(device: torch.device) -> Loader:
     """Return the loader of a run on `device`. On a GPU, it starts a process."""
-    return AheadLoader(device) if device.type == "cuda" else Loader()
+    return AheadLoader() if device.type == "cuda" else Loader()
 
 
 def _end(process: subprocess.Popen) -> None:

@@ -1,33 +1,53 @@
-"""Replay the parts of small blocks from CUDA graphs.
+"""Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-The host needs about 0.4 ms to launch one compiled part of a block, and about 0.1 ms to replay a graph of the same kernels. With
-short shards, the kernels of a part take less time than their launch. Attention is not part of the graphs, because its kernels
-and messages depend on the documents, which change in every step.
+With short shards, the host needs more time to launch the kernels and copies of a step than the GPU needs to run them. A CUDA
+graph launches those of a whole pass at once.
+
+The documents of a sequence change in every step, but a graph always runs the same kernels and copies. Attention therefore uses
+a plan with fixed schedules (`Plan.is_fixed`). Its intervals and tables are copied to the memory that the graph reads before
+every replay (`ringattn.planning.plan_slots`).
 """
 
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.func import functional_call
 
+from ringattn import Layout, Mask
+from ringattn.comm import connect
+from ringattn.planning.plan_slots import PlanSlots
+from ringattn.planning.rank_plan import Plan, use_plan
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.model.gpt import GPT, Block
+from ringattn.train.data.batch import Shard
+from ringattn.train.data.loader import choose_layout
+from ringattn.train.model.gpt import GPT, padded_vocabulary
+from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.mesh import MeshShape
+from ringattn.train.parallel.mesh import Mesh, MeshShape, attention
 
-# If one block has fewer FLOPs than this in its matrix products, the host limits its speed. On an H100, these FLOPs take 1 ms.
-MAX_BLOCK_FLOPS = 6e11
+# If one block has fewer FLOPs than this in its matrix products, the host may limit its speed. On an H100, these FLOPs take
+# 1.5 ms.
+MAX_BLOCK_FLOPS = 1e12
 
-# The modules and parameters of a block that `Block.after` uses. `Block.before` uses all others.
-AFTER = ("output", "ffn_norm", "gate", "up", "down")
+
+def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
+    """Return whether CUDA graphs of a micro-step are possible. The arguments are those of `uses_graphs`."""
+    # The hooks of several FSDP groups cannot be captured. If shards differ in length, the messages depend on the documents.
+    one_group = memory.blocks_per_group(config.model, bf16) == config.model.layers
+    return device.type == "cuda" and compiled and one_group and config.data.seq_len % _divisor(shape) == 0
+
+
+def _divisor(shape: MeshShape) -> int:
+    """Return the number that must divide the length of a sequence, so that all shards have the same length."""
+    # A zigzag layout divides a sequence into two pieces per rank.
+    return 2 * shape.sequence if shape.sequence > 1 else 1
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
     """Return the value of `trainer.cuda_graphs`. If this setting is None, return whether the host would limit the speed.
-
-    Graphs keep copies of all parameters of the blocks and of their gradients. If the setting is None, the blocks of a model
-    whose parameters FSDP shards again after the forward pass are therefore never captured.
 
     Args:
         config: the settings of the run.
@@ -37,88 +57,146 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         bf16: whether the model computes in bf16.
 
     Raises:
-        ConfigError: `trainer.cuda_graphs` is True, but these blocks cannot be captured.
+        ConfigError: `trainer.cuda_graphs` is True, but CUDA graphs are not possible.
     """
-    wanted, possible = config.trainer.cuda_graphs, device.type == "cuda" and compiled
+    wanted, possible = config.trainer.cuda_graphs, can_capture(config, shape, device, compiled, bf16)
     if wanted and not possible:
         raise ConfigError(
-            "trainer.cuda_graphs=true requires a CUDA device, trainer.compile=true and blocks that are not recomputed in the "
-            "backward pass: leave trainer.cuda_graphs out, or set parallel.activation_checkpointing=false"
+            "trainer.cuda_graphs=true requires a CUDA device, trainer.compile=true, blocks that are not recomputed in the "
+            f"backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of parameters, and a data.seq_len that "
+            f"{_divisor(shape)} divides: leave trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
-    if memory.reshard_after_forward(config.model, bf16):
-        return False
     tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
     return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
 
 
-def graph_bytes(config: Config, shape: MeshShape, bf16: bool) -> float:
-    """Return the bytes by which graphs raise the peak of a step: copies of all parameters, their gradients and the inputs.
+def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
+    """Return the bytes by which graphs raise the peak of a step.
 
-    The number of copies of the inputs was fitted to the default model with 8,192 and 16,384 tokens per rank.
+    Graphs keep copies of all parameters and their gradients. They also keep the memory of their intermediate results, so other
+    work needs memory of its own. This work is either the reduction of the gradients, for which FSDP casts them to fp32, or the
+    evaluation, which needs the widest tensors of a block.
     """
     model, size = config.model, 2 if bf16 else 4
+    head = padded_vocabulary(model, vocab_size) * model.dim
+    parameters = model.layers * memory.block_parameters(model) + head * (1 if model.tie_embeddings else 2)
+    evaluation = size * (6 * model.dim + 3 * model.resolved_ffn_dim)
+    if shape.sequence > 1:
+        evaluation += 8 * model.heads * model.resolved_head_dim  # two fp32 outputs of attention
     tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
-    return 2 * size * model.layers * (memory.block_parameters(model) + tokens * model.dim)
+    return 2 * size * parameters + max((size + 4) * parameters, tokens * evaluation)
 
 
-def graph_blocks(model: GPT, batch: int, tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Capture both parts of every block in CUDA graphs, and replay the graphs for inputs of the captured shapes.
+class ModelGraphs:
+    """The CUDA graphs of the forward pass and of the backward pass of a micro-step.
 
-    Each graph reads its inputs and the parameters of its block from memory of its own, because FSDP gathers the parameters at
-    different addresses in every step. The inputs and parameters are copied before every replay. Results are bitwise the same as
-    without graphs.
+    The graphs read the parameters from memory of their own, because FSDP gathers the parameters at different addresses in every
+    step. The parameters are copied before every replay.
 
     Args:
-        model: the model, whose blocks `compile_blocks` has compiled.
-        batch: the number of batch entries.
-        tokens: the number of tokens of a sequence on this rank. Inputs with another number of tokens do not use the graphs.
-        dtype: the dtype in which the model computes.
+        model: the model, all of whose parameters are in one FSDP group. Its blocks are compiled.
+        config: the settings.
+        mesh: the mesh of all ranks. The ranks that share a sequence capture their graphs together.
+        vocab_size: the number of tokens of the tokenizer.
+        bf16: whether the model computes in bf16.
         device: the device of this rank.
+
+    Attributes:
+        slots: the memory of the plan of attention.
+        uncounted_bytes: the size of the memory that the graphs use only during a replay. Torch has reserved this memory, but
+            does not count it as allocated.
     """
-    config = model.config
-    x = torch.empty(batch, tokens, config.dim, dtype=dtype, device=device, requires_grad=True)
-    attention = x.new_empty(batch, tokens, config.heads, config.resolved_head_dim, requires_grad=True)
-    angles = torch.empty(1, tokens, 1, config.resolved_head_dim // 2, device=device)
-    parts = [part for block in model.blocks for part in (_Part(block, "before"), _Part(block, "after"))]
-    samples = []
-    for part in parts:
-        inputs = (x, angles, angles) if part.name == "before" else (x, attention)
-        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype, device=device)) for shape in part.shapes]
-        samples.append((*(y.detach().clone().requires_grad_(y.requires_grad) for y in inputs), *parameters))
-    # The parts are captured in the order in which they run, so that their graphs can share memory.
-    graphed = torch.cuda.make_graphed_callables(tuple(part.as_function() for part in parts), tuple(samples))
-    for part, function, inputs in zip(parts, graphed, samples, strict=True):
-        part.replace(function, inputs[0].shape)
+
+    def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
+        batch, dtype = config.trainer.batch_size, torch.bfloat16 if bf16 else torch.float32
+        # Every later mask has the same shape as this mask of one document per sequence.
+        documents = [[config.data.seq_len]] * batch if config.data.mask_documents else None
+        mask = Mask.causal(config.model.window, documents)
+        layout = choose_layout(config, mesh.shape, mask)
+        self._model = model
+        self._rows = [layout.rows(rank) for rank in range(layout.ranks)]
+        owners = ((key, *key.rpartition(".")[::2]) for key, _ in model.named_parameters())
+        self._parameters = {f"model.{key}": (model.get_submodule(owner), name) for key, owner, name in owners}
+        attend = attention(config, mesh, mask, layout, training=True)
+        options = {"vocab_size": vocab_size, "num_valid": 1, "compiled": True}
+        whole = _WithoutHooks(model)
+
+        def compute(tokens: Tensor, positions: Tensor, labels: Tensor, *parameters: Tensor) -> Tensor:
+            finish = partial(cross_entropy, labels=labels, **options)
+            named = dict(zip(self._parameters, parameters, strict=True))
+            return functional_call(whole, named, (tokens, positions, attend, finish))
+
+        positions = layout.positions(mesh.sequence.get_local_rank()).to(device)
+        tokens = torch.zeros(batch, len(positions), dtype=torch.int64, device=device)
+        shapes = [parameter.shape for parameter in model.parameters()]
+        parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
+        inputs = tokens, positions, tokens.clone(), *parameters
+        plan = Plan(mask, layout.whole, mesh.ring.get_local_rank(), device, is_fixed=True)
+        with torch.autograd.set_multithreading_enabled(False):
+            with use_plan(plan):
+                # The first call connects the ranks, compiles the kernels and requests all tables of the plan.
+                copies = [x.detach().requires_grad_() for x in parameters]
+                torch.autograd.grad(compute(*inputs[:3], *copies), copies)
+            self.slots = PlanSlots(plan, device)
+            unused = _unused_bytes(device)
+            with use_plan(self.slots.plan):
+                self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
+        self.uncounted_bytes = _unused_bytes(device) - unused
+        if documents is None:
+            # No step has another plan.
+            self.slots.write(self.slots.pack(Plan(mask, layout.whole, plan.rank, torch.device("cpu"), is_fixed=True)))
+        # FSDP gathers the parameters before a call of this method, as before a call of the model.
+        model.replay = self._replay
+        register_fsdp_forward_method(model, "replay")
+        groups = [axis.get_group().group_name for axis in (mesh.ring, mesh.ulysses) if axis.size() > 1]
+        relays = config.parallel.route == "relay"
+        self._watchdogs = [connect.connect(group, device, relays=relays).watchdog for group in groups]
+        self._hops: list[tuple[Any, Any]] = []
+
+    def can_replay(self, layout: Layout) -> bool:
+        """Return whether the shards of a layout have the lengths that were captured. The result is the same on all ranks."""
+        return [layout.rows(rank) for rank in range(layout.ranks)] == self._rows
+
+    def compute_loss(self, shard: Shard, packed: Tensor | None) -> Tensor:
+        """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
+
+        Args:
+            shard: the tokens of this rank.
+            packed: the plan of attention from `PlanSlots.pack`, or None if the mask has no documents.
+        """
+        if packed is not None:
+            self.slots.write(packed)
+        # The hops of the graphs are not watched, so the watchdogs regard a whole micro-step as one hop.
+        self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
+        return self._model.replay(shard.tokens, shard.positions, shard.labels)
+
+    def finish(self) -> None:
+        """Record in the watchdogs that a backward pass has been launched."""
+        for watchdog, hop in self._hops:
+            watchdog.finished(hop)
+        self._hops = []
+
+    def _replay(self, *inputs: Tensor) -> Tensor:
+        return self._graphed(*inputs, *(getattr(owner, name) for owner, name in self._parameters.values()))
 
 
-class _Part(nn.Module):
-    """One part of a block as a function of its inputs and its parameters."""
+def _unused_bytes(device: torch.device) -> int:
+    """Return the size of the memory that torch has reserved and cannot return to the GPU, but does not count as allocated."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
-    def __init__(self, block: Block, name: str) -> None:
+
+class _WithoutHooks(nn.Module):
+    """A module that runs a model without the hooks of FSDP."""
+
+    def __init__(self, model: GPT) -> None:
         super().__init__()
-        self.block, self.name = block, name
-        self.names = [key for key, _ in block.named_parameters() if (key.split(".")[0] in AFTER) == (name == "after")]
-        self.owners = [(block.get_submodule(key.rpartition(".")[0]), key.rpartition(".")[2]) for key in self.names]
-        self.shapes = [block.get_parameter(key).shape for key in self.names]
+        self.model = model
 
-    def forward(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-        return getattr(self.block, self.name)(*inputs)
-
-    def as_function(self) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-        """Return a function of the inputs, followed by the parameters."""
-        count = len(self.names)
-        keys = [f"block.{key}" for key in self.names]
-        return lambda *values: functional_call(self, dict(zip(keys, values[-count:], strict=True)), values[:-count])
-
-    def replace(self, graphed: Callable[..., Tensor | tuple[Tensor, ...]], shape: torch.Size) -> None:
-        """Make the block call `graphed` for inputs of the captured shape."""
-        eager, owners = getattr(self.block, self.name), self.owners
-
-        def run(*inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
-            if inputs[0].shape != shape:
-                return eager(*inputs)
-            return graphed(*inputs, *(getattr(owner, key) for owner, key in owners))
-
-        setattr(self.block, self.name, run)
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.model.forward(*inputs)

@@ -7,14 +7,17 @@ all-to-all.
 
 import os
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ringattn import Layout, Mask, ulysses_attention
 from ringattn.comm import watchdog
+from ringattn.train.config import Config
+from ringattn.train.model.gpt import Attend
 
 # The timeout of a hop, in seconds, from the environment variable. This timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
@@ -59,6 +62,30 @@ class Mesh(NamedTuple):
     def shape(self) -> MeshShape:
         """The number of ranks along each axis."""
         return MeshShape(self.dp.size(), self.ring.size(), self.ulysses.size())
+
+
+def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: bool, recompute: bool = False) -> Attend:
+    """Return the attention over the ranks that share a sequence.
+
+    Args:
+        config: the settings.
+        mesh: the mesh of all ranks.
+        mask, layout: the mask of a batch, and its layout over the ranks that share a sequence.
+        training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
+        recompute: whether the backward pass recomputes the blocks, except for attention.
+    """
+    return partial(
+        ulysses_attention,
+        layout=layout,
+        mask=mask,
+        ulysses_group=mesh.ulysses.get_group(),
+        ring_group=mesh.ring.get_group(),
+        schedule=config.parallel.schedule,
+        route=config.parallel.route,
+        backend=config.parallel.kernel,
+        precision=config.trainer.attention_precision(training),
+        recompute_all_to_all=recompute,
+    )
 
 
 @lru_cache  # If two jobs of a sweep have the same mesh, the second job reuses the process groups.

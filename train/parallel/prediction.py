@@ -18,7 +18,7 @@ from ringattn.train.config import Config, ConfigError
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.parallel import memory
-from ringattn.train.parallel.graphs import uses_graphs
+from ringattn.train.parallel.graphs import can_capture, uses_graphs
 from ringattn.train.parallel.mesh import MeshShape
 
 # The constants were fitted to runs on one to four H100s and H200s, see the table in tests/train/parallel/test_prediction.py.
@@ -54,7 +54,6 @@ COLLECTIVE_BYTES_PER_S = 144e9
 HOST_STEP = 4e-3  # per step
 HOST_GROUP = 3e-3  # FSDP's hooks of a group of blocks, forward and backward
 HOST_BLOCK = 1.6e-3  # the four compiled parts of a block, forward and backward
-HOST_GRAPHED_BLOCK = 0.4e-3  # the same, replayed from CUDA graphs
 HOST_HOP = 0.4e-3  # a step of a ring pass; a ring of R ranks has about 3 R + 1 in the forward and the backward pass
 HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 
@@ -136,10 +135,11 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
 
     groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
-    # Another mesh may need recomputation, with which graphs are impossible, even if `trainer.cuda_graphs` is True.
-    graphable = machine.compiled and not recompute
-    graphed = graphable and uses_graphs(config, shape, machine.device, graphable, machine.bf16)
-    block = (HOST_GRAPHED_BLOCK if graphed else HOST_BLOCK) + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
+    # Graphs may be impossible with another mesh, even if `trainer.cuda_graphs` is True.
+    situation = config, shape, machine.device, machine.compiled and not recompute, machine.bf16
+    graphed = can_capture(*situation) and uses_graphs(*situation)
+    # The replay of a graph takes almost no time on the host.
+    block = 0.0 if graphed else HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
     # If there are several groups, the parameters outside the blocks are a further group.
     host = (groups + (groups > 1)) * HOST_GROUP + model.layers * block
 

@@ -26,6 +26,7 @@ from ringattn.train.config import Config, DataConfig, ParallelConfig
 from ringattn.train.data import loader
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.loader import AheadLoader, Loader, LoaderError, Preparation
+from ringattn.train.parallel.mesh import MeshShape
 from scripts.command import child_environment
 from tests.ringattn.test_runs import random_layout, random_mask
 
@@ -51,7 +52,7 @@ def preparation(seq_len: int, failing: int | None = None, dp: tuple[int, int] = 
     """Two micro-steps of two sequences each, for rank 1 of a ring of 2 x 2 ranks."""
     config = Config(data=DataConfig(seq_len=seq_len), parallel=ParallelConfig(layout="auto"))
     config.trainer.batch_size, config.trainer.accumulate = 2, 2
-    return Preparation(config, Numbers(seq_len, failing), dp, ring=(1, 2), ulysses=2)
+    return Preparation(config, Numbers(seq_len, failing), MeshShape(dp[1], 2, 2), dp[0], ring=1)
 
 
 def use(plan: Plan, batch: int) -> None:
@@ -111,7 +112,7 @@ def test_a_copy_of_a_plan_is_aligned() -> None:
 
 def test_a_process_prepares_the_same_steps() -> None:
     """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead."""
-    (inline, ahead), config = (Loader(), AheadLoader(CPU)), preparation(seq_len=5000)
+    (inline, ahead), config = (Loader(), AheadLoader()), preparation(seq_len=5000)
     for each in (inline, ahead):
         each.begin(config)
     planned = []
@@ -127,13 +128,13 @@ def test_a_process_prepares_the_same_steps() -> None:
             if b.plan is not None:
                 assert contents(on_demand) <= contents(b.plan)
         planned.append(found[0].plan is not None)
-        ahead.learn(on_demand)
+        ahead.learn(on_demand.requests())
     assert planned == [False] * 4 + [True] * 4
     ahead.close()
 
 
 def test_the_error_of_a_process_reaches_the_trainer() -> None:
-    ahead = AheadLoader(CPU)
+    ahead = AheadLoader()
     ahead.begin(preparation(seq_len=64, failing=6))
     ahead.get(0)
     with pytest.raises(LoaderError, match="^the loader process failed: OSError: sequence 6 cannot be read$"):
@@ -158,7 +159,7 @@ def test_an_unreadable_message_ends_the_wait_of_the_trainer() -> None:
 
 @pytest.mark.slow
 def test_the_end_of_a_process_reaches_the_trainer() -> None:
-    ahead = AheadLoader(CPU)
+    ahead = AheadLoader()
     ahead.begin(preparation(seq_len=64))
     ahead.get(0)
     ahead._process.kill()
@@ -171,7 +172,7 @@ def test_the_end_of_a_process_reaches_the_trainer() -> None:
 TRAINER = """
 import os, sys, time, torch
 from ringattn.train.data.loader import AheadLoader
-ahead = AheadLoader(torch.device("cpu"))
+ahead = AheadLoader()
 if "inherit" in sys.argv and os.fork() == 0:  # this child inherits the input of the loader process
     time.sleep(30)
 print(ahead._process.pid, flush=True)
