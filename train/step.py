@@ -85,12 +85,12 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     sums = torch.cat((sums, optim.squared_norms(run.model)))
     dist.all_reduce(sums)
     grad_norm = torch.linalg.vector_norm(sums[2:].sqrt())
+    read_results = start_reading(torch.cat((sums[:2], grad_norm[None])))
     lr = update(run, step, grad_norm)
-    # The CPU prepares the next step while the GPU is still computing. The code below is the first that reads a result, so it
-    # must wait for the GPU.
+    # The CPU prepares the next step while the GPU is still computing.
     if step < run.config.trainer.steps:
         data_wait += prefetch_step(run, consumed + run.sequences_per_step, ready.micro_steps[-1])
-    loss, num_stopping, grad_norm = torch.cat((sums[:2], grad_norm[None])).tolist()
+    loss, num_stopping, grad_norm = read_results()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
             f"step {step}: the loss is {loss:.4g} and the gradient norm {grad_norm:.4g}, so training stopped, and this update "
@@ -99,6 +99,24 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     total_flops = flops.step_flops(run.model, run.tokens_per_step, ready.num_pairs)
     record = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "flops": total_flops, "data_wait_s": data_wait}
     return record, num_stopping > 0
+
+
+def start_reading(x: Tensor) -> Callable[[], list[float]]:
+    """Copy `x` to the host, and return a function that waits for the copy and returns the values.
+
+    The function does not wait for GPU work that is launched after this call.
+    """
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read
 
 
 def update(run: Run, step: int, grad_norm: Tensor) -> float:
