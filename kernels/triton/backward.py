@@ -150,7 +150,7 @@ def _store_rows(base, tile, first, end, NUM_HEADS: tl.constexpr, ROWS: tl.conste
     With ADD, add the tile to these rows instead. There are at most ROWS rows.
     """
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, common.pad_dim(DIM))[None, :]
-    pointers = base + first.to(tl.int64) * (NUM_HEADS * DIM) + (rows * (NUM_HEADS * DIM) + columns)
+    pointers = base + (first + rows).to(tl.int64) * (NUM_HEADS * DIM) + columns
     mask = (rows < end - first) & (columns < DIM)
     # No other program writes these elements. Therefore a load and a store suffice, and the sum is deterministic.
     if ADD:

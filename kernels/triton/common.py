@@ -33,7 +33,7 @@ PHILOX_ROUNDS = tl.constexpr(ROUNDS)
 # The number of heads at the end of the grid whose tiles are interleaved. `program_tile` explains the interleaving.
 INTERLEAVED_HEADS = tl.constexpr(8)
 
-# The stride of a row must be smaller than this number, because offsets inside a tile of up to 256 rows are computed in int32.
+# The stride of a token must be smaller than this number, because offsets inside a tile of up to 256 rows are computed in int32.
 MAX_ROW_STRIDE = 2**22
 
 
@@ -130,8 +130,9 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D) itself if the kernels can use its strides, or else a contiguous copy."""
-    return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.contiguous()
+    """Return x (B, N, H, D) itself if the kernels can use its strides, or else a copy in which heads come before tokens."""
+    # In a contiguous copy, the stride of a token could still be too large, because there may be many heads.
+    return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def allocate_results(

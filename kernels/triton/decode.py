@@ -192,7 +192,7 @@ def _load_queries(q, bounds, entry, head, row, CONFIG: tl.constexpr):
     """
     columns = tl.arange(0, pad_dim(CONFIG.dim))
     inside = row < CONFIG.queries * CONFIG.group
-    pointers = q + _query_index(entry, head, row, CONFIG)[:, None] * CONFIG.dim + columns[None, :]
+    pointers = q + _query_index(entry, head, row, CONFIG).to(tl.int64)[:, None] * CONFIG.dim + columns[None, :]
     tile = tl.load(pointers, mask=inside[:, None] & (columns < CONFIG.dim)[None, :], other=0.0)
     lo, hi, _, bound_stride, _, num_keys = bounds
     bound = entry * bound_stride + row // CONFIG.group
@@ -354,11 +354,12 @@ def _load_parts(parts, num_part_rows, first_part, num_parts, head, row, columns,
     index = tl.arange(0, CONFIG.parts)[:, None]
     used = (index < num_parts) & (row < ROWS)[None, :]
     part_row = ((first_part + index) * CONFIG.key_heads + head) * ROWS + row[None, :]
-    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+    scalars = parts + num_part_rows.to(tl.int64) * CONFIG.value_dim + part_row
     part_m = tl.load(scalars, mask=used, other=float("-inf"))
     part_l = tl.load(scalars + num_part_rows, mask=used, other=0.0)
     mask = used[:, :, None] & (columns < CONFIG.value_dim)[None, None, :]
-    part_o = tl.load(parts + part_row[:, :, None] * CONFIG.value_dim + columns[None, None, :], mask=mask, other=0.0)
+    elements = part_row.to(tl.int64)[:, :, None] * CONFIG.value_dim + columns[None, None, :]
+    part_o = tl.load(parts + elements, mask=mask, other=0.0)
     m = tl.max(part_m, 0)
     # If a query attends to no key, its m is -inf. Subtract 0 instead, because exp2(-inf + inf) is NaN.
     weight = tl.exp2(part_m - tl.where(m == float("-inf"), 0.0, m)[None, :])
@@ -386,7 +387,7 @@ def _store_results(results, state, entry, head, row, columns, CONFIG: tl.constex
     else:
         tl.store(result_m + query_index, m * LN_2, mask=inside)
         tl.store(result_l + query_index, l, mask=inside)
-    pointers = result_o + query_index[:, None] * CONFIG.value_dim + columns[None, :]
+    pointers = result_o + query_index.to(tl.int64)[:, None] * CONFIG.value_dim + columns[None, :]
     mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
     tl.store(pointers, o.to(result_o.dtype.element_ty), mask=mask)
 
@@ -399,8 +400,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
     part_row = (part * CONFIG.key_heads + head) * ROWS + row
     columns, inside = tl.arange(0, pad_dim(CONFIG.value_dim)), row < ROWS
     mask = inside[:, None] & (columns < CONFIG.value_dim)[None, :]
-    tl.store(parts + part_row[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
-    scalars = parts + num_part_rows * CONFIG.value_dim + part_row
+    tl.store(parts + part_row.to(tl.int64)[:, None] * CONFIG.value_dim + columns[None, :], o, mask=mask)
+    scalars = parts + num_part_rows.to(tl.int64) * CONFIG.value_dim + part_row
     tl.store(scalars, m, mask=inside)
     tl.store(scalars + num_part_rows, l, mask=inside)
 

@@ -89,6 +89,12 @@ def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
 
 
 @triton.jit
+def _pointers(x, strides, batch, tokens, head):
+    """Return pointers (tokens, 1) to some tokens of one head of x, in 64 bits, because x may have more than 2**31 elements."""
+    return x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head.to(tl.int64) * strides[2]
+
+
+@triton.jit
 def _quantize_rows(
     x, out, scales, strides, position, num_tokens, heads, matrices, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
@@ -105,8 +111,7 @@ def _quantize_rows(
     batch, block, head = position
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = (tokens < num_tokens)[:, None]
-    source = x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head * strides[2], mask
-    parts = _rotated_parts(source, matrices, DIM, PART)
+    parts = _rotated_parts((_pointers(x, strides, batch, tokens, head), mask), matrices, DIM, PART)
     largest = tl.max(tl.abs(parts[0]))
     for i in tl.static_range(1, DIM // PART):
         largest = tl.maximum(largest, tl.max(tl.abs(parts[i])))
@@ -131,7 +136,7 @@ def _quantize_values(x, out, scales, strides, position, num_tokens, heads, DIM: 
     h, t, b = position_in_tile % 32 // 16, position_in_tile % 16 // 4, position_in_tile % 4
     tokens = block * BLOCK + position_in_tile // 32 * 32 + 8 * (2 * h + b // 2) + 2 * t + b % 2
     columns = tl.arange(0, DIM)
-    source = x + batch.to(tl.int64) * strides[0] + tokens.to(tl.int64)[:, None] * strides[1] + head * strides[2]
+    source = _pointers(x, strides, batch, tokens, head)
     tile = tl.load(source + columns[None, :], mask=(tokens < num_tokens)[:, None], other=0.0)
     scale, inverse = _scales(tl.max(tl.abs(tile)).to(tl.float32))
     number = (batch.to(tl.int64) * tl.cdiv(num_tokens, BLOCK) + block) * heads + head
@@ -158,15 +163,15 @@ def _quantize_kernel(
     index = tl.program_id(0)
     num_q = batch * tl.cdiv(num_queries, BLOCK) * Q_HEADS
     num_k = batch * tl.cdiv(num_keys, BLOCK) * K_HEADS
+    # The strides of q and of k may have different types, so both branches must not assign them to the same variable.
+    q_strides, k_strides = (q_batch, q_token, q_head), (k_batch, k_token, k_head)
     if index < num_q + num_k:
         if index < num_q:
             position = _split_index(index, Q_HEADS, num_queries)
-            strides = q_batch, q_token, q_head
-            _quantize_rows(q, q_out, q_scales, strides, position, num_queries, Q_HEADS, matrices, FACTOR, DIM, PART)
+            _quantize_rows(q, q_out, q_scales, q_strides, position, num_queries, Q_HEADS, matrices, FACTOR, DIM, PART)
         else:
             position = _split_index(index - num_q, K_HEADS, num_keys)
-            strides = k_batch, k_token, k_head
-            _quantize_rows(k, k_out, k_scales, strides, position, num_keys, K_HEADS, matrices, FACTOR, DIM, PART)
+            _quantize_rows(k, k_out, k_scales, k_strides, position, num_keys, K_HEADS, matrices, FACTOR, DIM, PART)
     else:
         position = _split_index(index - num_q - num_k, K_HEADS, num_keys)
         _quantize_values(v, v_out, v_scales, (v_batch, v_token, v_head), position, num_keys, K_HEADS, DIM)

@@ -24,6 +24,7 @@ from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton import decode as triton_decode
 from ringattn.kernels.triton import forward as triton_forward
+from ringattn.kernels.triton import quantize as triton_quantize
 
 KERNELS = {
     "forward": triton_forward._forward_kernel,
@@ -33,10 +34,10 @@ KERNELS = {
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def argument_type(name: str, dtype: str) -> str | tuple[str, ...]:
-    """Return the type of a kernel argument in Triton's notation."""
+def argument_type(name: str, dtype: str, stride: str = "i32") -> str | tuple[str, ...]:
+    """Return the type of a kernel argument in Triton's notation. `stride` is the type of the strides of q, k, v and dout."""
     if name.endswith("_strides"):
-        return ("i32",) * 3
+        return (stride,) * 3
     if name == "block_strides":
         return ("i32",) * 2
     if name in ("num_masks", "num_tiles", "num_queries", "num_keys", "first_head"):
@@ -68,7 +69,7 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
         name: a key of KERNELS.
         dtype: a key of DTYPES.
         head_dim: the padded head dim of q, k and v.
-        options: any of dropout, blocks and tf32, joined by plus signs.
+        options: any of dropout, blocks, tf32 and long, joined by plus signs. Strides have 64 bits if "long" is given.
     """
     kernel = KERNELS[name]
     q = torch.empty(1, 1, 4, head_dim, device="meta", dtype=DTYPES[dtype])
@@ -81,7 +82,8 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
     if "blocks" not in options:
         constants |= dict(block_lists=None, block_strides=None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constants else argument_type(name, dtype) for name in kernel.arg_names}
+    stride = "i64" if "long" in options else "i32"
+    signature = {name: "constexpr" if name in constants else argument_type(name, dtype, stride) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, aligned(signature))
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
@@ -93,7 +95,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         name: "decode" or "merge".
         dtype, head_dim: as for `compile_kernel`.
         options: any of "queries" for 16 queries instead of one, "short" for so few keys that one launch computes the call,
-            "sinks" and "pages", joined by plus signs.
+            "sinks", "pages" and "long" (strides of 64 bits), joined by plus signs.
     """
     kernel = {"decode": triton_decode._attend_kernel, "merge": triton_decode._merge_kernel}[name]
     shapes = (2, 16 if "queries" in options else 1, 32, head_dim), (2, 2**11 if "short" in options else 2**17, 8, head_dim)
@@ -130,9 +132,24 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
     signature = {
         x: "constexpr" if x in constants else types.get(x, "fp32" if x == "scale" else "i32") for x in kernel.arg_names
     }
+    if "long" in options:
+        signature |= {x: "i64" for x in signature if x.startswith(("k_", "v_"))}
     source = ASTSource(kernel, signature, constants, aligned(signature))
     options = (plan.attend if name == "decode" else plan.merge)["out"].options
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
+
+
+def compile_quantize(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:
+    """Compile the conversion to FP8. With the options "long", the strides of q have 64 bits, and those of k and v have 32."""
+    kernel = triton_quantize._quantize_kernel
+    constants = dict(Q_HEADS=4, K_HEADS=2, FACTOR=head_dim**-0.5, DIM=head_dim, PART=triton_quantize.PART)
+    types = dict.fromkeys("qkv", f"*{dtype}") | {"matrices": "*bf16" if dtype == "fp32" else f"*{dtype}"}
+    types |= {f"{x}_out": "*fp8e4nv" for x in "qkv"} | {f"{x}_scales": "*fp32" for x in "qkv"}
+    types |= dict.fromkeys(("q_batch", "q_token", "q_head"), "i64" if options == "long" else "i32")
+    signature = {x: "constexpr" if x in constants else types.get(x, "i32") for x in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, aligned(signature))
+    launch = triton_quantize._options(head_dim, DTYPES[dtype])
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
 
 
 def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
@@ -153,7 +170,7 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
 def main() -> None:
     for argument in sys.argv[1:]:
         name, dtype, head_dim, options = argument.split(":")
-        compile_case = compile_kernel if name in KERNELS else compile_decode
+        compile_case = {"quantize": compile_quantize, **dict.fromkeys(KERNELS, compile_kernel)}.get(name, compile_decode)
         compiled = compile_case(name, dtype, int(head_dim), options)
         case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), options=options)
         print(json.dumps(case | resources(compiled)), flush=True)

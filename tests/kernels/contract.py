@@ -17,8 +17,8 @@ from tests.kernels.compare import (
     assert_states_close,
     max_row_error,
 )
-from tests.kernels.masks import full
-from tests.kernels.problems import GRADIENTS, Problem, strided
+from tests.kernels.masks import full, intervals_of
+from tests.kernels.problems import GRADIENTS, Problem, make_problem, spread_heads, strided
 
 
 class Incremental(Protocol):
@@ -148,3 +148,11 @@ def check_offsets_beyond_32_bits(forward: ModuleType, device: torch.device) -> N
     tail = (x[:, -200:].double() for x in (k, v))
     expected, _ = reference.forward(q.double(), *tail, full(3, 200, device), dim**-0.5, final=True)
     assert_rows_close("out", out, expected, TOLERANCE[torch.float16])
+
+
+def check_heads_beyond_32_bits(forward: ModuleType, backward: ModuleType, dim: int, device: torch.device) -> None:
+    """Check inputs of which the last head lies 2**31 elements behind the first head."""
+    problem = make_problem(*intervals_of("causal", 40, 50), 50, torch.float16, 1, (3, 3), (dim, dim), device)
+    for name in ("q", "k", "v", "dout"):
+        setattr(problem, name, spread_heads(getattr(problem, name)))
+    check_kernels(problem, forward, backward)

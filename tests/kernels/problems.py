@@ -108,3 +108,16 @@ def strided(x: Tensor, layout: str) -> Tensor:
     else:
         y = x.new_zeros(batch, tokens, heads, 2 * dim)[..., ::2]
     return y.copy_(x)
+
+
+def spread_heads(x: Tensor, stride: int = 2**30) -> Tensor:
+    """Return a copy of x (1, N, H, D) whose heads are `stride` elements apart. The memory between two heads is never touched.
+
+    The memory begins 2**31 elements before the first head, so that an offset that overflows 32 bits reads wrong numbers there.
+    Outside of the memory, it would end the process.
+    """
+    _, tokens, heads, dim = x.shape
+    before, size = 2**31, (heads - 1) * stride + tokens * dim
+    memory = torch.UntypedStorage((before + size) * x.element_size(), device=x.device)
+    y = x.new_zeros(0).set_(memory, before, x.shape, (size, dim, stride, 1))
+    return y.copy_(x)

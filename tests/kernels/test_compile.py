@@ -59,7 +59,14 @@ def check_resources(cases: list[str]) -> None:
 
 
 def test_triton_kernels_compile_without_spills():
-    check_resources(["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:short", "merge:bf16:128:"])
+    cases = ["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:short", "merge:bf16:128:"]
+    check_resources([*cases, "quantize:bf16:128:long"])
+
+
+@pytest.mark.slow
+def test_triton_kernels_with_strides_of_64_bits_compile_without_spills():
+    kernels = ("forward:bf16:64", "key_gradient:bf16:64", "query_gradient:bf16:64", "decode:bf16:128", "quantize:fp32:256")
+    check_resources([f"{kernel}:long" for kernel in kernels])
 
 
 @pytest.mark.slow

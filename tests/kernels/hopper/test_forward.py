@@ -10,10 +10,17 @@ from hypothesis import strategies as st
 
 from ringattn.kernels import dispatch, reference
 from ringattn.kernels.hopper import backward as hopper_backward
+from ringattn.kernels.hopper import backward_wide
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP, Intervals
 from tests.kernels.compare import TOLERANCE, assert_states_close
-from tests.kernels.contract import check_faults_are_caught, check_forward, check_offsets_beyond_32_bits, make_strided
+from tests.kernels.contract import (
+    check_faults_are_caught,
+    check_forward,
+    check_heads_beyond_32_bits,
+    check_offsets_beyond_32_bits,
+    make_strided,
+)
 from tests.kernels.hopper.conftest import DIMS, DTYPES, SHAPES, work_tile_rows
 from tests.kernels.masks import MASKS, full, intervals_of, packed_intervals, random_intervals
 from tests.kernels.problems import STRIDED, Problem, make_problem
@@ -167,3 +174,8 @@ def test_a_request_for_the_hopper_kernels_names_what_they_do_not_support(case, h
 
 def test_offsets_beyond_32_bits(hopper):
     check_offsets_beyond_32_bits(hopper_forward, hopper)
+
+
+@pytest.mark.parametrize("dim, backward", [(64, hopper_backward), (256, backward_wide)], ids=["narrow", "wide"])
+def test_heads_beyond_32_bits(dim, backward, hopper):
+    check_heads_beyond_32_bits(hopper_forward, backward, dim, hopper)

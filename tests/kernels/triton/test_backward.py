@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from ringattn.kernels import interval_mask, reference
 from ringattn.kernels.triton import backward as triton_backward
@@ -12,7 +14,7 @@ from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.conftest import SMALL_TILE
 from tests.kernels.contract import check_accumulators, check_backward, check_fresh_gradients, make_strided
 from tests.kernels.masks import MASKS, intervals_of, packed_intervals, random_intervals
-from tests.kernels.problems import GRADIENTS, STRIDED, make_blocks, make_dropout, make_problem
+from tests.kernels.problems import GRADIENTS, STRIDED, make_blocks, make_dropout, make_problem, spread_heads
 from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, SIZES, masked_problem, shaped_problem
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
@@ -103,6 +105,20 @@ def test_stats_hold_lse_and_delta_side_by_side(tokens, heads, batch, device):
     lse, delta = torch.randn(2, batch, tokens, heads, device=device)
     expected = torch.stack([lse / math.log(2), delta], -1).transpose(1, 2).contiguous()
     torch.testing.assert_close(triton_backward._interleave(lse, delta), expected)
+
+
+@triton.jit
+def _add_ones_kernel(x, NUM_HEADS: tl.constexpr):
+    triton_backward._store_rows(x, tl.full([32, 16], 1.0, tl.float32), tl.program_id(0), 17, NUM_HEADS, 32, 16, True)
+
+
+def test_rows_of_many_heads_beyond_32_bits(device):
+    """The last of 17 rows of one head lies 2**31 elements behind the first row."""
+    x = spread_heads(torch.zeros(1, 1, 17, 16, device=device), 2**27)
+    x[..., 0] += torch.arange(17, device=device)
+    before = x.clone()
+    _add_ones_kernel[(1,)](x, NUM_HEADS=2**23)
+    torch.testing.assert_close(x, before + 1, rtol=0, atol=0)
 
 
 @every_pair(dtype=DTYPES, value_dim=[16, 48, 128], with_dlse=[True, False])

@@ -128,3 +128,5 @@ def test_rows_too_far_apart_for_32_bits_are_copied():
     near, far, strided = tensor(2**23, 2**22 - 16, 16, 1), tensor(2**23, 2**22, 16, 1), tensor(64, 32, 32, 2)
     assert common.as_addressable(near) is near
     assert common.as_addressable(far).is_contiguous() and common.as_addressable(strided).is_contiguous()
+    many_heads = torch.empty(2, 3, 2**18, 16, device="meta")  # a contiguous copy would have the same strides
+    assert common.as_addressable(many_heads).stride() == (3 * 2**22, 16, 3 * 16, 1)

@@ -1,10 +1,13 @@
 """The split-KV decoding kernel equals float64 attention, for any lengths, windows and numbers of queries."""
 
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ringattn.kernels import dispatch, reference
@@ -12,7 +15,7 @@ from ringattn.kernels.triton import decode as kernel
 from tests.covering import pairs
 from tests.kernels.compare import TOLERANCE, assert_rows_close, assert_states_close
 from tests.kernels.conftest import ON_GPU
-from tests.kernels.problems import STRIDED, strided
+from tests.kernels.problems import STRIDED, spread_heads, strided
 from tests.kernels.triton.problems import DTYPES
 
 LENGTHS = {  # the number of tokens of each batch entry
@@ -198,6 +201,36 @@ def test_strided_caches(layout, device):
     call = random_call(causal_bounds((40, 23), 1, None), 48, (2, 2), device=device)
     call.k, call.v = strided(call.k, layout), strided(call.v, layout)
     check(call, torch.float32)
+
+
+def test_caches_with_heads_beyond_32_bits(device):
+    call = random_call(causal_bounds((40,), 1, None), 48, (3, 3), dtype=torch.float16, device=device)
+    call.k, call.v = spread_heads(call.k), spread_heads(call.v)
+    check(call, torch.float16)
+
+
+@triton.jit
+def _copy_entry_kernel(q, bounds, parts, out, entry, num_part_rows, CONFIG: tl.constexpr):
+    row, columns = tl.arange(0, 16), tl.arange(0, CONFIG.dim)
+    tile, lo, hi = kernel._load_queries(q, (bounds, bounds, None, 0, 0, 1), entry, 0, row, CONFIG)
+    ones = tl.full([16], 1.0, tl.float32)
+    kernel._store_part(parts, num_part_rows, (ones, ones, tile), entry, 0, row, CONFIG)
+    tl.debug_barrier()
+    state = kernel._load_parts(parts, num_part_rows, entry, 1, 0, row, columns, CONFIG)
+    kernel._store_results((None, None, out, None), state, entry, 0, row, columns, CONFIG)
+
+
+def test_queries_parts_and_outputs_beyond_32_bits(device):
+    """A kernel copies the query of the last of 2**25 + 1 batch entries to a part, and from there to the output."""
+    shape = torch.Size((1, 1, 1, 64))
+    plan = kernel._plan(shape, shape, 64, shape, shape, 0, 1, 0, 1.0, torch.float16, device)
+    config = dataclasses.replace(plan.config, parts=1, rows=16)
+    query = torch.randn(1, 1, 2, 64, device=device).half()
+    # The part has the same offset as the query. The m and the l of the part come after the o of all parts.
+    q, parts, out = (spread_heads(x, 2**31) for x in (query, query.new_zeros(1, 2, 3, 64), torch.zeros_like(query)))
+    bounds = torch.zeros(4, dtype=torch.int32, device=device)
+    _copy_entry_kernel[(1,)](q, bounds, parts, out, 2**25, 2**25 + 1, CONFIG=config)
+    assert torch.equal(out[0, 0, 1], query[0, 0, 1]) and torch.equal(parts[0, 0, 1], query[0, 0, 1])
 
 
 @pytest.mark.parametrize("shape", ((0, 1), (2, 0)))

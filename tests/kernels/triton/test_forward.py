@@ -18,6 +18,7 @@ from tests.kernels.contract import (
     check_chain,
     check_faults_are_caught,
     check_forward,
+    check_heads_beyond_32_bits,
     check_kernels,
     check_offsets_beyond_32_bits,
     make_strided,
@@ -163,6 +164,10 @@ def test_random_problems_match_the_reference(
 @pytest.mark.gpu
 def test_offsets_beyond_32_bits(device):
     check_offsets_beyond_32_bits(triton_forward, device)
+
+
+def test_heads_beyond_32_bits(device):
+    check_heads_beyond_32_bits(triton_forward, triton_backward, 16, device)
 
 
 class TestUsualTiles:
