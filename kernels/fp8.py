@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ringattn.kernels.caching import cached_on_device
+from ringattn.kernels.exact_products import exact_products
 from ringattn.kernels.reference import state_dtype
 
 BLOCK = 128  # tokens per scale
@@ -164,13 +165,12 @@ def rotate_back(x: Tensor) -> Tensor:
     """Multiply x (B, N, H, D) by the inverse of the rotation. The gradients of rotated queries become those of the queries."""
     # The inverse of an orthogonal matrix is its transpose.
     matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
-    with torch.autocast(x.device.type, enabled=False):
+    with exact_products(x.device):
         return (x.to(matrix.dtype) @ matrix.T).to(x.dtype)
 
 
 def _rotate(x: Tensor) -> Tensor:
-    # Under autocast, the product would be computed in a 16-bit dtype.
-    with torch.autocast(x.device.type, enabled=False):
+    with exact_products(x.device):
         return x.float() @ rotation(x.shape[-1], x.device)
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import Dropout, keep_mask
+from ringattn.kernels.exact_products import exact_products
 from ringattn.kernels.interval_mask import Intervals, dense
 
 State = tuple[Tensor, Tensor, Tensor]  # m, l, o
@@ -45,19 +46,10 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def under_autocast(device: torch.device) -> bool:
-    """Return whether `torch.autocast` is on for tensors on `device`."""
-    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
-
-
-def _without_autocast(function: Callable) -> Callable:
-    """Disable `torch.autocast` inside `function`, because autocast would round the operands of matrix products."""
-
+def _with_exact_products(function: Callable) -> Callable:
     @wraps(function)
     def call(q: Tensor, *arguments, **options):
-        if not under_autocast(q.device):
-            return function(q, *arguments, **options)
-        with torch.autocast(q.device.type, enabled=False):
+        with exact_products(q.device):
             return function(q, *arguments, **options)
 
     return call
@@ -157,7 +149,7 @@ def _from_head_groups(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@_without_autocast
+@_with_exact_products
 def forward(q, k, v, intervals, scale, state=None, final=False, *, dropout=None, blocks=None, precision="ieee"):
     """Compute attention of one block of queries to one block of keys, starting from `state`.
 
@@ -244,7 +236,7 @@ def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
     return delta if dlse is None else delta - dlse
 
 
-@_without_autocast
+@_with_exact_products
 def backward(
     q, k, v, dout, lse, delta, intervals, scale, dq=None, dk=None, dv=None,
     *, grad_dtype=None, dropout=None, blocks=None, precision="ieee",

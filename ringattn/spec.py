@@ -15,7 +15,7 @@ from ringattn.comm.calls import Call, shorten
 from ringattn.comm.connect import TRANSPORTS
 from ringattn.comm.transport import Transport
 from ringattn.kernels import dispatch, validation
-from ringattn.kernels.reference import under_autocast
+from ringattn.kernels.exact_products import under_autocast
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.cost_model import ROUTES, Interconnect
