@@ -90,17 +90,18 @@ def rotation(dim: int, device: torch.device) -> Tensor:
     [H_n, -H_n]]. The signs are fixed. If the head dim is not a power of two, the head dim is split into powers of two, the
     largest first, and each part has its own Hadamard matrix. For example, the head dim 96 is split into 64 and 32.
     """
-    # Callers may be in inference mode, under a default device or under autocast. The cached matrix must not depend on these.
+    # Callers may be in inference mode or under autocast, and may have set another default device or default dtype. The cached
+    # matrix must not depend on these.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
-        signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu")
+        signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu").float()
         parts = [2**bit for bit in reversed(range(dim.bit_length())) if dim & 2**bit]
         matrix = torch.block_diag(*(_hadamard(part) / part**0.5 for part in parts))
         return (signs[:, None] * matrix).to(device)
 
 
 def _hadamard(size: int) -> Tensor:
-    matrix = torch.ones(1, 1, device="cpu")
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < size:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     return matrix

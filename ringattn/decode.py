@@ -434,7 +434,7 @@ def _upload(
     """Return lo and hi as int32 (batch, N), and sinks as int32 (1,) or None, with one copy to `device`."""
     # Kernels are launched faster if all addresses are multiples of 16 bytes, so each row is padded to a multiple of 4 numbers.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
-    numbers[:2, : len(lo)] = torch.tensor((lo, hi))
+    numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")
     numbers[2] = sinks or 0
     numbers = numbers.to(device)
     lo, hi = (row[: len(lo)].view(batch, -1) for row in numbers[:2])

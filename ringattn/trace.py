@@ -60,7 +60,7 @@ class Problem(NamedTuple):
             raise ValueError(f"{len(values)} values for {len(scores)} scores: give one value per score")
         if not all(map(math.isfinite, (*scores, *values))):
             raise ValueError("a score or a value is infinite or NaN: give finite numbers")
-        k, v = (torch.tensor(list(x), dtype=torch.float64)[:, None] for x in (scores, values))
+        k, v = (torch.tensor(list(x), dtype=torch.float64, device="cpu")[:, None] for x in (scores, values))
         return cls(torch.ones_like(k), k, v, 1.0, 0, f"the scores {_numbers(scores)}")
 
     @classmethod
@@ -69,7 +69,7 @@ class Problem(NamedTuple):
         q = [[1, 0, 1, 0], [0, 2, 0, 1], [1, 1, 1, 0], [0, 0, 1, 1], [1, 0, 0, 1]]
         k = [[0, 1, 0, 1], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 0, 0.5, 0.5]]
         v = [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0.5, 0.5]]
-        tokens = (torch.tensor(x, dtype=torch.float64) for x in (q, k, v))
+        tokens = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (q, k, v))
         return cls(*tokens, 0.5, 3, 'the query "on" of "The cat sat on mat"')
 
     @property
@@ -313,7 +313,9 @@ def main(argv: list[str]) -> None:
         parser.error(str(error))
     print(f"One rank, {problem.title}:\n\n{table(problem, one_rank)}\n")
     print(f"A ring of {args.ranks} ranks, {problem.title}:\n\n{table(problem, ring)}\n")
-    difference = max((torch.tensor(x.out, dtype=torch.float64) - problem.direct()).abs().max().item() for x in (one_rank, ring))
+    difference = max(
+        (torch.tensor(x.out, dtype=torch.float64, device="cpu") - problem.direct()).abs().max().item() for x in (one_rank, ring)
+    )
     print(f"The largest difference to the softmax of all scores is {difference:.1e}.")
     if args.output:
         traces = {"One rank": one_rank, f"A ring of {args.ranks} ranks": ring}

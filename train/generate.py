@@ -156,14 +156,14 @@ def stream(
     options |= dict(precision=run.config.trainer.attention_precision(training=False))
     caches = [KVCache(len(tokens) + num_tokens, rank, ranks) for _ in model.blocks]
     attend = [partial(_attend_with_cache, cache=cache, **options) for cache in caches]
-    inputs, positions = layout.shard(torch.tensor([tokens]), rank), layout.positions(rank)
+    inputs, positions = layout.shard(torch.tensor([tokens], device="cpu"), rank), layout.positions(rank)
     logits = model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator("cpu").manual_seed(seed)
     step = _captured_step(run, caches) or partial(_eager_step, run, attend)
     for i in range(num_tokens):
         if i > 0:
             logits = step(tokens[-1], len(tokens) - 1)
-        token = torch.zeros((), dtype=torch.int64)
+        token = torch.zeros((), dtype=torch.int64, device="cpu")
         if rank == ranks - 1:
             token = _sample(logits[0, : tokenizer.vocab_size].float().cpu(), temperature, top_p, generator)
         dist.broadcast(token, group=group, group_src=ranks - 1)
@@ -175,7 +175,7 @@ def stream(
 
 def _eager_step(run: InferenceRun, attend: list[Attend], token: int, position: int) -> Tensor:
     """Run one new token through the model on all ranks, and return its logits."""
-    inputs, positions = torch.tensor([[token]]), torch.tensor([position])
+    inputs, positions = (torch.tensor(x, device="cpu") for x in ([[token]], [position]))
     return run.model(inputs.to(run.device), positions.to(run.device), attend, _last_logits)
 
 

@@ -103,7 +103,7 @@ def stop_requested(time_limit_s: float | None) -> bool:
 
 def any_rank_stop_requested(time_limit_s: float | None) -> bool:
     """Return whether `stop_requested` is true on any rank. All ranks must call this function and receive the same result."""
-    requested = torch.tensor(int(stop_requested(time_limit_s)))
+    requested = torch.tensor(int(stop_requested(time_limit_s)), device="cpu")
     dist.all_reduce(requested, dist.ReduceOp.MAX)
     return bool(requested)
 

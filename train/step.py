@@ -70,7 +70,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     # then the mean loss per token.
     num_valid = max(ready.num_labels, 1)
     # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
-    sums = torch.zeros(2, device=run.device)
+    sums = torch.zeros(2, dtype=torch.float32, device=run.device)
     for micro_step in ready.micro_steps:
         loss = compute_loss(run, micro_step, num_valid)
         # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
@@ -108,7 +108,7 @@ def start_reading(x: Tensor) -> Callable[[], list[float]]:
     """
     if not x.is_cuda:
         return x.tolist
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record()
 
@@ -155,7 +155,7 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
         return run.ready[1]
     micro_steps = run.loader.get(consumed)
     totals = [(int((x.batch.labels != IGNORE).sum()), count_pairs(x.mask, x.batch)) for x in micro_steps]
-    sums = torch.tensor(totals).sum(0)
+    sums = torch.tensor(totals, device="cpu").sum(0)
     dist.all_reduce(sums, group=run.mesh.dp.get_group())
     rank, ready = run.mesh.sequence.get_local_rank(), []
     for batch, mask, layout, plan in micro_steps:

@@ -948,7 +948,7 @@ def _scratch_descriptors(num_head_tiles: int, config: Config) -> list[TensorDesc
 
     These descriptors do not refer to a tensor yet. `ringattn.kernels.hopper.common.with_base` adds the tensor.
     """
-    no_tensor = torch.empty(1, device="cpu")
+    no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     num_rows = (config.chunk_size + num_head_tiles * config.queries * config.dim) // 32
     scalars = TensorDescriptor(no_tensor, [num_head_tiles * 2 * config.queries], [1], [2 * config.queries], SCALARS_LAYOUT)
     blocks = [(2 * dq_columns(config, consumer), 32) for consumer in range(2)]

@@ -1024,7 +1024,8 @@ def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
 
     The descriptor does not refer to a tensor yet. `ringattn.kernels.hopper.common.with_base` adds the tensor.
     """
-    return TensorDescriptor(torch.empty(1, device="cpu"), [size], [1], [queries], SCALARS_LAYOUT)
+    no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
+    return TensorDescriptor(no_tensor, [size], [1], [queries], SCALARS_LAYOUT)
 
 
 @lru_cache(maxsize=256)

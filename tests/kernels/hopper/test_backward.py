@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import backward as hopper_backward
-from ringattn.kernels.hopper import column_parts, dq_order
+from ringattn.kernels.hopper import backward_wide, column_parts, dq_order
 from ringattn.kernels.interval_mask import DOCUMENT_JUMP
 from tests.kernels.compare import TOLERANCE, assert_rows_close
 from tests.kernels.contract import (
@@ -144,6 +144,18 @@ def test_source_of_the_kernels_computes_the_gradients(dim, mask):
         actual = problem.gradients(hopper_backward, grad_dtype=torch.float64)
     for name, x, expected in zip(GRADIENTS, actual, problem.backward(reference), strict=True):
         torch.testing.assert_close(x, expected, rtol=0, atol=1e-9, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64], ids=str)
+def test_descriptors_do_not_depend_on_the_default_dtype(default):
+    create = hopper_backward._scratch_descriptors.__wrapped__, backward_wide._scalar_descriptor.__wrapped__
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        descriptors = *create[0](4, configure((64, 64))), create[1](1024, 64)
+    finally:
+        torch.set_default_dtype(before)
+    assert {x.base.dtype for x in descriptors} == {torch.float32}
 
 
 def test_short_sequences_have_many_heads_per_group():
