@@ -12,8 +12,8 @@ has only a few queries, "auto" selects `ringattn.kernels.triton.decode`, which s
 
 With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a kernel that reads
 this format computes the call. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward.
-The rounding error of the inputs is therefore the same on every device. The backward does not use FP8. It must receive the
-rounded inputs from `round_to_fp8`, so that its probabilities are those of the forward.
+The rounding error of the inputs is therefore the same on every device. The backward does not use FP8. `backward_fp8` calls it
+with the rounded inputs, so that its probabilities are those of the forward.
 """
 
 import importlib
@@ -248,13 +248,42 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the inputs for which the forward with precision="fp8" computes attention, in the dtypes of q, k and v.
+    """Return the inputs for which the forward with precision="fp8" computes attention, see `_exact_dtype`.
 
-    The backward of the forward needs these inputs. With the inputs as given, the scores would differ from the scores of which
-    the forward has computed lse, and exp(s - lse) could be far above 1. The queries and keys are rotated, so the gradients of q
-    and k must be passed to `fp8.rotate_back`.
+    The queries and keys are rotated, so their gradients must be passed to `fp8.rotate_back`.
     """
-    return tuple(fp8.dequantize(x, y.dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
+    dtype = _exact_dtype(q.dtype)
+    return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
+
+
+def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which inputs of `dtype` that were rounded to FP8 are computed without another rounding error."""
+    # The scales need more bits of exponent than fp16 has. Rotated queries of fp16 may also be larger than any fp16 number.
+    return torch.bfloat16 if dtype == torch.float16 else dtype
+
+
+def backward_fp8(
+    backward: Callable[..., Gradients],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> Gradients:
+    """Compute the gradients of a forward with precision="fp8", in the dtypes of q, k and v.
+
+    With the inputs as given, the scores would differ from the scores of which the forward has computed lse, and exp(s - lse)
+    could be far above 1.
+
+    Args:
+        backward: backward(q, k, v, out, lse, dout, dlse) -> (dq, dk, dv), which is called with the rounded inputs. If q is
+            fp16, q, k, v, out and dout are converted to bf16.
+    """
+    dtype, exact = q.dtype, _exact_dtype(q.dtype)
+    dq, dk, dv = backward(*round_to_fp8(q, k, v), out.to(exact), lse, dout.to(exact), dlse)
+    return fp8.rotate_back(dq, dtype), fp8.rotate_back(dk, dtype), dv.to(dtype)
 
 
 def forward_fp8(
@@ -279,8 +308,8 @@ def forward_fp8(
         intervals, scale, state, final, backend, shares_sms: as for `forward`. With "hopper", the kernel that reads FP8 inputs
             must be available.
         dtype: the dtype of `out`, and of the inputs before they were rounded. States are fp32, or fp64 if `dtype` is fp64.
-        reads_fp8: whether a kernel that reads FP8 inputs may be used. If it is not used, the inputs are converted to bf16, or
-            to fp32 or fp64 if this is `dtype`, without another rounding error.
+        reads_fp8: whether a kernel that reads FP8 inputs may be used. If it is not used, the inputs are converted to the dtype
+            of `_exact_dtype`.
 
     Returns:
         The state, or (out, lse), as for `forward`.
@@ -294,9 +323,7 @@ def forward_fp8(
     if reads_fp8 and choice.reads_fp8:
         kernel = _module("hopper", "forward_fp8")
         return kernel.forward(q, k, v, intervals, scale, state, final, dtype=dtype, shares_sms=shares_sms)
-    # fp16 has too few bits of exponent for some scales.
-    exact = torch.bfloat16 if dtype == torch.float16 else dtype
-    inputs = (fp8.dequantize(x, exact, num_keys) for x in (q, k, v))
+    inputs = (fp8.dequantize(x, _exact_dtype(dtype), num_keys) for x in (q, k, v))
     results = forward(*inputs, intervals, scale, state, final, backend, shares_sms=shares_sms)
     return (results[0].to(dtype), results[1]) if final else results
 
@@ -421,8 +448,8 @@ def backward(
 
     Args:
         q, k, v, intervals, scale, backend, dropout, blocks, shares_sms: as for `forward`.
-        precision: as for `forward`, except that "fp8" has the same meaning as "ieee". After a forward with "fp8", pass the
-            inputs that `round_to_fp8` returns.
+        precision: as for `forward`, except that "fp8" has the same meaning as "ieee". After a forward with "fp8", use
+            `backward_fp8`.
         dout: gradient of the output, (B, Nq, Hq, Dv) in q's dtype.
         lse: (B, Nq, Hq) in the dtype of states, over all keys of every query, including the keys of other blocks.
         delta: (B, Nq, Hq) from `row_delta`, or the tuple (out, dlse), from which delta is then computed.

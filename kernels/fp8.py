@@ -162,12 +162,15 @@ def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_token
     return values.flatten(1, 2)[:, :num_tokens].contiguous()
 
 
-def rotate_back(x: Tensor) -> Tensor:
-    """Multiply x (B, N, H, D) by the inverse of the rotation. The gradients of rotated queries become those of the queries."""
+def rotate_back(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Multiply x (B, N, H, D) by the inverse of the rotation. The gradients of rotated queries become those of the queries.
+
+    `dtype` is the dtype of the result, by default that of x.
+    """
     # The inverse of an orthogonal matrix is its transpose.
     matrix = rotation(x.shape[-1], x.device).to(state_dtype(x.dtype))
     with exact_products(x.device):
-        return (x.to(matrix.dtype) @ matrix.T).to(x.dtype)
+        return (x.to(matrix.dtype) @ matrix.T).to(dtype or x.dtype)
 
 
 def _rotate(x: Tensor) -> Tensor:

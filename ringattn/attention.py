@@ -69,7 +69,7 @@ def ring_attention(
             forward pass uses FP8, as `flash_attention` explains. Either all ranks must use "fp8", or none of them. Every rank
             rounds its own tokens to FP8, in blocks of 128 rows of its shard. Queries, keys and values then circulate in FP8,
             which halves the number of bytes to send. States circulate in fp32. The backward pass computes in the dtype of the
-            inputs, and its blocks circulate in this dtype. Dropout is not supported with "fp8".
+            inputs, or in bf16 if this is fp16, and its blocks circulate in this dtype. Dropout is not supported with "fp8".
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringattn import custom_op
-from ringattn.kernels import dispatch, fp8, validation
+from ringattn.kernels import dispatch, validation
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.dropout import Dropout
@@ -78,9 +78,10 @@ def flash_attention(
             forward pass rounds q, k and v to FP8 (e4m3, with one scale per head and block of 128 tokens, see
             `ringattn.kernels.fp8`), and the output has an error of a few percent. Sums and states stay fp32. The backward pass
             does not use FP8. It computes the gradients of attention for the rounded inputs, in the dtype of the original
-            inputs. The rounding itself does not change the gradients. "fp8" supports neither dropout nor `blocks`. On a Hopper
-            GPU, head dims 64, 128 and 256 use a kernel that reads FP8 inputs. In all other cases, "fp8" rounds the inputs in
-            the same way, but is slower than the usual forward pass.
+            inputs, or in bf16 if this dtype is fp16, which cannot represent all rounded inputs. The rounding itself does not
+            change the gradients. "fp8" supports neither dropout nor `blocks`. On a Hopper GPU, head dims 64, 128 and 256 use a
+            kernel that reads FP8 inputs. In all other cases, "fp8" rounds the inputs in the same way, but is slower than the
+            usual forward pass.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -217,10 +218,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> custom_op.Resu
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
+
+    def backward(q, k, v, out, lse, dout, dlse):
+        return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
+
     if spec.precision == "fp8":
-        q, k, v = dispatch.round_to_fp8(q, k, v)
-    dq, dk, dv = dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)
-    return (fp8.rotate_back(dq), fp8.rotate_back(dk), dv) if spec.precision == "fp8" else (dq, dk, dv)
+        return dispatch.backward_fp8(backward, q, k, v, out, lse, dout, dlse)
+    return backward(q, k, v, out, lse, dout, dlse)
 
 
 def _pairs(batch: int, num_queries: int, num_keys: int, spec: FlashSpec) -> float:

@@ -48,7 +48,7 @@ from torch import Tensor
 from ringattn.comm import connect
 from ringattn.comm.transport import Tensors, Transport, complete_hop, report_faults, take_rows
 from ringattn.custom_op import keep_for_graph
-from ringattn.kernels import dispatch, fp8
+from ringattn.kernels import dispatch
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import state_dtype
@@ -278,8 +278,7 @@ class Ring:
         """Return dq, dk, dv in the dtypes of q, k, v."""
         if self.spec.precision == "fp8":
             # Every rank rounds the same blocks as in the forward pass.
-            dq, dk, dv = self._backward(*dispatch.round_to_fp8(q, k, v), out, lse, dout, dlse)
-            return fp8.rotate_back(dq), fp8.rotate_back(dk), dv
+            return dispatch.backward_fp8(self._backward, q, k, v, out, lse, dout, dlse)
         return self._backward(q, k, v, out, lse, dout, dlse)
 
     def _backward(self, q, k, v, out, lse, dout, dlse) -> tuple[Tensor, Tensor, Tensor]:

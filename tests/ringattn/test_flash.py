@@ -132,6 +132,23 @@ def test_fp8_computes_attention_on_rounded_inputs(dtype: torch.dtype) -> None:
         assert got.dtype == dtype and (got - exact).norm() < tolerance * exact.norm()
 
 
+@pytest.mark.parametrize("queries, keys, scale", ((3e4, 1e-5, None), (1e-5, 3e4, None), (3.0, 2e-6, 200.0)))
+def test_gradients_of_fp16_inputs_with_fp8_do_not_overflow(queries: float, keys: float, scale: float | None) -> None:
+    """Rotated queries and keys may be larger than the largest fp16 number, and smaller than the smallest one."""
+    q, k, v = (x.detach()[..., :1] for x in inputs(100, 100, dtype=torch.float16))
+    # All elements of the rotated query or key are 0, except one, which is 8 ** 0.5 times as large as the elements of the input.
+    q, k = ((x.sign() * size * fp8.rotation(8, x.device)[:, 0].sign()).half() for x, size in ((q, queries), (k, keys)))
+    gradients = {}
+    for dtype in (torch.float16, torch.float64):
+        tensors = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = flash_attention(*tensors, is_causal=True, precision="fp8", scale=scale)
+        assert out.isfinite().all()
+        gradients[dtype] = torch.autograd.grad(0.25 * out.sum(), tensors)
+    for got, exact in zip(*gradients.values(), strict=True):
+        # Some gradients are subnormal fp16 numbers, which are multiples of 2**-24.
+        assert got.dtype == torch.float16 and (got - exact).abs().max() < 0.01 * exact.abs().max() + 2**-24
+
+
 def test_gradients_of_large_scores_with_fp8_have_the_right_size() -> None:
     """If the backward used the inputs as given, its probabilities would not sum to 1, and the gradients would be too large."""
     q, k, v = (30 * x.detach() if i < 2 else x.detach() for i, x in enumerate(inputs(100, 100, dtype=torch.float32)))

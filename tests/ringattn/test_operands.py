@@ -102,6 +102,18 @@ def test_ring_equals_one_rank_where_the_blocks_are_the_same(ranks: int, schedule
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gradients_of_fp16_inputs_do_not_overflow(schedule: str) -> None:
+    """The rotated queries are larger than the largest fp16 number."""
+    case, layout, mask = Case.random(300, dtype=torch.float16), Layout.zigzag(300, 2), Mask.causal()
+    case.q = 3e4 * case.q.sign() * fp8.rotation(8, case.q.device)[:, 0].sign().half()
+    case.k, case.dout = 1e-5 * case.k, 0.1 * case.dout
+    got, exact = (x.on_ring(layout, mask, schedule=schedule, precision="fp8") for x in (case, case.to(torch.float64)))
+    errors = relative_errors(got, exact)
+    assert all(error < 1e-2 for error in errors.values()), errors
+    assert all(x.dtype == torch.float16 for x in got[2:])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_head_chunks_give_the_same_result(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A long call processes its heads in chunks, and every head has its own scales."""
     case, layout = Case.random(300), Layout.zigzag(300, 2)
