@@ -82,8 +82,8 @@ def register(
     operator = getattr(torch.ops.ringattn, name).default
     backward_operator = getattr(torch.ops.ringattn, f"{name}_backward").default
 
-    def gradients(ctx, dout, dlse):
-        saved = list(ctx.saved_tensors[: ctx.count])
+    def gradients(ctx, saved, dout, dlse):
+        saved = list(saved[: ctx.count])
         # If only lse has a gradient, autograd passes None for dout, because the gradients are not materialised. The kernels
         # need a tensor, so None is replaced by zeros.
         dout = saved[0].new_zeros(ctx.shape) if dout is None else dout
@@ -119,15 +119,16 @@ def register(
 
         @staticmethod
         def backward(ctx, dout, dlse, *_):
+            saved = ctx.saved_tensors  # only once, because activation checkpointing recomputes them for a single access
             if not torch.is_grad_enabled():
-                return *gradients(ctx, dout, dlse), None
+                return *gradients(ctx, saved, dout, dlse), None
             # With create_graph=True, a caller may request second derivatives. Such a request must raise an error, because the
             # second derivatives would otherwise be zeros without a warning. If q, k and v are not saved, only the following
             # leaf connects the gradients to the graph.
             with torch.no_grad():
-                grads = gradients(ctx, dout, dlse)
+                grads = gradients(ctx, saved, dout, dlse)
             leaf = torch.zeros(0, device="cpu", requires_grad=True)
-            return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *ctx.saved_tensors), None
+            return *_OnceDifferentiable.apply(*grads, dout, dlse, leaf, *saved), None
 
     def differentiable(q, k, v, spec):
         if not _is_recorded(q, k, v):

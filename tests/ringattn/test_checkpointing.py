@@ -92,6 +92,19 @@ def call_all_three(x: Tensor) -> Tensor:
     return flash_attention(x.sin(), x.cos(), x, is_causal=True).sin()
 
 
+@pytest.mark.parametrize("options", ({}, {"context_fn": save_attention}), ids=("recompute", "save"))
+def test_first_derivatives_with_create_graph(options: dict) -> None:
+    """Autograd unpacks the saved tensors of a call only once. Second derivatives raise an error, as without a checkpoint."""
+    (x, *_) = inputs()
+    (expected,) = torch.autograd.grad(call_all_three(x).square().sum(), x)
+    out = checkpoint(call_all_three, x, use_reentrant=False, **options).square().sum()
+    for _ in range(2):
+        (found,) = torch.autograd.grad(out, x, create_graph=True)
+        assert torch.equal(found, expected)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        found.sum().backward()
+
+
 @pytest.mark.parametrize("run", (block, lambda q, k, v: call_all_three(q)), ids=("ring", "all-three"))
 def test_a_compiled_checkpoint(run, calls: list[int]) -> None:
     """torch.compile of the whole checkpoint saves attention by a selective policy."""
