@@ -218,6 +218,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: FlashSpec) -> custom_op.Resu
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: FlashSpec) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
+    # With more queries than keys, and with a block mask, a query may have no keys. Its out and its lse are constant, so their
+    # gradients have no effect. They may be NaN, for example if `torch.logaddexp` merged two such lse, and 0 * NaN would be NaN.
+    if spec.keep is not None or q.shape[1] > k.shape[1]:
+        has_no_keys = lse == float("-inf")
+        dout = dout.masked_fill(has_no_keys[..., None], 0.0)
+        dlse = None if dlse is None else dlse.masked_fill(has_no_keys, 0.0)
 
     def backward(q, k, v, out, lse, dout, dlse):
         return dispatch.backward(q, k, v, dout, lse, (out, dlse), *arguments, **options)

@@ -132,6 +132,47 @@ def test_fp8_computes_attention_on_rounded_inputs(dtype: torch.dtype) -> None:
         assert got.dtype == dtype and (got - exact).norm() < tolerance * exact.norm()
 
 
+KEYLESS = {  # numbers of queries and keys, and options
+    "causal": (40, 30, dict(is_causal=True)),
+    "window": (40, 30, dict(mask=Mask.causal(window=5))),
+    "full window": (40, 30, dict(mask=Mask.full(window=5))),
+    "fp8": (40, 30, dict(is_causal=True, precision="fp8")),
+    "dropout": (40, 30, dict(is_causal=True, dropout_p=0.5, seed=1)),
+    "no keys": (7, 0, {}),
+    "blocks": (128, 128, dict(is_causal=True, blocks=BlockMask(torch.tensor([[[[False, True], [True, True]]]]), 64))),
+    "blocks of some heads": (70, 70, dict(blocks=BlockMask((torch.arange(8) > 3).view(1, 4, 2, 1).expand(-1, -1, -1, 2), 64))),
+}
+
+
+@pytest.mark.parametrize("backend", ("blockwise", "reference"))
+@pytest.mark.parametrize("case", KEYLESS)
+def test_gradients_of_queries_without_keys_have_no_effect(case: str, backend: str) -> None:
+    """They may be NaN or infinite, because their derivatives by q, k and v are 0."""
+    num_queries, num_keys, options = KEYLESS[case]
+    tensors = inputs(num_queries, num_keys)
+    out, lse = flash_attention(*tensors, **options, backend=backend, return_lse=True)
+    has_keys = lse.isfinite()
+    assert not has_keys.all()
+    gradients = {}
+    for value in (0.0, float("nan"), float("inf")):
+        dout, dlse = (
+            torch.ones_like(out).masked_fill(~has_keys[..., None], value),
+            has_keys.double().masked_fill(~has_keys, value),
+        )
+        gradients[value] = torch.autograd.grad((out, lse), tensors, (dout, dlse), retain_graph=True)
+    for x in gradients.values():
+        assert all(map(torch.equal, x, gradients[0.0]))
+
+
+def test_partial_results_merged_by_the_caller_have_finite_gradients() -> None:
+    """The first queries have no key in either of the partial results, so the gradient of torch.logaddexp is NaN."""
+    tensors = inputs(6, 3)
+    parts = [flash_attention(*tensors, mask=Mask.causal(window=n), return_lse=True)[1] for n in (None, 2)]
+    lse = torch.logaddexp(*parts)
+    gradients = torch.autograd.grad(torch.where(lse.isfinite(), lse, 0.0).sum(), tensors)
+    assert all(x.isfinite().all() for x in gradients)
+
+
 @pytest.mark.parametrize("queries, keys, scale", ((3e4, 1e-5, None), (1e-5, 3e4, None), (3.0, 2e-6, 200.0)))
 def test_gradients_of_fp16_inputs_with_fp8_do_not_overflow(queries: float, keys: float, scale: float | None) -> None:
     """Rotated queries and keys may be larger than the largest fp16 number, and smaller than the smallest one."""
