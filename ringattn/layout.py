@@ -123,9 +123,8 @@ class Layout:
         name, _, parts = self.kind.partition("/")
         return name.partition(":")[0] + (f"/{parts}" if parts else "")
 
-    # A caller may save the cached positions for a backward pass or read their values. Therefore the cached tensor must be an
-    # ordinary tensor with values, even if the first call is made in inference mode or by a compiler.
-    @cached(maxsize=256)
+    # A caller may save the positions for a backward pass or read their values. Therefore they must be an ordinary tensor with
+    # values, even if the call is made in inference mode or by a compiler.
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
@@ -134,6 +133,13 @@ class Layout:
         Raises:
             ValueError: the layout has no such rank.
         """
+        return self._positions(rank).clone()
+
+    @cached(maxsize=256)
+    @torch.inference_mode(False)
+    @unset_fake_temporarily()
+    def _positions(self, rank: int) -> Tensor:
+        """Return `positions`, but without copying the cached tensor, which must not be modified."""
         begin, count = self.pieces(rank)
         # The subtraction makes the numbers of the rows start at 0 in each piece.
         rows = np.arange(count.sum()) - np.repeat(count.cumsum() - count, count)
@@ -146,7 +152,7 @@ class Layout:
 
     @cached(maxsize=256)
     def pieces(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return (begin, count) of the pieces of a rank's shard: int64 (pieces,), which must not be modified.
+        """Return (begin, count) of the pieces of a rank's shard: int64 (pieces,), read-only.
 
         Piece i contains the positions begin[i] + j * stride for j = 0 to count[i] - 1, and no piece is empty.
 
@@ -172,7 +178,9 @@ class Layout:
         else:
             begin, end = np.array(self._bounds(rank)).T
             count = end - begin
-        return begin[count > 0], count[count > 0]
+        begin, count = begin[count > 0], count[count > 0]
+        begin.flags.writeable = count.flags.writeable = False
+        return begin, count
 
     def rows(self, rank: int) -> int:
         """Return the number of rows (positions) that a rank holds.
@@ -216,7 +224,7 @@ class Layout:
                 f"dimension {dim} of x has length {x.shape[dim]} but the layout's sequence has {self.seq_len} positions: "
                 "pass the whole sequence"
             )
-        return x.index_select(dim, self.positions(rank).to(x.device))
+        return x.index_select(dim, self._positions(rank).to(x.device))
 
     def unshard(self, x: Tensor | Sequence[Tensor], group: dist.ProcessGroup | None = None, dim: int = 1) -> Tensor:
         """Return the whole sequence on every rank, with the rows in the order of their positions.
@@ -241,7 +249,7 @@ class Layout:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
         # The concatenated positions of all ranks are a permutation of 0 to S - 1. argsort returns the inverse permutation.
-        order = torch.cat([self.positions(rank) for rank in range(self.ranks)]).argsort()
+        order = torch.cat([self._positions(rank) for rank in range(self.ranks)]).argsort()
         return whole.index_select(dim, order.to(whole.device))
 
     def _gather(self, x: Tensor, rows: list[int], group: dist.ProcessGroup | None, dim: int) -> list[Tensor]:

@@ -69,6 +69,18 @@ def test_unshard_undoes_shard(kind: str, seq_len: int, ranks: int, dim: int) -> 
     assert torch.equal(layout.unshard([layout.shard(x, rank, dim) for rank in range(ranks)], dim=dim), x)
 
 
+@pytest.mark.parametrize("layout", [layout for layout, _ in EXPECTED.values()], ids=EXPECTED)
+def test_results_belong_to_the_caller(layout: Layout) -> None:
+    """A caller may modify the positions, for example to compute rotary embeddings. The pieces are read-only."""
+    x = torch.arange(layout.seq_len)
+    expected = layout.shard(x, 0, dim=0)
+    layout.positions(0).zero_()
+    assert torch.equal(layout.shard(x, 0, dim=0), expected) and torch.equal(layout.positions(0), expected)
+    for numbers in layout.pieces(0):
+        with pytest.raises(ValueError, match="read-only"):
+            numbers -= 1
+
+
 def test_a_layout_used_in_inference_mode_works_in_training() -> None:
     """The cached positions are not inference tensors, which autograd rejects."""
     with torch.inference_mode():
