@@ -128,3 +128,12 @@ def test_results_on_a_gpu_are_exact(dim, backend, setting):
         out = flash_attention(*inputs, is_causal=True, backend=backend if inputs[0].dtype == torch.float32 else "auto")
         results.append((out.detach(), *torch.autograd.grad(out, inputs, dout.to(out.dtype))))
     assert max((x - y).abs().max().item() for x, y in zip(*results, strict=True)) < 5e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", ["high", "cuda"])
+def test_the_rotation_on_a_gpu_is_exact(setting):
+    SETTINGS[setting]()
+    x = torch.randn(1, 64, 2, 80).cuda()
+    exact = x.double() @ fp8.rotation(80, x.device).double().T
+    assert (fp8.rotate_back(x) - exact).abs().max() < 1e-5

@@ -135,3 +135,22 @@ def test_results_do_not_depend_on_the_defaults(call, defaults):
     expected = CALLS[call](partial(torch.device, "cpu"))
     for x, y, z in zip(results, again, expected, strict=True):
         assert x.dtype == y.dtype == z.dtype and torch.equal(x, y) and torch.equal(x, z)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ("ieee", "fp8"))
+@pytest.mark.parametrize("dim", (64, 80, 256))
+@pytest.mark.parametrize("defaults", DEFAULTS)
+def test_results_on_a_gpu_do_not_depend_on_the_defaults(defaults, dim, precision):
+    inputs = [torch.randn(1, 64, 2, dim, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)]
+
+    def results() -> list[Tensor]:
+        out = flash_attention(*inputs, mask=MASK, precision=precision)
+        return [out.detach(), *torch.autograd.grad(out, inputs, out.detach())]
+
+    clear_caches()
+    with DEFAULTS[defaults]():
+        found = results()
+    clear_caches()
+    for x, y in zip(found, results(), strict=True):
+        torch.testing.assert_close(x, y)  # the last bits of dq differ from run to run

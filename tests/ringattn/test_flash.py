@@ -1,6 +1,7 @@
 """Tests of attention on one rank without a group, compared with a dense softmax that autograd differentiates."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ringattn import BlockMask, Mask, flash, flash_attention
 from ringattn.kernels import fp8, interval_mask
 from ringattn.kernels.dropout import Dropout, keep_mask
+from tests.kernels.problems import spread_heads
 
 OPERATOR = torch.ops.ringattn.flash_attention.default
 
@@ -144,24 +146,25 @@ KEYLESS = {  # numbers of queries and keys, and options
 }
 
 
-@pytest.mark.parametrize("backend", ("blockwise", "reference"))
+@pytest.mark.parametrize("backend", ("blockwise", "reference", pytest.param("triton", marks=pytest.mark.gpu)))
 @pytest.mark.parametrize("case", KEYLESS)
-def test_gradients_of_queries_without_keys_have_no_effect(case: str, backend: str) -> None:
-    """They may be NaN or infinite, because their derivatives by q, k and v are 0."""
+def test_gradients_of_queries_without_keys_have_no_effect(case: str, backend: str, device: torch.device) -> None:
+    """They may be NaN or infinite, because out and lse of such a query do not depend on q, k and v."""
     num_queries, num_keys, options = KEYLESS[case]
-    tensors = inputs(num_queries, num_keys)
+    if "blocks" in options:
+        options = options | dict(blocks=BlockMask(options["blocks"].keep.to(device), 64))
+    tensors = [x.detach().to(device).requires_grad_() for x in inputs(num_queries, num_keys, dtype=torch.float32)]
     out, lse = flash_attention(*tensors, **options, backend=backend, return_lse=True)
-    has_keys = lse.isfinite()
-    assert not has_keys.all()
-    gradients = {}
+    has_no_keys = lse == float("-inf")
+    assert has_no_keys.any()
+    gradients = []
     for value in (0.0, float("nan"), float("inf")):
-        dout, dlse = (
-            torch.ones_like(out).masked_fill(~has_keys[..., None], value),
-            has_keys.double().masked_fill(~has_keys, value),
+        upstream = (
+            torch.ones_like(out).masked_fill(has_no_keys[..., None], value),
+            torch.ones_like(lse).masked_fill(has_no_keys, value),
         )
-        gradients[value] = torch.autograd.grad((out, lse), tensors, (dout, dlse), retain_graph=True)
-    for x in gradients.values():
-        assert all(map(torch.equal, x, gradients[0.0]))
+        gradients.append(torch.autograd.grad((out, lse), tensors, upstream, retain_graph=True))
+    assert all(torch.equal(x, y) for other in gradients[1:] for x, y in zip(other, gradients[0], strict=True))
 
 
 def test_partial_results_merged_by_the_caller_have_finite_gradients() -> None:
@@ -371,3 +374,13 @@ def test_block_masks_in_inference_mode() -> None:
         for kept in (True, False):
             keep.fill_(kept)
             assert flash_attention(q, k, v, blocks=BlockMask(keep)).any() == kept
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stride", (2**30, 2**31))
+@pytest.mark.parametrize("precision", ("ieee", "fp8"))
+def test_heads_beyond_32_bits(precision: str, stride: int) -> None:
+    """Heads-first queries with more than 2**31 elements. The results have the same bits as those of contiguous queries."""
+    q, k, v = (torch.randn(1, 300, 3, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    call = partial(flash_attention, k=k, v=v, is_causal=True, precision=precision)
+    assert torch.equal(call(spread_heads(q, stride)), call(q))
