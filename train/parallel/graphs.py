@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.func import functional_call
 
 from ringattn import Layout, Mask
 from ringattn.comm import connect
+from ringattn.compile_ahead import call_kernels
 from ringattn.planning.plan_slots import PlanSlots
 from ringattn.planning.rank_plan import Plan, use_plan
 from ringattn.train.config import Config, ConfigError
@@ -133,7 +135,13 @@ class ModelGraphs:
         shapes = [parameter.shape for parameter in model.parameters()]
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
         inputs = tokens, positions, tokens.clone(), *parameters
-        plan = Plan(mask, layout.whole, mesh.ring.get_local_rank(), device, is_fixed=True)
+        situation = mask, layout.whole, mesh.ring.get_local_rank(), device
+        if config.trainer.attention_precision(training=True) == "ieee":
+            heads = model.config.heads // mesh.ulysses.size(), max(model.config.kv_heads // mesh.ulysses.size(), 1)
+            sizes = ((batch, layout.whole.rows(situation[2]), count, model.config.resolved_head_dim) for count in heads)
+            q, k = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
+            call_kernels(Plan(*situation, is_fixed=True), q, k, k, config.parallel.kernel, first=dist.get_rank())
+        plan = Plan(*situation, is_fixed=True)
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the plan.
