@@ -57,6 +57,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "fp8_attention": config.trainer.fp8_attention,
         "deterministic": config.trainer.deterministic,
         "compiled": run.compiled,
+        "cuda_graphs": run.graphs is not None,
         "recompute": run.recompute,
         "parameters": run.num_parameters,
         "vocab_size": run.tokenizer.vocab_size,
@@ -96,6 +97,8 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank"
         + (", with blocks except attention recomputed in the backward pass" if facts["recompute"] else ""),
     }
+    if facts["cuda_graphs"]:
+        entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
     if (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)) and dist.get_rank() == 0:
         if run.mesh.sequence.size() <= MAX_PLANNED_RANKS:
             entries["prediction"] = prediction.describe_step(config, run.mesh.shape, machine, pair_shares(run))

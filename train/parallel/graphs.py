@@ -150,7 +150,8 @@ class ModelGraphs:
             self.slots = PlanSlots(plan, device)
             unused = _unused_bytes(device)
             with use_plan(self.slots.plan):
-                self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
+                # Calls of `make_graphed_callables` before the capture would keep their autograd graphs, and print a warning.
+                self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs, num_warmup_iters=0)
         self.uncounted_bytes = _unused_bytes(device) - unused
         if documents is None:
             # No step has another plan.

@@ -80,7 +80,7 @@ def test_graphs_that_are_impossible_are_rejected(impossible):
 
 def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypatch):
     """Without a GPU, the function that is captured is called directly. The mask has no documents, so it never changes."""
-    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs: function)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
     config = job(corpus, 1)
     config.data.mask_documents, config.trainer.accumulate = False, 1
     with one_rank():
