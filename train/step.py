@@ -160,8 +160,8 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
     rank, ready = run.mesh.sequence.get_local_rank(), []
     for batch, mask, layout, plan in micro_steps:
         packed = None
-        if plan is not None and run.graphs is not None and run.graphs.can_replay(layout):
-            plan, packed = None, run.graphs.slots.pack(plan)
+        if run.graphs is not None and run.graphs.can_replay(layout):
+            plan, packed = None, run.graphs.pack(mask, layout, plan)
         shard = Shard.of(batch, layout, rank, run.device)
         ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device), packed))
     run.ready = consumed, ReadyStep(ready, *sums.tolist())

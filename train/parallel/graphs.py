@@ -135,13 +135,11 @@ class ModelGraphs:
         shapes = [parameter.shape for parameter in model.parameters()]
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
         inputs = tokens, positions, tokens.clone(), *parameters
-        situation = mask, layout.whole, mesh.ring.get_local_rank(), device
+        self._ring_rank = mesh.ring.get_local_rank()
         if config.trainer.attention_precision(training=True) == "ieee":
-            heads = model.config.heads // mesh.ulysses.size(), max(model.config.kv_heads // mesh.ulysses.size(), 1)
-            sizes = ((batch, layout.whole.rows(situation[2]), count, model.config.resolved_head_dim) for count in heads)
-            q, k = (torch.zeros(size, dtype=dtype, device=device) for size in sizes)
-            call_kernels(Plan(*situation, is_fixed=True), q, k, k, config.parallel.kernel, first=dist.get_rank())
-        plan = Plan(*situation, is_fixed=True)
+            plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
+            call_kernels(plan, *_attention_inputs(config, mesh, plan, dtype), config.parallel.kernel, first=dist.get_rank())
+        plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the plan.
@@ -154,8 +152,8 @@ class ModelGraphs:
                 self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs, num_warmup_iters=0)
         self.uncounted_bytes = _unused_bytes(device) - unused
         if documents is None:
-            # No step has another plan.
-            self.slots.write(self.slots.pack(Plan(mask, layout.whole, plan.rank, torch.device("cpu"), is_fixed=True)))
+            # No step has another mask.
+            self.slots.write(self.slots.pack(self._plan(mask, layout)))
         # FSDP gathers the parameters before a call of this method, as before a call of the model.
         model.replay = self._replay
         register_fsdp_forward_method(model, "replay")
@@ -168,12 +166,22 @@ class ModelGraphs:
         """Return whether the shards of a layout have the lengths that were captured. The result is the same on all ranks."""
         return [layout.rows(rank) for rank in range(layout.ranks)] == self._rows
 
+    def pack(self, mask: Mask, layout: Layout, plan: Plan | None) -> Tensor | None:
+        """Return the plan of attention in the format of `compute_loss`, or None if the mask has no documents.
+
+        `plan` is a fixed plan on the CPU for this mask and layout. If it is None, it is computed.
+        """
+        return None if mask.documents is None else self.slots.pack(plan or self._plan(mask, layout))
+
+    def _plan(self, mask: Mask, layout: Layout) -> Plan:
+        return Plan(mask, layout.whole, self._ring_rank, torch.device("cpu"), is_fixed=True)
+
     def compute_loss(self, shard: Shard, packed: Tensor | None) -> Tensor:
         """Return the sum of the losses of all tokens of a rank, with a graph for the backward pass. Call `finish` afterwards.
 
         Args:
             shard: the tokens of this rank.
-            packed: the plan of attention from `PlanSlots.pack`, or None if the mask has no documents.
+            packed: the result of `pack` for their mask.
         """
         if packed is not None:
             self.slots.write(packed)
@@ -189,6 +197,16 @@ class ModelGraphs:
 
     def _replay(self, *inputs: Tensor) -> Tensor:
         return self._graphed(*inputs, *(getattr(owner, name) for owner, name in self._parameters.values()))
+
+
+def _attention_inputs(config: Config, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return zeros with the shapes of q, k and v that attention receives after the all-to-all."""
+    model, ranks = config.model, mesh.ulysses.size()
+    # If there are more Ulysses ranks than key heads, key heads are copied.
+    heads = model.heads // ranks, max(model.kv_heads // ranks, 1)
+    rows = config.trainer.batch_size, plan.layout.rows(plan.rank)
+    q, k = (torch.zeros(*rows, count, model.resolved_head_dim, dtype=dtype, device=plan.device) for count in heads)
+    return q, k, k
 
 
 def _unused_bytes(device: torch.device) -> int:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from ringattn import Layout
+from ringattn import Layout, Mask
+from ringattn.planning.rank_plan import Plan
 from ringattn.train import setup, step
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
 from ringattn.train.evaluate import evaluate
@@ -95,6 +96,7 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
             results.append((loss.item(), [x.grad.full_tensor() for x in run.model.parameters()]))
             run.model.zero_grad()
         assert run.graphs.can_replay(micro_step.layout) and not run.graphs.can_replay(Layout.contiguous(10, 1))
+        assert run.graphs.pack(micro_step.mask, micro_step.layout, None) is None
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1])
 
@@ -116,6 +118,22 @@ def losses_of(config: Config) -> list[float]:
         assert (run.graphs is not None) == config.trainer.cuda_graphs
         losses = [step.take_step(run, i, run.sequences_per_step * (i - 1))[0]["loss"] for i in range(1, 5)]
         return losses + list(evaluate(run).values())
+
+
+def test_a_plan_that_was_not_computed_ahead_is_computed(corpus, monkeypatch):
+    """Otherwise, a graph would use the documents of an earlier step."""
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", lambda function, inputs, **options: function)
+    config = job(corpus, 1)
+    with one_rank():
+        run = setup.build(config)
+        run.graphs = graphs.ModelGraphs(run.model, config, run.mesh, run.tokenizer.vocab_size, False, run.device)
+        (micro_step, *_) = step.prepare_step(run, 0).micro_steps
+        mask, layout = micro_step.mask, micro_step.layout
+        assert micro_step.plan is None
+        plan = Plan(mask, layout.whole, 0, run.device, is_fixed=True)
+        assert torch.equal(micro_step.packed, run.graphs.pack(mask, layout, plan))
+        other = Mask.causal(config.model.window, [[20, config.data.seq_len - 20]])
+        assert not torch.equal(micro_step.packed, run.graphs.pack(other, layout, None))
 
 
 @pytest.mark.gpu
