@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ringattn import Mask
 from ringattn.comm import connect
 from ringattn.kernels import dispatch
+from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.train import optim, startup
@@ -294,6 +295,7 @@ def _free_memory(device: torch.device) -> None:
     """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
     connect.free_messages()
+    rank_plan.free_plans()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

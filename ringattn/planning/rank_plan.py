@@ -411,6 +411,13 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
         return plans[rank, device]
 
 
+def free_plans() -> None:
+    """Free all plans. Later calls compute and log their choices of a schedule again, as the first calls of a job do."""
+    with _planning_lock:
+        _plans.cache_clear()
+    _logged.clear()
+
+
 def add_plan(plan: Plan) -> None:
     """Let calls use a plan that was computed ahead, unless they already use a plan for the same mask and layout."""
     with _planning_lock:

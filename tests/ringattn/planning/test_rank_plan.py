@@ -186,6 +186,23 @@ def test_a_local_step_gets_the_mask_of_its_rows() -> None:
             assert torch.equal(block.positions[1], layout.positions(key_rank)[keys.start : keys.stop].int())
 
 
+def test_every_job_logs_its_choices_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The layers of a model, and the masks of later steps, make the same choices. The next job may have the same plan."""
+    caplog.set_level("INFO")
+    x = torch.empty(1, 32, 2, 8, device="meta")
+    for _ in range(2):
+        planning.free_plans()
+        caplog.clear()
+        for mask in (Mask.causal(), Mask.causal(), Mask.causal(window=5)):
+            plan = get_plan(mask, Layout.zigzag(64, 2), 0, CPU)
+            for work in (forward_work(x, x, x), backward_work(x, x, x)):
+                plan.choose_schedule("state", work, interconnect("gloo"))
+        assert [message.split(" over ")[0] for message in caplog.messages] == [
+            "forward: state ring of 2 ranks",
+            "backward: state ring of 2 ranks",
+        ]
+
+
 def test_heads_are_processed_in_chunks_if_a_call_is_long() -> None:
     """The number of chunks grows with the FLOPs of the call and divides the number of key heads."""
 
