@@ -307,12 +307,13 @@ def _nothing(*_arguments: Any, **_options: Any) -> None:
 
 
 LANGUAGE = SimpleNamespace(
-    constexpr=lambda x: x, static_range=range, to_tensor=torch.tensor, exp2=torch.exp2, where=_where,
+    constexpr=lambda x: x, static_range=range, to_tensor=torch.tensor, exp2=torch.exp2, log2=torch.log2, where=_where,
     float32=FLOAT, int64=INTEGER, int32=INTEGER, uint32=INTEGER,
     minimum=lambda x, y: torch.minimum(torch.as_tensor(x), torch.as_tensor(y)),
     maximum=lambda x, y: torch.maximum(torch.as_tensor(x), torch.as_tensor(y)),
     zeros=lambda shape, _dtype, _layout: torch.zeros(shape, dtype=FLOAT),
-    zeros_like=torch.zeros_like, join=lambda x, y: torch.stack((x, y), -1),
+    zeros_like=torch.zeros_like, full_like=torch.full_like, min=torch.amin, max=torch.amax,
+    join=lambda x, y: torch.stack((x, y), -1),
     full=lambda shape, value, _dtype, _layout: torch.full(shape, value, dtype=FLOAT),
     arange=lambda start, end, layout=None: torch.arange(start, end),
     convert_layout=lambda x, _layout: x, SliceLayout=_nothing, DotOperandLayout=_nothing,
@@ -348,7 +349,9 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
                 names[name] = value.fn
             elif hasattr(value, "fn") and name not in emulated:
                 source = inspect.getsource(value.fn)
-                exec(compile(source[source.index("def ") :], f"{module.__name__}.{name}", "exec"), names)
+                # A tensor of PyTorch has no type with a layout.
+                source = source[source.index("def ") :].replace(".type.layout", ".layout")
+                exec(compile(source, f"{module.__name__}.{name}", "exec"), names)
     return names
 
 

@@ -1,6 +1,7 @@
 """Tests of the default settings, of the YAML files, and of the checks of settings."""
 
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -49,13 +50,82 @@ def test_default_yaml_files_equal_the_defaults_of_the_dataclasses():
     check(config, world_size=2)
 
 
-@pytest.mark.parametrize("group", ["model", "data", "parallel", "optim", "logger", "experiment"])
-def test_every_yaml_file_is_valid(group):
-    for option in options(group):
+# What every YAML file promises in its name and its comments. For a model, this includes its number of parameters in millions.
+LLAMA, QWEN = {"rope_theta": 500_000, "rope_trained_len": 8192}, {"rope_theta": 1_000_000, "norm_eps": 1e-6}
+RECALL = {"data.source": "recall", "optim.schedule": "wsd", "trainer.checkpoint_every": 0}
+PROMISES = {
+    "model": {
+        "1.4b": (1439, {"head_dim": None, "dim": 2048, "heads": 16}),
+        "124m": (124, {"layers": 12, "dim": 768, "heads": 12}),
+        "350m": (355, {"layers": 24, "dim": 1024, "heads": 16}),
+        "52m": (52, {"qk_norm": True, "vocab_size": None}),
+        "8b": (8030, {"layers": 32, "dim": 4096, "kv_heads": 8, "rope_factor": None}),
+        "llama-3.1-8b": (8030, LLAMA | {"rope_factor": 8, "layers": 32}),
+        "llama-3.2-1b": (1236, LLAMA | {"rope_factor": 32, "tie_embeddings": True}),
+        "qwen2.5-7b": (7616, QWEN | {"qkv_bias": True, "qk_norm": False, "tie_embeddings": False}),
+        "qwen3-0.6b": (596, QWEN | {"qk_norm": True, "qkv_bias": False, "head_dim": 128}),
+        "qwen3-8b": (8191, QWEN | {"qk_norm": True, "qkv_bias": False, "tie_embeddings": False}),
+        "recall": (0.468, {"layers": 2, "qk_norm": True}),
+        "tiny": (0.435, {"layers": 2}),
+    },
+    "data": {
+        "hub": {"source": "hub", "subset": None, "split": "train", "column": "text"},
+        "jsonl": {"source": "jsonl", "column": "text"},
+        "packages": {"source": "packages", "split": "train[:95%]", "eval_split": "train[95%:]"},
+        "parquet": {"source": "parquet", "column": "text"},
+        "recall": {"source": "recall"},
+        "stdlib": {"source": "stdlib", "split": "train[:95%]", "eval_split": "train[95%:]"},
+        "text": {"source": "text", "split": "train", "eval_split": None},
+    },
+    "parallel": {
+        "auto": {"mesh": "sizes", "ring": None, "ulysses": 1, "layout": "auto", "schedule": "auto", "route": "auto"},
+        "fastest": {"mesh": "fastest", "ring": None, "ulysses": None},
+        "hybrid": {"mesh": "sizes", "ring": None, "ulysses": None},
+        "kv_ring": {"schedule": "kv", "route": "relay", "ulysses": 1},
+        "state_ring": {"schedule": "state", "route": "relay", "ulysses": 1},
+        "ulysses": {"ulysses": 0},
+    },
+    "optim": {"cosine": {"schedule": "cosine"}, "wsd": {"schedule": "wsd", "decay_fraction": 0.2}},
+    "logger": {name: {"wandb": name} for name in ("auto", "off", "offline", "online")},
+    "recipe": {
+        "cpu": (0.435, {"trainer.steps": 1500}),
+        "gpu": (52, {"data.source": "packages", "data.seq_len": 32_768, "trainer.steps": 1000}),
+    },
+    "experiment": {
+        "124m-64k": (124, {"data.seq_len": 65_536, "trainer.tokens_per_step": 8 * 65_536, "trainer.steps": 5000}),
+        "benchmark-124m-64k": (124, {"data.seq_len": 65_536, "trainer.steps": 20, "trainer.save_final": False}),
+        "context-sweep": (0.435, {"trainer.tokens_per_step": 4096, "trainer.total_tokens": 262_144}),
+        # The facts and the queries have 32 tokens each, and the answers lie at most this number of tokens back.
+        "recall": (0.468, RECALL | {"data.seq_len": 1024 + 64, "trainer.steps": 400}),
+        "recall-16k": (0.468, RECALL | {"data.seq_len": 16_384 + 64, "trainer.steps": 1000}),
+        "recall-64k": (0.468, RECALL | {"data.seq_len": 65_536 + 64, "trainer.steps": 500}),
+    },
+}
+
+
+@pytest.mark.parametrize("group", PROMISES)
+def test_every_yaml_file_keeps_its_promise_and_is_valid(group):
+    assert options(group) == sorted(PROMISES[group])
+    for option, promise in PROMISES[group].items():
         needs_path = group == "data" and option not in ("stdlib", "packages", "recall")
         config = composed(f"{group}={option}", *(["data.path=x"] if needs_path else []))
+        parameters, promise = promise if isinstance(promise, tuple) else (None, promise)
+        if parameters is not None:
+            assert num_parameters(config.model) / 1e6 == pytest.approx(parameters, rel=0.01), option
+        settings = config if group in ("recipe", "experiment") else getattr(config, group)
+        assert {name: attrgetter(name)(settings) for name in promise} == promise, option
         resolve_token_budget(config, world_size=4)
         check(config, world_size=4)
+
+
+def test_jobs_of_the_context_sweep_train_on_the_same_tokens():
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        sweep = compose("train", ["experiment=context-sweep"], return_hydra_config=True).hydra
+    assert (sweep.mode.name, sweep.sweeper.params) == ("MULTIRUN", {"data.seq_len": "512,1024,2048,4096"})
+    for length in (512, 1024, 2048, 4096):
+        config = composed("experiment=context-sweep", f"data.seq_len={length}")
+        resolve_token_budget(config, world_size=2)
+        assert (config.trainer.accumulate, config.trainer.steps) == (4096 // length, 64)
 
 
 def test_command_line_overrides_an_experiment():

@@ -24,7 +24,7 @@ from tests.train.jobs import job, one_rank
 def test_description_names_what_the_run_uses(corpus, caplog):
     caplog.set_level("INFO")
     with one_rank():
-        run = run_setup.build(job(corpus, 1))
+        run = run_setup.build(job(corpus, 1, schedule="kv", route="relay"))
         run.init_from, run.init_from_changes = Path("weights"), "model.window=None (now 40)"
         facts = description.run_facts(run)
     description.describe(run, Path("outputs/name"), facts)
@@ -32,7 +32,8 @@ def test_description_names_what_the_run_uses(corpus, caplog):
     assert entries["directory"] == "outputs/name"
     assert entries["weights"] == "from weights, which were trained with model.window=None (now 40)"
     assert corpus in entries["data"] and "61 tokens" in entries["data"] and "held-out" in entries["data"]
-    assert "61 tokens per rank" in entries["ring"] and "4 sequences, 244 tokens" in entries["step"]
+    assert entries["ring"] == "layout auto, 61 tokens per rank, schedule kv, route relay"
+    assert "4 sequences, 244 tokens" in entries["step"]
     assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]
     caplog.clear()
     description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})

@@ -1,10 +1,13 @@
 """Tests of the choices that are made when a run is built: kernels, the number of Ulysses ranks, recomputation, precision."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
+from ringattn.train import step
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
@@ -74,6 +77,31 @@ def test_error_of_kernels_names_the_setting(monkeypatch):
 def test_compile_is_the_default_on_cuda_only(setting, device, expected):
     config = Config(trainer=TrainerConfig(compile=setting))
     assert run_setup.uses_compile(config, torch.device(device)) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "bf16"),
+    [("auto", "cpu", False), ("auto", "cuda", True), ("bf16", "cpu", True), ("fp32", "cuda", False)],
+)
+def test_bf16_is_the_default_on_cuda_only(precision, device, bf16, monkeypatch):
+    monkeypatch.setattr(run_setup, "pick_device", lambda choice: torch.device(device))
+    monkeypatch.setattr(run_setup, "choose_backend", lambda *args, **options: "kernel")
+    assert run_setup.choose_device(Config(trainer=TrainerConfig(precision=precision)))[1] == bf16
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_training_computes_in_the_precision_of_the_settings(precision, dtype, corpus, monkeypatch):
+    """AdamW always updates fp32 parameters."""
+    dtypes, attend = set(), step.ulysses_attention
+    monkeypatch.setattr(step, "ulysses_attention", lambda q, k, v, **options: dtypes.add(q.dtype) or attend(q, k, v, **options))
+    config = job(corpus, 1)
+    config.trainer.precision = precision
+    with one_rank():
+        run = run_setup.build(config)
+        record, _ = step.take_step(run, 1, consumed=0)
+    assert dtypes == {dtype}
+    assert {x.dtype for group in run.optimizer.param_groups for x in group["params"]} == {torch.float32}
+    assert record["loss"] == pytest.approx(math.log(257), abs=0.1)
 
 
 def test_run_is_built_as_the_settings_say(corpus, monkeypatch):

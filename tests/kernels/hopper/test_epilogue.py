@@ -1,12 +1,17 @@
 """What the Hopper forward does with states: where it keeps them in shared memory, and how it merges them."""
 
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ringattn.kernels import reference
+from ringattn.kernels.hopper import common as hopper_common
+from ringattn.kernels.hopper import epilogue, epilogue_wide
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.interval_mask import Intervals
+from tests.kernels import gluon_emulator
 from tests.kernels.compare import TOLERANCE, assert_states_close
 from tests.kernels.contract import check_chain
 from tests.kernels.hopper.conftest import DIMS, DTYPES
@@ -43,6 +48,44 @@ def test_the_next_work_tile_has_stages_while_states_occupy_some(config):
     # The limit of sm_90 is 227 KiB per program. Barriers and flags need less than 1 KiB.
     in_use = 2 * config.dim * (config.q_slots * config.queries + 2 * config.stages * config.keys)
     assert in_use <= 226 * 1024
+
+
+@pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
+@pytest.mark.parametrize("has_state", [False, True], ids=["first", "later"])
+@pytest.mark.parametrize("module", [epilogue, epilogue_wide], ids=["narrow", "wide"])
+def test_end_of_a_work_tile_in_the_emulator(module, has_state, final):
+    """Without a GPU, the source of the epilogue runs in an emulator. The work tile has 50 of the 64 rows of a consumer."""
+    rows, dim, generator = 50, 16, torch.Generator().manual_seed(0)
+
+    def random_state(empty_row: int) -> list[torch.Tensor]:
+        m, l, o = (torch.randn(ROWS, *shape, generator=generator, dtype=torch.float64) for shape in ((), (), (dim,)))
+        m[empty_row], l[empty_row], o[empty_row] = float("-inf"), 0, 0
+        return [4 * m, l.abs(), o]
+
+    result, incoming = random_state(empty_row=0), random_state(empty_row=1)
+    expected = reference.merge(result, incoming) if has_state else result
+    if final:
+        expected = reference.finalize(expected, torch.float64)[::-1]
+
+    config = dict(dim=dim, value_dim=dim, num_heads=1, o_parts=1, output_layout=None, scores_layout=None, update_ref_max=True)
+    config |= dict(has_state=has_state, final=final, updates_state=has_state and not final)
+    config = SimpleNamespace(**config)
+    run = SimpleNamespace(**gluon_emulator.source_functions([hopper_common, epilogue, module]))
+    written = [*(x.clone() for x in incoming), torch.zeros(ROWS), torch.zeros(ROWS, dim)]
+    state_m, state_l, state_o, lse, out = (gluon_emulator.Pointer(x) for x in written)
+    results = (state_m, state_l, state_o, None, lse, out, None, ROWS)
+    row_range = torch.tensor(0), 0, 0, rows
+    ref_max, l, o = (result[0] * run.LOG2_E).clamp(min=run.UNSET_REF_MAX), result[1].clone(), result[2].clone()
+    # Shared memory contains Q, and then the incoming o, which is in one of the two buffers of the consumer.
+    shared = [gluon_emulator.Shared(x.clone()) for x in (o, incoming[2], incoming[2])]
+    only_narrow = ((shared[0], shared[1:]), (0,)) if module is epilogue else ((), ())
+    scalars = run.load_state_scalars(results, row_range, config)
+    run.finish_work_tile(ref_max, l, o, *only_narrow[0], scalars, results, row_range, *only_narrow[1], True, config)
+    found = written[3:] if final else written[:3]
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[:rows], y[:rows].to(x.dtype), rtol=1e-6, atol=1e-6)
+    for x, y in zip(written, [*incoming, torch.zeros(ROWS), torch.zeros(ROWS, dim)], strict=True):
+        assert torch.equal(x[rows:], y[rows:]), "rows of other work tiles are not written"
 
 
 @pytest.mark.parametrize("dims", DIMS, indirect=True)

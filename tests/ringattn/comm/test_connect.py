@@ -55,11 +55,16 @@ def check_handshake() -> None:
 
 
 def check_nvlink_is_chosen() -> None:
-    """Where nothing speaks against NVLink, "auto" chooses it, and "p2p" does not."""
+    """Where nothing speaks against NVLink, "auto" chooses it, unless neighbours relay the blocks. "p2p" never chooses it."""
     connect._why_not_nvlink = lambda *_: ""
     nvlink.NvlinkTransport = lambda group, device, interconnect, watchdog: interconnect.name
-    assert connect.connect(dist.group.WORLD.group_name, CPU) == "nvlink"
-    assert isinstance(connect.connect(dist.group.WORLD.group_name, CPU, "p2p"), P2PTransport)
+    name = dist.group.WORLD.group_name
+    # The call must not use the connection of NVLink, which is only a text here.
+    x, layout = torch.ones(1, 2, 1, 8), Layout.contiguous(4, 2)
+    ring_attention(x, x, x, layout=layout, mask=Mask.full(), group=dist.group.WORLD, route="relay")
+    assert connect.connect(name, CPU) == "nvlink"
+    assert isinstance(connect.connect(name, CPU, "p2p"), P2PTransport)
+    assert isinstance(connect.connect(name, CPU, relays=True), P2PTransport)
 
 
 def test_nvlink_is_chosen_where_it_is_available(tmp_path: Path) -> None:

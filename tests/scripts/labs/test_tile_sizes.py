@@ -22,6 +22,14 @@ def test_traffic_of_every_tile_size_is_counted(tmp_path: Path, capsys: pytest.Ca
     assert path.stat().st_size < 100_000
 
 
+def test_traffic_depends_on_both_sides_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of q, k or v has 64 bytes. Every tile of queries loads the tiles of keys up to its last query."""
+    monkeypatch.setattr(tile_sizes.measure, "milliseconds", lambda call, device: 1.0)
+    points = tile_sizes.sweep(Sizes([64], 1, 16, torch.float32), [16, 64], [16, 64], torch.device("cpu"))
+    rows = {(16, 16): 16 + 32 + 48 + 64, (16, 64): 4 * 64, (64, 16): 64, (64, 64): 64}
+    assert {point.tile: point.traffic for point in points} == {tile: 64 * (64 + 2 * keys) for tile, keys in rows.items()}
+
+
 def test_memory_of_a_tile_grows_with_both_sides() -> None:
     inputs = [torch.randn(1, 64, 2, 16) for _ in range(3)]
     memory = [tile_sizes.measure_blockwise(TileSize(*tile), 1, inputs).on_chip for tile in ((16, 16), (32, 16), (16, 32))]

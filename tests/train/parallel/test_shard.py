@@ -20,12 +20,12 @@ from tests.train.jobs import SEQUENCES, job, one_rank
 MODEL = ModelConfig(layers=3, dim=32, heads=4, kv_heads=2, qkv_bias=True)
 
 
-def build(blocks_per_group: int = 2) -> GPT:
+def build(blocks_per_group: int = 2, bf16: bool = False) -> GPT:
     """A sharded model, whose three blocks form groups of the given size."""
     memory.GROUP_BYTES = blocks_per_group * memory._block_bytes(MODEL, bf16=False)
     with torch.device("meta"):
         model = GPT(MODEL, 257)
-    shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=3, bf16=False)
+    shard_model(model, build_mesh("cpu", dist.get_world_size()), torch.device("cpu"), seed=3, bf16=bf16)
     return model
 
 
@@ -51,6 +51,7 @@ def _check_weights(path: Path) -> None:
     # Every rank holds only its own shard.
     assert len(model.embedding.to_local()) in (106, 107)  # of 320 rows
     check_gradients_are_summed(model)
+    check_bf16()
 
 
 def check_gradients_are_summed(model: GPT) -> None:
@@ -59,6 +60,23 @@ def check_gradients_are_summed(model: GPT) -> None:
     model(torch.zeros(1, 2, dtype=torch.int64), positions, lambda q, k, v: q, lambda hidden, head: head.sum()).backward()
     assert model.head is None
     assert model.embedding.grad.full_tensor().eq(dist.get_world_size()).all()
+
+
+def check_bf16() -> None:
+    """Attention and the loss compute in bf16. Gradients are summed in fp32: the sum of 256, 1 and 2 does not fit into bf16."""
+    model = build(bf16=True)
+    assert {x.dtype for x in model.parameters()} == {torch.float32}
+    dtypes = []
+
+    def attend(q, k, v):
+        dtypes.extend(x.dtype for x in (q, k, v))
+        return q
+
+    contribution = [256.0, 1.0, 2.0][dist.get_rank()]
+    finish = lambda hidden, head: dtypes.append(head.dtype) or head.sum() * contribution  # noqa: E731
+    model(torch.zeros(1, 2, dtype=torch.int64), torch.arange(2), attend, finish).backward()
+    assert set(dtypes) == {torch.bfloat16}
+    assert model.embedding.grad.full_tensor().eq(259).all()
 
 
 def test_every_block_has_its_own_weights_and_biases_of_zero(expected):
