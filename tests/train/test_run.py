@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from ringattn.comm.p2p import P2PTransport
 from ringattn.train import run, trainer
 from ringattn.train.config import check
 from ringattn.train.parallel.memory import InsufficientMemory
@@ -146,6 +147,39 @@ def test_sweep_resumes_its_jobs_only_with_their_settings(corpus, tmp_path, run_c
     assert "seed=1/checkpoints" in error and "optim.lr=0.01 (now 0.5)" in error
     assert "parallel.layout=zigzag (now striped)" in error and "trainer.steps" not in error
     assert all(path.read_bytes() == content for path, content in saved.items()) and (sweep / "seed=3" / "summary.json").exists()
+
+
+def record_messages(rank: int) -> None:
+    """Write the receiver of every message of this rank to a file."""
+    exchange = P2PTransport.exchange
+
+    def exchange_and_record(transport, sends, receives):
+        with open(f"receivers.{rank}", "a") as file:
+            file.writelines(f"{receiver}\n" for _, receiver in sends)
+        return exchange(transport, sends, receives)
+
+    P2PTransport.exchange = exchange_and_record
+
+
+@pytest.mark.slow
+def test_jobs_of_a_sweep_use_the_state_ring_of_eight_ranks(tmp_path):
+    """Both jobs have the same mask, so the second job could use the plans of the first job without logging its choice."""
+    settings = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "parallel=state_ring", "parallel.layout=zigzag"]
+    settings += ["trainer.steps=2", "data.mask_documents=false", "optim.lr=0.01,0.02"]
+    succeeded, stdout, stderr = launch_ranks(8, tmp_path, "-m", *settings, prepare=record_messages)
+    assert succeeded, stderr
+    for direction, tensors in (
+        ("forward", "(q) and the results (m, l, o)"),
+        ("backward", "(q, dout, lse, delta) and the results (dq)"),
+    ):
+        choice = f"{direction}: state ring of 8 ranks over gloo; {tensors} are relayed by neighbours; as requested"
+        assert stdout.count(choice) == 2, "each job logs its choice once"
+    assert stdout.count("schedule state, route relay") == 2
+    # A rank sends its block and relays those of six other ranks. The results of all seven other ranks follow.
+    passes = 2 * 2 * 2 * 2  # jobs, steps, layers, directions
+    for rank in range(8):
+        receivers = (tmp_path / f"receivers.{rank}").read_text().split()
+        assert receivers == [str((rank + 1) % 8)] * (passes * (7 + 7))
 
 
 @pytest.mark.slow
