@@ -230,5 +230,5 @@ def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
         reason = "there is no text in it"  # `datasets` raises this error if the files contain no row.
     advice = "check the file, its encoding (UTF-8) and data.split"
     if config.source == "hub":
-        advice = "check the name, the split and the network, or download the dataset and use data.source=parquet"
+        advice = "check data.path, data.subset, data.split and the network, or download the dataset and use data.source=parquet"
     return ConfigError(f"{config.description} cannot be read: {reason}; {advice}")

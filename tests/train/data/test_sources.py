@@ -187,7 +187,7 @@ def test_an_error_names_the_parquet_file_without_the_column(tmp_path):
 
 def test_an_unreachable_hub_is_an_error(monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    assert_one_line_error(config("hub", path="someone/no-such-corpus"), "cannot be read: .*check the name, the split and")
+    assert_one_line_error(config("hub", path="someone/no-such-corpus"), "cannot be read: .*check data.path, data.subset")
 
 
 @pytest.mark.parametrize("path", [None, "pandas", "a/b/c", "https://host/file"], ids=str)

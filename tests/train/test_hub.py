@@ -1,0 +1,53 @@
+"""Tests of training on a dataset of the Hugging Face hub. A local server answers as the hub does."""
+
+import pytest
+
+from tests.train.hub_server import start_server, use_server
+from tests.train.launch import SMALL, launch_ranks
+
+# Every subset and every split has its own number of tokens. A document has one token per byte and one EOS.
+TEXTS = {
+    subset: {split: [word * 63] * count for split, count in counts.items()}
+    for subset, word, counts in (("small", "a", {"train": 20, "test": 3}), ("large", "b", {"train": 40, "test": 7}))
+}
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    with start_server(TEXTS) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+        yield server
+
+
+def train(directory, *arguments: str) -> tuple[bool, str, str]:
+    arguments = [*SMALL, "data=hub", "data.path=owner/corpus", "data.column=body", "trainer.steps=2", "name=a", *arguments]
+    return launch_ranks(2, directory, *arguments, prepare=use_server)
+
+
+def test_two_ranks_train_on_a_subset_and_a_split(hub, tmp_path):
+    """The training text is half of 40 documents, and the held-out text consists of 7 documents. All of them have 64 tokens."""
+    succeeded, stdout, stderr = train(tmp_path, "data.subset=large", "data.split='train[:50%]'", "data.eval_split=test")
+    assert succeeded, stderr
+    assert "owner/corpus" in stdout and "19 sequences of 64 tokens per epoch, 6 held-out sequences" in stdout
+    assert "step 2/2" in stdout and "eval loss" in stdout
+    assert {name for name in hub.read if name != "README.md"} == {"large/train.parquet", "large/test.parquet"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["data.subset=huge"], ["small", "large"]),
+        ([], ["Config name is missing", "check data.path, data.subset"]),
+        (["data.subset=small", "data.split=validation"], ["validation", "train"]),
+        (["data.subset=small", "data.column=text"], ["no column 'text'", "data.column to one of body"]),
+        (["data.path=owner/other"], ["owner/other", "check data.path"]),
+    ],
+    ids=["unknown subset", "no subset", "unknown split", "unknown column", "unknown dataset"],
+)
+def test_mistakes_are_reported_in_one_line(arguments, named, hub, tmp_path):
+    succeeded, _, stderr = train(tmp_path, *arguments)
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert not succeeded and len(errors) == 1 and "Traceback" not in stderr, stderr
+    assert [part for part in named if part not in errors[0]] == []
