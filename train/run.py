@@ -106,7 +106,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
         directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
-        jobs.directory = Path(context.sweep.dir) if is_sweep else None
+        jobs.directory = Path(context.sweep.dir).resolve() if is_sweep else None
         params = OmegaConf.select(context, "sweeper.params") if is_sweep else None
         overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
         outcome = Outcome(overrides, varied_settings(overrides, params))

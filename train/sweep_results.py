@@ -7,7 +7,7 @@ from typing import Any
 
 from ringattn.train.config import Config
 from ringattn.train.loss_results import draw_by_length
-from ringattn.train.wandb_run import chosen_mode, project_name, run_id
+from ringattn.train.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
 
 log = logging.getLogger(__name__)
 
@@ -211,8 +211,9 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
 def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
     """Log the table and the picture of the sweep to a W&B run in the same group as the runs of the jobs.
 
-    The run has the name of the sweep. If the sweep is launched again, the run is continued. If W&B is off, or if no job had
-    valid settings, this function does nothing.
+    The run has the name of the sweep. If the sweep is launched again, the run is continued. If W&B is offline, this function
+    also logs the command that uploads this run and those of all jobs. If W&B is off, or if no job had valid settings, this
+    function does nothing.
 
     Args:
         outcomes: all jobs of the sweep.
@@ -231,8 +232,11 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         settings = wandb.Settings(silent=True, console="off", init_timeout=30)
         is_online = choice != "offline" and wandb.login(prompt=False, verify=False)
         mode = "online" if is_online else "offline"
+        keep_tables_in(directory)
         with wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **options) as run:
             run.log({"sweep": wandb.Table(names, rows), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
         log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
+        if not is_online:
+            log.info(f"{'W&B':<12}upload all runs of the sweep with: {sync_command(directory, is_sweep=True)}")
     except Exception as error:  # The results are already on disk, so an error of W&B must not end the sweep.
         log.warning("W&B failed: %s; sweep.md and sweep.png contain the results", error)

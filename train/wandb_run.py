@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 # The value of `logger.wandb` that corresponds to each value of the environment variable WANDB_MODE.
 WANDB_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", "disabled": "off"}
 
+# The folder in which W&B keeps the contents of tables until they are uploaded, if the user has chosen it.
+USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
+
 
 class WandbRun:
     """The W&B run of a training run.
@@ -115,9 +118,20 @@ class WandbRun:
             self._run = None
 
 
-def sync_command(directory: Path) -> str:
-    """Return the command that uploads all parts of a run that were recorded offline."""
-    return f"wandb sync {shlex.quote(str(directory / 'wandb'))}"
+def sync_command(directory: Path, is_sweep: bool = False) -> str:
+    """Return the command that uploads all parts of a run that were recorded offline, or those of all runs of a sweep."""
+    folder = shlex.quote(str(directory))
+    return f"wandb sync {folder}/wandb" + f" {folder}/*/wandb" * is_sweep
+
+
+def keep_tables_in(directory: Path) -> None:
+    """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
+
+    By default, W&B keeps them in the home directory. If they are missing there, for example on another machine, `wandb sync`
+    leaves the tables out without an error.
+    """
+    if USER_DATA_DIRECTORY is None:
+        os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
 
 
 def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any, bool]:
@@ -138,6 +152,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
             raise ConfigError("logger.wandb=online requires a login to W&B: run `wandb login`, or use offline or auto")
         choice = "offline"
     settings = wandb.Settings(silent=True, console="off", init_timeout=30)
+    keep_tables_in(directory)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
             # The option `resume` is also necessary offline. W&B saves its value, and `wandb sync` then numbers the rows of this

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import re
-import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -21,7 +21,7 @@ from ringattn.train.preemption import TrainingStopped
 from ringattn.train.wandb_run import WandbRun
 from tests.train.launch import SMALL
 from tests.train.wandb_files import Segment, read_segments, read_table
-from tests.train.wandb_server import start_server
+from tests.train.wandb_server import WandbServer, start_server
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,6 +34,10 @@ def not_logged_in(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr("ringattn.train.wandb_run.USER_DATA_DIRECTORY", None)
+    monkeypatch.setenv("WANDB_DATA_DIR", "")  # A run sets this variable, and monkeypatch removes it after the test.
+    monkeypatch.delenv("WANDB_DATA_DIR")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "home"))
 
 
 def config(wandb: str = "offline", steps: int = 100) -> Config:
@@ -51,6 +55,15 @@ def record(directory: Path, wandb_run: WandbRun, *steps: int, **values: float) -
 def only_segment(directory: Path) -> Segment:
     (segment,) = read_segments(directory)
     return segment
+
+
+def upload(message: str, server: WandbServer) -> None:
+    """Run the command that a message contains. W&B finds nothing in the home directory, as on another machine."""
+    command = message[message.index("wandb sync") :].replace("wandb", f"{sys.executable} -m wandb", 1)
+    shutil.rmtree(os.environ["XDG_DATA_HOME"], ignore_errors=True)
+    environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
+    environment.pop("WANDB_DATA_DIR", None)
+    subprocess.run(command, shell=True, env=environment, check=True, capture_output=True, timeout=100)
 
 
 def as_json(value: object) -> object:
@@ -116,17 +129,14 @@ def test_sync_adds_the_steps_of_all_launches_to_one_run(tmp_path, caplog):
     """The command that a launch prints is run after the first launch, and again after two further launches."""
     caplog.set_level(logging.INFO)
     with start_server() as server:
-        environment = os.environ | {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": 40 * "a"}
         for first in (1, 4, 6):
             with WandbRun(config(), tmp_path) as wandb_run:
                 record(tmp_path, wandb_run, first, first + 1, first + 2)
             read_segments(tmp_path)  # This call waits until W&B has written the files.
             if first != 4:
-                command = shlex.split(caplog.messages[-1].split(": ")[1])
-                assert command[0] == "wandb"
-                subprocess.run([sys.executable, "-m", *command], env=environment, check=True, capture_output=True, timeout=100)
-        rows = [json.loads(server.rows[line]) for line in range(len(server.rows))]
-    assert server.run_ids == {(tmp_path / "wandb_id").read_text()}
+                upload(caplog.messages[-1], server)
+        rows = server.history((tmp_path / "wandb_id").read_text())
+    assert len(server.runs) == 1
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6, 6, 7, 8]
     # W&B identifies a row by `_step`. If two rows had the same number, one of them would be lost.
     assert [row["_step"] for row in rows] == list(range(9))
@@ -144,11 +154,16 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
     """The records, the facts, the tables and the summary of all launches can be read back from the files of W&B."""
     job = [*SMALL, f"data.path={corpus}", "data.eval_fraction=0.2", "trainer.sample_tokens=3", "logger=offline"]
     job += ["name=a", "trainer.eval_tokens=128"]
-    for steps in (2, 4, 5):
-        assert run_command_line(*job, f"trainer.steps={steps}", "trainer.sample_prompt=7 is") == 0
     directory = tmp_path / "outputs" / "a"
-    assert capfd.readouterr().out.count(f"wandb sync {directory}/wandb") == 3
-    segments = read_segments(directory)
+    with start_server() as server:
+        for steps in (2, 4, 5):
+            assert run_command_line(*job, f"trainer.steps={steps}", "trainer.sample_prompt=7 is") == 0
+            segments = read_segments(directory)
+            output = capfd.readouterr().out
+            assert output.count(f"wandb sync {directory}/wandb") == 1
+            if steps != 4:
+                upload(output.splitlines()[-1], server)
+    check_uploads(server, directory)
     assert len(segments) == 3 and {segment.id for segment in segments} == {(directory / "wandb_id").read_text()}
     assert all(segment.resume and segment.step_metrics["*"] == "step" for segment in segments)
 
@@ -176,6 +191,57 @@ def test_job_that_is_resumed_twice_is_one_wandb_run(corpus, tmp_path, run_comman
     assert last.config["run"]["parameters"] > 0 and last.config["run"]["transport"] is None
 
 
+def check_uploads(server: WandbServer, directory: Path) -> None:
+    """Check that the server has all records, tables, pictures and the summary of the run with three launches."""
+    run = (directory / "wandb_id").read_text()
+    assert set(server.runs) == {run}
+    rows = server.history(run)
+    assert [row["_step"] for row in rows] == list(range(len(rows))), "each row has a number of its own"
+    steps = [{name: value for name, value in row.items() if name[0] != "_"} for row in rows]
+    media = [name for row in steps for name in row if isinstance(row[name], dict)]
+    assert sorted(media) == ["loss_by_length"] * 3 + ["loss_curve"] * 3 + ["samples"] * 3
+    merged: dict[int, dict] = {}
+    for row in steps:
+        if not set(media) & set(row):
+            merged[row["step"]] = merged.get(row["step"], {}) | row
+    assert list(merged.values()) == read(directory / "metrics.jsonl")
+    for row in steps:
+        for name in set(media) & set(row):
+            assert f"{run}/{row[name]['path']}" in server.files
+    for name in ("loss_by_length", "samples"):
+        ids = server.artifacts[f"run-{run}-{name}"]
+        tables = [json.loads(server.files[f"artifacts/{id}/{name}.table.json"]) for id in ids]
+        assert len(tables) == 3 and all(len(table["data"]) == 1 for table in tables)
+    *_, last = tables
+    assert last["data"][0][0] == 5 and (directory / "sample.txt").read_text(encoding="utf-8").endswith(last["data"][0][2])
+    summary = json.loads((directory / "summary.json").read_text())
+    uploaded = json.loads(server.files[f"{run}/wandb-summary.json"])
+    assert {name: uploaded.get(name) for name in summary} == summary
+
+
+@pytest.mark.slow
+def test_sweep_prints_one_command_that_uploads_all_runs(corpus, tmp_path, run_command_line, capfd):
+    settings = [*SMALL, f"data.path={corpus}", "logger=offline", "name=a sweep", "trainer.steps=1", "model.layers=1"]
+    assert run_command_line("-m", *settings, "data.seq_len=32,64") == 0
+    directory = tmp_path / "outputs" / "a sweep"
+    for job in ("", "seq_len=32", "seq_len=64"):
+        read_segments(directory / job)
+    output = capfd.readouterr().out
+    with start_server() as server:
+        upload(output[output.index("upload all runs of the sweep with: ") :].splitlines()[0], server)
+    ids = [(directory / job / "wandb_id").read_text() for job in ("", "seq_len=32", "seq_len=64")]
+    assert set(server.runs) == set(ids)
+    assert {(run["displayName"], run["groupName"]) for run in server.runs.values()} == {
+        ("a sweep", "a sweep"),
+        ("a sweep/seq_len=32", "a sweep"),
+        ("a sweep/seq_len=64", "a sweep"),
+    }
+    assert all(server.history(run)[0]["loss"] > 0 for run in ids[1:])
+    (artifact,) = server.artifacts[f"run-{ids[0]}-sweep"]
+    table = json.loads(server.files[f"artifacts/{artifact}/sweep.table.json"])
+    assert [row[0] for row in table["data"]] == ["data.seq_len=32", "data.seq_len=64"]
+
+
 @pytest.mark.slow
 def test_run_that_was_killed_before_its_summary_completes_it_in_its_wandb_run(corpus, tmp_path, run_command_line):
     job = [*SMALL, f"data.path={corpus}", "logger=offline", "name=a", "trainer.steps=1"]
@@ -197,7 +263,7 @@ def test_offline_wandb_writes_only_to_the_directory(tmp_path, capfd, caplog, cho
     with WandbRun(config(choice), directory) as wandb_run:
         record(directory, wandb_run, 1, 2)
     assert re.search(rf"W&B +offline, {directory}/wandb$", caplog.text, re.MULTILINE)
-    assert f"wandb sync '{directory}/wandb'" in caplog.messages[-1]
+    assert f"wandb sync '{directory}'/wandb" in caplog.messages[-1]
     assert only_segment(directory).exit_code == 0
     assert capfd.readouterr() == ("", "")
 
