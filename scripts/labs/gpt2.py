@@ -1,17 +1,25 @@
-"""Lab 5: compare a training step of GPT-2 in Hugging Face transformers with a training step of this project's GPT.
+"""Lab 5: compare training steps of GPT-2 in Hugging Face transformers with training steps of this project's GPT.
 
     python -m scripts.labs.gpt2
 
 The variants `eager` and `sdpa` are the GPT2LMHeadModel of transformers with these attention implementations. The variant
-`ringattn` is the GPT of this project with `flash_attention` and the loss in chunks. All weights are random, and nothing is
-downloaded. Every step has the same number of tokens, and consists of the forward pass, the backward pass and AdamW. On a GPU,
-the models have the shape of GPT-2 124M (configs/model/124m.yaml) and bf16 parameters. On a CPU, the models are small and use
-fp32. No dropout is applied. No model is compiled, unless --compile is given.
+`ringattn` is the GPT of this project with `flash_attention` and the loss in chunks. Each variant runs with and without
+torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. Every step has the same
+tokens, and consists of the forward pass, the backward pass and AdamW.
+
+All variants first train on the same text, the source code of Python's standard library with one token per byte. The loss is
+that of the text after the training steps. On a GPU, the models have the shape of GPT-2 124M (configs/model/124m.yaml) and bf16
+parameters. On a CPU, the models are small and use fp32.
 """
 
+import gc
+import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,17 +41,22 @@ from scripts.tables import markdown_table
 VARIANTS = ("eager", "sdpa", "ringattn")
 SMALL = ModelConfig(vocab_size=1024, layers=2, dim=256, heads=4, kv_heads=4)
 LENGTHS = {"cpu": [128, 512], "cuda": [1024, 8192]}
+TRAINING_STEPS = 20  # before the loss is compared; the time is measured afterwards
+TIMED_STEPS = 10  # on a GPU
 Loss = Callable[[Tensor, Tensor], Tensor]  # the loss of (tokens, labels), both (B, N)
 
 
 class Row(NamedTuple):
-    """The figures of a training step. tokens_per_s and bytes are None if the memory was exhausted."""
+    """The figures of a training step. Those after `parameters` are None if the memory was exhausted."""
 
     variant: str
+    compiled: bool
     length: int
     parameters: int
     tokens_per_s: float | None = None
+    host_ms: float | None = None  # the time that the host needs to launch a step
     bytes: int | None = None  # the peak memory without parameters and optimizer state
+    loss: float | None = None  # nats per token
 
 
 def build_hugging_face(
@@ -59,8 +72,8 @@ def build_hugging_face(
         model = transformers.AutoModelForCausalLM.from_config(gpt2, attn_implementation=attention)
     model.loss_type = "ForCausalLM"  # transformers does not recognise the type by the name of this class, and would warn
     run = torch.compile(model) if compiled else model
-    # transformers shifts the labels by one token itself, so the tokens are the labels.
-    return model, lambda tokens, labels: run(input_ids=tokens, labels=tokens, use_cache=False).loss
+    # Without shift_labels, transformers would shift the labels by one token itself.
+    return model, lambda tokens, labels: run(input_ids=tokens, labels=labels, shift_labels=labels, use_cache=False).loss
 
 
 def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) -> tuple[nn.Module, Loss]:
@@ -84,64 +97,99 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
     return model, loss
 
 
-def training_step(loss: Loss, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    """Take one step on tokens (B, N + 1)."""
-    loss(tokens[:, :-1], tokens[:, 1:]).backward()
+def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
+    """Return the beginning of the modules of Python's standard library, one token per byte: int64 (steps, tokens + 1).
+
+    The last token of a step is the first token of the next step.
+    """
+    text = b""
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        if len(text) > steps * tokens:
+            break
+        text += path.read_bytes()
+    return (torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocabulary).unfold(0, tokens + 1, tokens)[:steps]
+
+
+def training_step(loss: Loss, optimizer: torch.optim.Optimizer, text: Tensor, length: int) -> None:
+    """Take one step on a text (tokens + 1,), which is split into sequences of the given length."""
+    loss(text[:-1].view(-1, length), text[1:].view(-1, length)).backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
-def measure_variant(variant: str, config: ModelConfig, lengths: list[int], device: torch.device, compiled: bool) -> list[Row]:
-    """Measure the training step of a variant at all lengths. Every step has as many tokens as the longest sequence."""
+def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor, device: torch.device, compiled: bool) -> Row:
+    """Train a variant on all steps of `text` but the last, compute its loss on the last step, and measure a training step."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()  # Otherwise, the second length would be compiled for dynamic shapes.
     if variant == "ringattn":
         model, loss = build_ringattn(config, device, compiled)
     else:
-        model, loss = build_hugging_face(variant, config, max(lengths), device, compiled)
+        model, loss = build_hugging_face(variant, config, text.shape[1] - 1, device, compiled)
     model.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32).train()
+    row = Row(variant, compiled, length, sum(x.numel() for x in model.parameters()))
     optimizer = optim.build(model, OptimConfig())
-    row = Row(variant, 0, sum(x.numel() for x in model.parameters()))
-    rows = []
-    for length in lengths:
-        tokens = torch.randint(padded_vocabulary(config, 0), (max(lengths) // length, length + 1), device=device)
-        step = partial(training_step, loss, optimizer, tokens)
-        try:
-            step()  # the first step allocates the state of the optimizer
-            seconds = measure.milliseconds(step, device) / 1e3
-            rows.append(
-                row._replace(length=length, tokens_per_s=max(lengths) / seconds, bytes=measure.peak_bytes(step, device))
-            )
-        except RuntimeError as error:
-            if not measure.is_out_of_memory(error):
-                raise
-            rows.append(row._replace(length=length))
-        optimizer.zero_grad()
-    return rows
+    for group in optimizer.param_groups:
+        group["lr"] = optim.default_lr(row.parameters, qk_norm=False, continued=False)
+    try:
+        for step in text[:-1]:
+            training_step(loss, optimizer, step, length)
+        final = loss(*(x.view(-1, length) for x in (text[-1, :-1], text[-1, 1:]))).item()
+        step = partial(training_step, loss, optimizer, text[0], length)
+        seconds, host = time_steps(step, device)
+        tokens_per_s = (text.shape[1] - 1) / seconds
+        return row._replace(tokens_per_s=tokens_per_s, host_ms=1e3 * host, bytes=measure.peak_bytes(step, device), loss=final)
+    except RuntimeError as error:
+        if not measure.is_out_of_memory(error):
+            raise
+        return row
+
+
+def time_steps(step: Callable[[], None], device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a step, and the seconds that the host needs to launch a step. On a CPU, both are the same."""
+    if device.type == "cpu":
+        return (measure.milliseconds(step, device) / 1e3,) * 2
+    step()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(TIMED_STEPS):
+        step()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / TIMED_STEPS, host
 
 
 def results_table(rows: list[Row]) -> str:
     """Return the table of all variants and lengths."""
     lines = []
-    for row in sorted(rows, key=lambda row: row.length):
-        figures = ["out of memory", "-"]
+    for row in sorted(rows, key=lambda row: (row.length, row.compiled)):
+        figures = ["out of memory", *"---"]
         if row.bytes is not None:
-            figures = [f"{row.tokens_per_s:,.0f}", f"{row.bytes / MIB:,.0f}"]
-        lines.append([f"{row.length:,}", row.variant, f"{row.parameters / 1e6:,.1f}", *figures])
-    return markdown_table("tokens of a sequence | variant | parameters, million | tokens/s | memory of a step, MiB", lines)
+            figures = [f"{row.tokens_per_s:,.0f}", f"{row.host_ms:.1f}", f"{row.bytes / MIB:,.0f}", f"{row.loss:.3f}"]
+        compiled = "yes" if row.compiled else "no"
+        lines.append([f"{row.length:,}", compiled, row.variant, f"{row.parameters / 1e6:,.1f}", *figures])
+    names = "tokens of a sequence | compiled | variant | parameters, million | tokens/s | host, ms"
+    return markdown_table(f"{names} | memory of a step, MiB | loss after {TRAINING_STEPS} steps", lines)
 
 
 def plot(rows: list[Row], title: str) -> plt.Figure:
-    """Draw the speed and the memory of every variant, grouped by the length."""
-    lengths, variants = ([*dict.fromkeys(values)] for values in ((row.length for row in rows), (row.variant for row in rows)))
-    figure, (speeds, peaks) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    """Draw the speed and the memory of every variant, grouped by the length and by the use of torch.compile."""
+    groups = sorted({(row.length, row.compiled) for row in rows})
+    variants = list(dict.fromkeys(row.variant for row in rows))
+    figure, (speeds, peaks) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for number, variant in enumerate(variants):
         chosen = [row for row in rows if row.variant == variant]
-        places = [lengths.index(row.length) + 0.27 * (number - (len(variants) - 1) / 2) for row in chosen]
+        offset = 0.27 * (number - (len(variants) - 1) / 2)
+        places = [groups.index((row.length, row.compiled)) + offset for row in chosen]
         for axes, figures in ((speeds, [row.tokens_per_s for row in chosen]), (peaks, [row.bytes for row in chosen])):
-            scale = 1 if axes is speeds else MIB
+            scale = 1e3 if axes is speeds else MIB
             bars = axes.bar(places, [(x or 0) / scale for x in figures], width=0.25, label=variant)
             axes.bar_label(bars, [f"{x / scale:,.0f}" if x else "out of\nmemory" for x in figures], fontsize=8)
-    for axes, name in ((speeds, "tokens/s of a training step"), (peaks, "memory of a training step, MiB")):
-        axes.set_xticks(range(len(lengths)), [f"{short_length(length)} tokens" for length in lengths])
+    labels = [f"{short_length(length)} tokens" + "\ncompiled" * compiled for length, compiled in groups]
+    for axes, name in ((speeds, "thousand tokens/s of a training step"), (peaks, "memory of a training step, MiB")):
+        axes.set_xticks(range(len(groups)), labels)
         axes.set(title=name)
         axes.margins(y=0.12)
         clean_axes(axes)
@@ -154,21 +202,29 @@ def main(argv: list[str]) -> None:
     parser = measure.new_parser(__doc__, "gpt2")
     parser.add_argument("--lengths", type=command.at_least(2), nargs="+", help="tokens; the default depends on the device")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
-    parser.add_argument("--compile", action="store_true", help="compile all models with torch.compile")
+    parser.add_argument("--compile", choices=("no", "yes", "both"), help="default: both on a GPU, no on a CPU")
     args = measure.parse(parser, argv)
     on_gpu = args.device.type == "cuda"
     lengths = sorted(args.lengths or LENGTHS[args.device.type])
+    if any(max(lengths) % length for length in lengths):
+        parser.error(f"--lengths {' '.join(map(str, lengths))}: every length must divide the longest one")
     config = load_model_config("124m") if on_gpu else SMALL
+    text = text_of_steps(TRAINING_STEPS + 1, max(lengths), padded_vocabulary(config, 0)).to(args.device)
+    chosen = {"no": [False], "yes": [True], "both": [False, True]}[args.compile or ("both" if on_gpu else "no")]
     rows = []
-    for variant in args.variants:
+    for compiled, variant, length in product(chosen, args.variants, lengths):
+        start = time.perf_counter()
         try:
-            rows += measure_variant(variant, config, lengths, args.device, args.compile)
+            rows.append(measure_variant(variant, config, length, text, args.device, compiled))
         except ModuleNotFoundError as error:
             if error.name != "transformers":
                 raise
             parser.error("the package transformers is not installed: run pip install 'transformers>=5'")
+        gc.collect()  # The graph of a compiled model refers to itself.
         if on_gpu:
             torch.cuda.empty_cache()
+        # A run takes minutes, so this line shows the progress.
+        print(f"{variant}, {length:,} tokens{', compiled' * compiled}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     print(results_table(rows), end="")
     model = f"GPT-2, {config.layers} layers of dim {config.dim}"
     title = f"{model}, {max(lengths):,} tokens per step, {measure.describe_machine(args.device)}"
