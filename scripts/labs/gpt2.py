@@ -185,8 +185,9 @@ def plot(rows: list[Row], title: str) -> plt.Figure:
         places = [groups.index((row.length, row.compiled)) + offset for row in chosen]
         for axes, figures in ((speeds, [row.tokens_per_s for row in chosen]), (peaks, [row.bytes for row in chosen])):
             scale = 1e3 if axes is speeds else MIB
+            number_format = ",.1f" if axes is speeds else ",.0f"
             bars = axes.bar(places, [(x or 0) / scale for x in figures], width=0.25, label=variant)
-            axes.bar_label(bars, [f"{x / scale:,.0f}" if x else "out of\nmemory" for x in figures], fontsize=8)
+            axes.bar_label(bars, [f"{x / scale:{number_format}}" if x else "out of\nmemory" for x in figures], fontsize=8)
     labels = [f"{short_length(length)} tokens" + "\ncompiled" * compiled for length, compiled in groups]
     for axes, name in ((speeds, "thousand tokens/s of a training step"), (peaks, "memory of a training step, MiB")):
         axes.set_xticks(range(len(groups)), labels)
