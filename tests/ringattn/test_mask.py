@@ -42,6 +42,24 @@ def test_intervals_equal_the_definition(documents: list[int], is_causal: bool, w
     assert mask.pairs(seq_len) == [int(expected.sum())]
 
 
+@pytest.mark.parametrize("num_queries", [1, 2, 5, 6])
+def test_fewer_queries_are_the_last_ones(num_queries: int) -> None:
+    """Three documents, of which the queries see only the last ones."""
+    mask = Mask.causal(window=2, documents=[3, 1, 2])
+    lo, hi = (x[:, -num_queries:] for x in mask.intervals(6))
+    assert torch.equal(torch.cat(mask.intervals(6, num_queries)), torch.cat((lo, hi)))
+    assert mask.pairs(6, num_queries) == [int((hi - lo).sum())]
+
+
+def test_queries_before_the_first_key_see_no_key() -> None:
+    """The first two of four queries have the positions -2 and -1."""
+    lo, hi = Mask.causal(window=2).intervals(2, 4)
+    assert (lo.tolist(), hi.tolist()) == ([[0, 0, 0, 0]], [[0, 0, 1, 2]])
+    assert Mask.causal(window=2).pairs(2, 4) == [3]
+    with pytest.raises(ValueError, match="4 queries, but 2 keys in documents"):
+        Mask.causal(documents=[2]).intervals(2, 4)
+
+
 def test_intervals_of_packed_documents() -> None:
     """Three documents of 3, 1 and 2 tokens, and a window of 2."""
     lo, hi = Mask.causal(window=2, documents=[3, 1, 2]).intervals(6)

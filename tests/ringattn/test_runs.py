@@ -4,6 +4,7 @@ import itertools
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -65,7 +66,20 @@ def first_part(pairs: torch.Tensor) -> int:
 @settings(max_examples=150)
 def test_plans_from_documents_equal_the_dense_mask(seed: int, seq_len: int, ranks: int) -> None:
     """The overlaps, the split points and the local intervals of masks and layouts of all kinds."""
-    mask, layout = random_problem(seed, seq_len, ranks)
+    check_plans(*random_problem(seed, seq_len, ranks))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "assigned"])
+def test_plans_of_every_layout_of_a_few_ranks(kind: str) -> None:
+    """Random problems rarely have few ranks, and only few of them have any given layout."""
+    for ranks, degree in itertools.product((1, 2, 3), (1, 2)):
+        whole = Layout.assigned([i % ranks for i in range(7)], 2, 13, ranks) if kind == "assigned" else Layout(kind, 13, ranks)
+        for mask in (Mask.causal(), Mask.causal(window=3), Mask.full(window=4), Mask.causal(documents=[[6, 7], [13]])):
+            check_plans(mask, whole.split(degree))
+
+
+def check_plans(mask: Mask, layout: Layout) -> None:
+    """Compare the plans of all ranks with the dense mask."""
     allowed, found = dense(mask, layout), overlaps(mask, layout)
     for query_rank, row in enumerate(allowed):
         for key_rank, visible in enumerate(row):
@@ -74,7 +88,7 @@ def test_plans_from_documents_equal_the_dense_mask(seed: int, seq_len: int, rank
             assert found.pairs[query_rank, key_rank] == int(visible.sum()) / len(visible)
             lo, hi = _local_intervals(mask, layout, query_rank, key_rank)
             assert torch.equal(interval_mask.dense(lo, hi, layout.rows(key_rank)), visible)
-    assert mask.pairs(seq_len) == sum(sum(x.sum((1, 2)) for x in row) for row in allowed).tolist()
+    assert mask.pairs(layout.seq_len) == sum(sum(x.sum((1, 2)) for x in row) for row in allowed).tolist()
     own = [allowed[rank][rank].sum(0) for rank in range(layout.ranks)]
     assert split_points(mask, layout, "queries") == tuple(first_part(pairs.sum(1)) for pairs in own)
     assert split_points(mask, layout, "keys") == tuple(first_part(pairs.sum(0)) for pairs in own)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ringattn.train import setup as run_setup
 from ringattn.train import step
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, ParallelConfig, TrainerConfig
+from ringattn.train.model.gpt import Block
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import MeshShape
 from tests.distributed import run_ranks
@@ -92,8 +93,8 @@ def test_bf16_is_the_default_on_cuda_only(precision, device, bf16, monkeypatch):
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_training_computes_in_the_precision_of_the_settings(precision, dtype, corpus, monkeypatch):
     """AdamW always updates fp32 parameters."""
-    dtypes, attend = set(), step.ulysses_attention
-    monkeypatch.setattr(step, "ulysses_attention", lambda q, k, v, **options: dtypes.add(q.dtype) or attend(q, k, v, **options))
+    dtypes, after = set(), Block.after
+    monkeypatch.setattr(Block, "after", lambda block, x, attention: dtypes.add(attention.dtype) or after(block, x, attention))
     config = job(corpus, 1)
     config.trainer.precision = precision
     with one_rank():

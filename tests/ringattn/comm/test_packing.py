@@ -56,6 +56,22 @@ def test_a_received_block_is_sent_on_without_a_copy() -> None:
     assert packing.packed(block) is None
 
 
+def test_a_block_of_one_tensor_is_its_own_message() -> None:
+    """It must be copied if its rows are not contiguous, for example a slice of heads."""
+    x = torch.zeros(1, 5, 4, 2)
+    packing = packing_of((x,), 5)
+    assert packing.packed((x,)) is x
+    assert packing_of((x[:, :, :2],), 5).packed((x[:, :, :2],)) is None
+
+
+def test_memory_of_messages_can_be_used_outside_of_inference_mode() -> None:
+    """The next pass may belong to a training step, which modifies the memory."""
+    for block in (block_of(torch.float32), block_of(torch.float32, torch.float32)):
+        with torch.inference_mode():
+            message, tensors = packing_of(block, 5).new_message(torch.device("cpu"))
+        assert not any(x.is_inference() for x in (message, *tensors))
+
+
 def test_tensors_that_only_seem_to_be_packed() -> None:
     """The addresses fit, but the tensors have separate storages, or one of them is transposed."""
     memory = np.arange(2 * ALIGNMENT, dtype=np.float32)

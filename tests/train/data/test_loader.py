@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ringattn import Layout, Mask
 from ringattn.planning.cost_model import interconnect
-from ringattn.planning.rank_plan import Plan
+from ringattn.planning.rank_plan import Plan, Requests
 from ringattn.planning.workload import backward_work, forward_work
 from ringattn.train.config import Config, DataConfig, ParallelConfig
 from ringattn.train.data import loader
@@ -131,6 +131,14 @@ def test_a_process_prepares_the_same_steps() -> None:
         ahead.learn(on_demand.requests())
     assert planned == [False] * 4 + [True] * 4
     ahead.close()
+
+
+@pytest.mark.parametrize("mask_documents", (False, True))
+def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> None:
+    """A mask without documents is the same in all steps, so its plan is already known."""
+    prepared = preparation(seq_len=100)
+    prepared.config.data.mask_documents = mask_documents
+    assert all((step.plan is not None) == mask_documents for step in prepared.prepare(0, Requests((), ())))
 
 
 def test_the_error_of_a_process_reaches_the_trainer() -> None:

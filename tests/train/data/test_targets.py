@@ -39,7 +39,7 @@ def contexts(eval_tokens: int, seq_len: int, length: int, mask_documents: bool) 
     result = {}
     for tokens, labels, group, documents in zip(batch.tokens, batch.labels, groups, batch.documents, strict=True):
         begins = np.repeat(np.cumsum((0, *documents[:-1])), documents)
-        assert len(tokens) == sum(documents) == seq_len
+        assert len(tokens) == sum(documents) == seq_len and all(documents)
         for row in np.flatnonzero(labels != IGNORE):
             position, context = int(tokens[row]), row - begins[row]
             assert position not in result, "each target token occurs once"

@@ -72,6 +72,28 @@ def test_micro_steps_determine_the_time(machine):
     assert 1.9 * one < two < 2 * one
 
 
+@pytest.mark.parametrize(("ring", "steps_of_passes"), [(1, 1), (4, 13)])
+def test_the_host_determines_the_time_of_a_short_step(ring, steps_of_passes, machine):
+    """The host needs time for every block and for every step of a ring pass."""
+    config = job("tiny", 1024)
+    config.trainer.cuda_graphs = False
+    block = prediction.HOST_BLOCK + steps_of_passes * prediction.HOST_HOP
+    expected = prediction.HOST_STEP + prediction.HOST_GROUP + config.model.layers * block
+    predicted = prediction.step_seconds(config, MeshShape(1, ring, 1), machine("H200", ring))
+    assert predicted == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
+    """What a step of two micro-steps does not repeat is the update of 1.44 billion parameters, in fp32."""
+    gpus = machine("H200", ranks)
+    config = job("1.4b", 16_384)
+    seconds = []
+    for config.trainer.accumulate in (1, 2):
+        seconds.append(prediction.step_seconds(config, MeshShape(1, ranks, 1), gpus) - prediction.HOST_STEP)
+    assert 2 * seconds[0] - seconds[1] == pytest.approx(40 * 1.44e9 / ranks / (0.7 * 4.8e12), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("gpu", "ranks", "per_host", "model", "seq_len", "sequences", "dp"),
     [
