@@ -53,7 +53,7 @@ def test_table_and_plot(tmp_path, monkeypatch):
     assert "bootstrap over the 2 documents" in lines[-1]
     plot_losses(result, tmp_path / "evaluation.png")
     assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
-    assert [list(args[2]) for args in bars] == [list(own), list(differences)]
+    assert [[list(each) for each in args[1:]] for args in bars] == [[[2.5, 1.75], list(own)], [[0, -0.75], list(differences)]]
 
 
 def test_one_document_has_no_errors(tmp_path):

@@ -107,8 +107,13 @@ def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
     ],
 )
 def test_fastest_mesh(gpu, ranks, per_host, model, seq_len, sequences, dp, machine):
-    shape = prediction.fastest_shape(job(model, seq_len, sequences * seq_len), machine(gpu, ranks, per_host))
+    config, gpus = job(model, seq_len, sequences * seq_len), machine(gpu, ranks, per_host)
+    shape = prediction.fastest_shape(config, gpus)
     assert (shape.dp, shape.ranks) == (dp, ranks)
+    for other in prediction.possible_shapes(config, ranks):
+        if memory.fits(gpus.recomputes(config, other)[1], gpus.device):
+            speed, highest = (prediction.tokens_per_second(config, each, gpus) for each in (shape, other))
+            assert highest <= prediction.EQUAL_TIMES * speed
 
 
 def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
