@@ -59,13 +59,18 @@ class AttentionSpec(NamedTuple):
             **options,
         )
 
-    def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> None:
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
-        key = name, q.shape, k.shape, v.shape, q.dtype, self
-        transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v))
+        # A mask that is created in every layer has new documents with the same values. The key contains these values.
+        documents = self.documents.numpy().tobytes()
+        key = name, q.shape, k.shape, v.shape, q.dtype, documents, self[1:], *others.values()
+        transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
-    def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        """Return the name and all settings that must be the same on all ranks. The keys are the names in error messages."""
+    def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:
+        """Return the name and all settings that must be the same on all ranks. The keys are the names in error messages.
+
+        `others` contains further settings, which take precedence over the fields of the spec.
+        """
         shapes = {
             "the call": name,
             "batch size": q.shape[0],
@@ -77,10 +82,11 @@ class AttentionSpec(NamedTuple):
         settings = {
             name: getattr(self, name) for name in ("is_causal", "layout", "seq_len", "schedule", "route", "scale", "dropout_p")
         }
-        # A window of 0 means no window. Without dropout the seed has no effect, so ranks may pass different seeds.
-        settings |= {"window": self.window or None, "seed": self.seed if self.dropout_p else None}
+        # A window of 0 means no window. Without dropout, the seed and the first head have no effect and may differ.
+        settings |= {"window": self.window or None}
+        settings |= {name: getattr(self, name) if self.dropout_p else None for name in ("seed", "first_head")}
         # FP8 changes the sizes of the messages.
-        return shapes | settings | {"FP8 forward": self.precision == "fp8"}
+        return shapes | settings | {"FP8 forward": self.precision == "fp8"} | others
 
 
 def count_pairs(

@@ -2,7 +2,8 @@
 
 All ranks of a group must make the same calls in the same order. Otherwise the results are wrong, or a message does not have the
 size that its receiver expects. Every rank keeps a log of its calls, and publishes the newest part in the job's key-value store.
-`ringattn.comm.watchdog` compares the logs.
+`ringattn.comm.watchdog` compares the logs. With gloo, the tag of every message depends on the calls. If they differ, the ranks
+therefore wait until the watchdog finds the difference, and receive no message of a wrong size.
 """
 
 import json
@@ -13,7 +14,8 @@ from collections.abc import Callable
 Call = dict[str, object]  # the settings of a call that must be the same on all ranks, by name
 Entry = tuple[int, int, str, int]  # number of the call, fingerprint of all calls so far, settings as JSON, tokens in the cache
 
-WINDOW = 128  # maximum number of calls in the part of the log that a rank publishes
+WINDOW = 128  # number of the newest calls in the part of the log that a rank publishes
+MILESTONES = 64  # number of older calls in this part, one of every 128; at the same time, ranks may be at very different calls
 MAX_SETTINGS = 64  # maximum number of different settings whose descriptions are kept
 
 
@@ -21,36 +23,46 @@ class CallLog:
     """The calls of one rank. `record` takes about 2 us unless the settings are new."""
 
     def __init__(self) -> None:
-        self.recent: deque[Entry] = deque(maxlen=WINDOW)
+        self._recent: deque[Entry] = deque(maxlen=WINDOW)
+        self._milestones: deque[Entry] = deque(maxlen=MILESTONES)
         self._count = self._fingerprint = 0
         self._settings: dict[tuple, str] = {}
 
-    def record(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> bool:
+    def record(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
         """Append a call to the log.
 
         Args:
             key: a value that identifies the settings on this rank. The settings are described only if the key is new, because a
-                description takes time. Tensors in the key are compared by identity and not by their values.
+                description takes time. The key must contain the values of tensors, because tensors are compared by identity.
             describe: a function that returns the settings. The log calls this function if the key is new.
             cached: the number of tokens in a KV cache, which differs from call to call.
-
-        Returns:
-            Whether the key is new.
         """
-        is_new = key not in self._settings
-        if is_new:
+        text = self._settings.get(key)
+        if text is None:
             if len(self._settings) >= MAX_SETTINGS:
                 del self._settings[next(iter(self._settings))]
-            self._settings[key] = json.dumps(describe())
-        text = self._settings[key]
+            text = self._settings[key] = json.dumps(describe())
         self._count += 1
         self._fingerprint = zlib.crc32(f"{text}{cached}".encode(), self._fingerprint)
-        self.recent.append((self._count, self._fingerprint, text, cached))
-        return is_new
+        entry = self._count, self._fingerprint, text, cached
+        self._recent.append(entry)
+        if self._count % WINDOW == 0:
+            self._milestones.append(entry)
+
+    @property
+    def tag(self) -> int:
+        """A number of 31 bits that depends on all calls so far. It is the same on ranks that have made the same calls."""
+        return self._fingerprint & 0x7FFFFFFF
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The calls that other ranks can compare with their own: the milestones, and then the newest calls."""
+        recent = list(self._recent)
+        return [entry for entry in list(self._milestones) if entry[0] < recent[0][0]] + recent
 
     def encode(self) -> str:
-        """Return the newest part of the log as JSON. Settings that several calls have in common appear only once."""
-        entries = list(self.recent)
+        """Return `entries` as JSON. Settings that several calls have in common appear only once."""
+        entries = self.entries
         settings = list(dict.fromkeys(text for _, _, text, _ in entries))
         return json.dumps([settings, [(*call, settings.index(text), cached) for *call, text, cached in entries]])
 
@@ -62,7 +74,10 @@ def decode_log(log: str | bytes) -> list[Entry]:
 
 
 def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[Entry]]) -> str | None:
-    """Return one sentence that names the first call that differs between the logs of two ranks, or None if no call differs."""
+    """Return one sentence that names the first call that differs between the logs of two ranks, or None if no call differs.
+
+    If both logs have forgotten this call, the sentence only tells that an earlier call differs.
+    """
     others = {number: rest for number, *rest in logs[1]}
     for number, *own in logs[0]:
         if own[0] == (other := others.get(number, own))[0]:
@@ -73,6 +88,11 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
+        # The fingerprints include all earlier calls, and this call is the same on both ranks.
+        return (
+            f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
+            "ranks must make the same calls"
+        )
     return None
 
 

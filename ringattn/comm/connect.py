@@ -62,6 +62,7 @@ def connect(
     transport: str = "auto",
     call: Callable[[], Call] | None = None,
     relays: bool = False,
+    watchdog: Watchdog | None = None,
 ) -> Transport:
     """Return the transport of the process group with the given name. The name "" stands for a ring of one rank.
 
@@ -81,6 +82,7 @@ def connect(
             only once, in the handshake.
         relays: whether neighbours relay the blocks of the ring. If they do, "auto" means "p2p", because NVLink copies do not
             relay blocks.
+        watchdog: the watchdog of the exchanges if `device` is None.
 
     Raises:
         ValueError: the transport is unknown or unavailable, the settings of the first call differ between ranks, or two ranks
@@ -95,7 +97,7 @@ def connect(
         return SIMULATED_RANKS[group_name]
     group = _resolve_process_group(group_name)
     if device is None:
-        return P2PTransport(group)
+        return P2PTransport(group, watchdog=watchdog)
     if relays and transport == "auto":
         transport = "p2p"
     key = group_name, device, transport
@@ -130,6 +132,11 @@ def open_all_to_all(transport: Transport) -> AllToAll:
     from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
 
     return NvlinkAllToAll(transport)
+
+
+def messages_of(transport: Transport, group_name: str) -> MessageTransport:
+    """Return the transport itself if it exchanges messages, or a transport that exchanges messages between the same ranks."""
+    return transport if isinstance(transport, MessageTransport) else connect(group_name, watchdog=transport.watchdog)
 
 
 class _Identity(NamedTuple):

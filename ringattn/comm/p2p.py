@@ -33,17 +33,17 @@ class P2PTransport(MessageTransport):
     def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
         self.group, self.interconnect, self.watchdog = group, joined, watchdog or self.watchdog
         self.rank, self.size = group.rank(), group.size()
-        self._gpus_use_gloo = backend_name(group, "cuda") == "gloo"
+        self._gloo_devices = [kind for kind in ("cpu", "cuda") if backend_name(group, kind) == "gloo"]
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
-        if self._gpus_use_gloo and any(x.is_cuda for x, _ in (*sends, *receives)):
+        if "cuda" in self._gloo_devices and any(x.is_cuda for x, _ in (*sends, *receives)):
             return self._exchange_through_host(sends, receives)
         return self._exchange(sends, receives)
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """Start to gather a tensor from each rank with one collective call, see `MessageTransport.all_gather`."""
-        if self._gpus_use_gloo and own.is_cuda:
+        if own.device.type in self._gloo_devices:  # collective calls have no tags
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
         work = dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group, async_op=True)
@@ -86,11 +86,14 @@ class P2PTransport(MessageTransport):
             return lambda: None
         # `dist.batch_isend_irecv` makes the same calls, but checks and wraps every message in Python first.
         group, device = self.group, (sends or receives)[0][0].device
+        # gloo ends a process that receives a message of a wrong size. If the calls of two ranks differ, their tags differ, and
+        # gloo delivers no message. NCCL ignores tags.
+        tag = self.watchdog.tag
         coalesces = group._get_backend(device).supports_coalescing  # NCCL does, and gloo does not
         if coalesces:
             group._start_coalescing(device)
-        works = [group.send([x], peer, 0) for x, peer in sends]
-        works += [group.recv([x], peer, 0) for x, peer in receives]
+        works = [group.send([x], peer, tag) for x, peer in sends]
+        works += [group.recv([x], peer, tag) for x, peer in receives]
         if coalesces:
             return group._end_coalescing(device).wait
 

@@ -82,6 +82,8 @@ class NoWatchdog:
 
     def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None: ...
 
+    tag = 0
+
     def fault(self, hop: None) -> None: ...
 
     def stop(self) -> None: ...
@@ -146,15 +148,16 @@ class Watchdog:
             self._last_finished.value = hop.number % _COUNTER_RANGE
 
     def record_call(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
-        """Record a call of attention before its first message, see `CallLog.record`. The thread compares all calls.
+        """Record a call of attention before its first message, see `CallLog.record`.
 
-        On CPUs, new settings are published at once, because gloo ends a process that receives a message of a wrong size. On
-        GPUs, the thread publishes them with the next heartbeat, because packed documents are new settings in every step, and
-        publishing takes longer than a call.
+        The thread publishes the calls with the next heartbeat and compares them, because publishing takes longer than a call.
         """
-        if self._calls.record(key, describe, cached) and not self.on_gpu:
-            with suppress(Exception):  # the store is gone; a hop will fail or become overdue soon
-                self._publish_calls()
+        self._calls.record(key, describe, cached)
+
+    @property
+    def tag(self) -> int:
+        """The tag of the messages of the latest call, see `CallLog.tag`."""
+        return self._calls.tag
 
     def cancel(self, hop: Hop | None) -> None:
         """Stop watching a hop for which this rank no longer waits, for example because an exception has ended the pass."""
@@ -219,7 +222,7 @@ class Watchdog:
 
     def _find_difference(self, ranks: Iterable[int]) -> str | None:
         """Return one sentence about the first call that differs between this rank and one of `ranks`, or None."""
-        own = list(self._calls.recent)
+        own = self._calls.entries
         for rank in ranks:
             if self.store.check([key := f"calls/{rank}"]):
                 difference = describe_difference((rank, self.rank), (decode_log(self.store.get(key)), own))

@@ -1,10 +1,12 @@
 """Tests of the comparison of calls: ranks that make different calls end with a message that names the difference."""
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, ulysses_attention
 from ringattn.comm import watchdog
 from ringattn.comm.calls import WINDOW, CallLog, decode_log, describe_difference, shorten
+from ringattn.spec import AttentionSpec
 from tests.distributed import start_ranks
 
 SEQ_LEN = 24
@@ -121,14 +124,45 @@ def test_equal_logs_have_no_difference_and_the_first_difference_is_described() -
     for log in logs:
         for _ in range(5):
             log.record(("a",), lambda: {"scale": 1})
-        assert log.recent[-1][0] == 5
-    entries = [list(log.recent) for log in logs]
+        assert log.entries[-1][0] == 5
+    entries = [log.entries for log in logs]
     assert describe_difference((0, 3), (entries[0], entries[1][:-1])) is None
     assert decode_log(logs[0].encode()) == entries[0]
     for log, scale in zip(logs, (1, 2), strict=True):
-        assert log.record(("b", scale), lambda scale=scale: {"scale": scale}) and not log.record(("a",), lambda: {})
-    text = describe_difference((0, 3), tuple(list(log.recent) for log in logs))
+        log.record(("b", scale), lambda scale=scale: {"scale": scale})
+        log.record(("a",), lambda: pytest.fail("the settings are described already"))
+    text = describe_difference((0, 3), tuple(log.entries for log in logs))
     assert text.startswith("call 6 ") and "scale = 1 on rank 0 and scale = 2 on rank 3" in text
+
+
+@pytest.mark.parametrize("ahead", [0, 1000])
+def test_a_difference_that_both_logs_have_forgotten_is_reported(ahead: int) -> None:
+    """The fingerprints contain all calls. With `ahead`, a rank is so far ahead that no newest call is known to both ranks."""
+    logs = CallLog(), CallLog()
+    for log, extra in zip(logs, (0, ahead), strict=True):
+        log.record(("x", 0), lambda: {"window": 5})
+        for _ in range(300 + extra):
+            log.record(("y",), lambda: {"window": 9})
+    entries = [decode_log(log.encode()) for log in logs]
+    assert describe_difference((0, 1), tuple(entries)) is None
+    logs[1]._fingerprint ^= 1
+    for log in logs:
+        for _ in range(300 + 2 * ahead):
+            log.record(("y",), lambda: {"window": 9})
+    text = describe_difference((0, 1), tuple(decode_log(log.encode()) for log in logs))
+    assert re.match("an earlier call differs between rank 0 and rank 1, before call \\d+ of the group", text)
+
+
+def test_a_mask_that_is_created_in_every_call_is_described_once() -> None:
+    """The log compares documents by their values."""
+    q, descriptions = torch.ones(1, 24, 2, 4), []
+    transport = SimpleNamespace(watchdog=SimpleNamespace(record_call=lambda key, describe: log.record(key, describe)))
+    log, layout = CallLog(), Layout.contiguous(24, 1)
+    for lengths in ([10, 14], [10, 14], [10, 14], [14, 10]):
+        spec = AttentionSpec.create(Mask.causal(documents=lengths), layout, scale=1.0)
+        spec.record_call(transport, "forward", q, q, q)
+        descriptions.append(len(log._settings))
+    assert descriptions == [1, 1, 1, 2]
 
 
 def test_a_log_is_bounded() -> None:
@@ -136,5 +170,5 @@ def test_a_log_is_bounded() -> None:
     log = CallLog()
     for step in range(1000):
         log.record((step,), lambda step=step: {"documents": shorten([step] * 1000)})
-    assert len(log.recent) == WINDOW and len(log._settings) <= 64
+    assert len(log.entries) == WINDOW + 1000 // WINDOW - 1 and len(log._settings) <= 64
     assert len(shorten([1] * 1000)) < 120 and shorten([1] * 1000) != shorten([1] * 999 + [2])
