@@ -71,6 +71,7 @@ class KVCache:
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
         self.length = 0  # number of tokens in the caches of all ranks together
         self.rows = [0] * ranks  # number of tokens in the cache of each rank
+        self.layout = ""  # the kind of the layout of `prefill`, see `Layout.kind`; "" if `append` has stored all tokens
         self._received = block  # number of tokens in the current block; the first token starts a new block
         self._owner = 0  # the rank that holds the current block
         self._owners = None  # int32 (capacity,) on the CPU: the rank that holds each token; None if there is only one rank
@@ -111,6 +112,7 @@ class KVCache:
         self._k[:, :rows], self._v[:, :rows] = k.detach(), v.detach()
         self._positions[:rows] = layout.positions(self.rank)
         self.rows, self.length = [layout.rows(rank) for rank in range(self.ranks)], layout.seq_len
+        self.layout = layout.kind
         if self.ranks > 1:
             for rank in range(self.ranks):
                 self._owners[layout.positions(rank)] = rank
@@ -195,7 +197,7 @@ class KVCache:
         """
         if not isinstance(length, int) or not 0 <= length <= self.length:
             raise ValueError(f"length={length}: it must be an integer from 0 to {self.length}, the tokens of the cache")
-        before, self.length = self.rows[self.rank], length
+        before, self.length, self.layout = self.rows[self.rank], length, self.layout if length else ""
         if self.ranks == 1:
             self.rows = [length]
         elif self._owners is not None:
@@ -326,9 +328,11 @@ def decode_attention(
     if cache.ranks == 1:
         return cache._decode(q, lo, hi, row_sinks)
     k, v, _ = cache.operands
+    # The rows of each rank's shard differ, so the ranks do not compare the values of bounds and sinks.
+    sinks = sinks if bounds is None else f"{'no' if sinks is None else 'a'} tensor, with bounds"
     describe = partial(_as_call, q, cache, window, sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
-    key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block
+    key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block, cache.layout
     transport.watchdog.record_call(key, describe, cached=cache.length)
     # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
     if not len(q):
@@ -336,7 +340,7 @@ def decode_attention(
     return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, group, transport)
 
 
-def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, scale: float) -> Call:
+def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | str | None, scale: float) -> Call:
     """Return all settings that must be the same on all ranks. The keys are the names of the settings in error messages."""
     k, v, _ = cache.shard
     shape = {
@@ -346,7 +350,8 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | None, s
         "value head dim": v.shape[3],
         "dtype": str(q.dtype),
     }
-    return shape | {"block": cache.block, "window": window, "sinks": sinks, "scale": scale}
+    placement = {"block": cache.block, "layout of prefill": cache.layout}
+    return shape | placement | {"window": window, "sinks": sinks, "scale": scale}
 
 
 def _check(
@@ -451,7 +456,7 @@ def _merge_ranks(state: State, dtype: torch.dtype, group: Group, transport: Tran
     # With few queries, the time of the exchange depends mainly on the number of messages. Therefore m, l and o are one message.
     own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
-    gather = partial(connect.connect(group.group_name).all_gather, own)
+    gather = partial(connect.messages_of(transport, group.group_name).all_gather, own)
     gathered, wait = report_faults(gather, transport, hop)
     complete_hop(wait, transport, hop)
     return dispatch.merge_packed(gathered, o.shape, dtype)

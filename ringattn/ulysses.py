@@ -23,6 +23,7 @@ from ringattn import custom_op
 from ringattn.attention import pairs_per_rank, ring_attention
 from ringattn.comm import connect
 from ringattn.comm.all_to_all import Exchange, HeadSlice, TokenSlice
+from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Tensors, Transport
 from ringattn.kernels.reference import state_dtype
@@ -122,6 +123,7 @@ def ulysses_attention(
         # All ranks of the ring must use the same number of chunks. The number therefore depends on the mean number of tokens
         # per rank of the ring, and not on the tokens of this rank.
         chunks=head_chunks_for_overlap(q.shape[0] * (layout.seq_len // ring_size), q.shape[2] // size, k.shape[2] // size),
+        key_heads=k.shape[2] // copies,
         attention=attention,
     )
     out, lse, _ = _attention(q, k, v, spec)
@@ -136,7 +138,15 @@ class UlyssesSpec(NamedTuple):
     with_lse: bool  # whether the caller receives lse
     recompute_all_to_all: bool
     chunks: int  # number of chunks into which the heads of a rank are divided
+    key_heads: int  # number of key heads before they were copied
     attention: AttentionSpec
+
+    @property
+    def settings(self) -> Call:
+        """The settings that the ranks of the Ulysses group compare in addition to those of attention, by name."""
+        # `first_head` depends on the rank.
+        settings = {"key heads": self.key_heads, "first_head": None, "return_lse": self.with_lse}
+        return settings | {"recompute_all_to_all": self.recompute_all_to_all}
 
 
 def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ulysses: tuple[int, int]) -> None:
@@ -211,10 +221,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
 
     For each chunk, `saved` contains the gathered q, k and v (unless the all-to-all is recomputed), followed by out and lse.
     """
-    call = partial(spec.attention.as_call, "forward of ulysses_attention", q, k, v)
-    ring = Ring.of(spec.attention, q.device, call)
+    arguments = "forward of ulysses_attention", q, k, v
+    ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
+    call = partial(spec.attention.as_call, *arguments, **spec.settings)
     transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
-    spec.attention.record_call(transport, "forward of ulysses_attention", q, k, v)
+    spec.attention.record_call(transport, *arguments, **spec.settings)
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
     # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
     # arrive, so messages of both directions are in flight at the same time.
@@ -232,7 +243,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
     # all messages of this call.
     (out,) = outputs.wait()
     heads.all_to_all.finish()
-    lse = _lse_to_tokens(torch.cat(lses, 2), spec) if spec.with_lse else lses[0].new_empty(0)
+    lse = _lse_to_tokens(torch.cat(lses, 2), spec, transport) if spec.with_lse else lses[0].new_empty(0)
     return out, lse, saved
 
 
@@ -244,13 +255,13 @@ def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: Ulys
     per_chunk = 2 if spec.recompute_all_to_all else 5
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
     ring = Ring.of(spec.attention, dout.device)
+    transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
+    spec.attention.record_call(transport, "backward of ulysses_attention", dout, dout, dout, **spec.settings)
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
         # If lse has a gradient on only some of the ranks, the other ranks must still take part in the all-to-all of dlse.
         dlse = dout.new_zeros(dout.shape[:3], dtype=chunks[0][-1].dtype) if dlse is None else dlse
-        dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec).chunk(spec.chunks, 2)]
-    transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
-    spec.attention.record_call(transport, "backward of ulysses_attention", dout, dout, dout)
+        dlses = [x.contiguous() for x in _lse_to_heads(dlse, spec, transport).chunk(spec.chunks, 2)]
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
     outputs = heads.to_heads(*inputs, dout)
     grads = heads.to_tokens(*(inputs or _like_inputs(chunks[0], dout)))
@@ -278,20 +289,20 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
     return tuple(dout.new_empty(()).expand(*dout.shape[:2], shares * x.shape[2], x.shape[3]) for x in saved[:3])
 
 
-def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec) -> Tensor:
+def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
     """Convert the lse of some heads, (B, sum of tokens, Hq / U), to the lse of some tokens, (B, N, Hq), with an all-to-all.
 
     The slices of lse have only a few bytes, so this all-to-all uses point-to-point messages.
     """
-    heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
+    heads = _HeadChunks(spec.tokens, connect.messages_of(transport, spec.ulysses_group), 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)
     return exchange.wait()[0]
 
 
-def _lse_to_heads(lse: Tensor, spec: UlyssesSpec) -> Tensor:
+def _lse_to_heads(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
     """Send lse (B, N, Hq) in an all-to-all, and return (B, sum of tokens, Hq / U): the inverse of `_lse_to_tokens`."""
-    heads = _HeadChunks(spec.tokens, connect.connect(spec.ulysses_group), 1)
+    heads = _HeadChunks(spec.tokens, connect.messages_of(transport, spec.ulysses_group), 1)
     ((gathered,),) = heads.receive(heads.to_heads(lse), lse)
     return gathered
 

@@ -166,7 +166,7 @@ def test_the_operator_passes_the_checks_of_torch(with_lse: bool, saved: str) -> 
         shapes = (2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 5)
         inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
         attention = AttentionSpec.create(Mask.causal(), Layout.contiguous(6, 1), scale=0.5, backend="blockwise")
-        settings = [6], group.group_name, with_lse, saved == "recomputed", 2, *attention
+        settings = [6], group.group_name, with_lse, saved == "recomputed", 2, 2, *attention
         torch.library.opcheck(torch.ops.ringattn.ulysses_attention.default, (*inputs, *settings))
 
     simulate(1, check)
