@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 
 import torch
 from torch import Tensor
@@ -45,7 +46,11 @@ class BlockMask:
                 f"the block mask is {self.keep.dtype} of shape {tuple(self.keep.shape)}, "
                 "but must be torch.bool (batch or 1, query heads or 1, query blocks, key blocks)"
             )
-        if isinstance(self.size, float) or self.size <= 0 or self.size % SIZE_UNIT:
+        try:
+            object.__setattr__(self, "size", index(self.size))  # accepts integers of numpy as well
+        except TypeError:
+            raise ValueError(f"block size={self.size!r}: must be an integer, a multiple of {SIZE_UNIT}") from None
+        if self.size <= 0 or self.size % SIZE_UNIT:
             raise ValueError(f"block size={self.size}: must be a multiple of {SIZE_UNIT}, because no tile may cross two blocks")
 
     @cached_property

@@ -1,16 +1,20 @@
 """Check the arguments of attention calls. A rule that several callers need is defined only once, in this module, together with
 its error message.
 
-Before any work starts, the public calls in `ringattn` check a user's arguments with `check_tensors`, `check_scale`,
+Before any work starts, the public calls in `ringattn` check a user's arguments. They check the type of every argument with
+`check_dense`, `as_integer`, `as_number`, `check_flag` and `check_name`, and the values with `check_tensors`, `check_scale`,
 `check_dropout` and `check_precision`. `ringattn.kernels.dispatch` then checks every kernel call once, with `check_inputs`,
 `check_cache`, `check_state` and `check_gradients`. These checks catch mistakes in the code between the public calls and the
 kernels. The kernel modules themselves check nothing. `decode_attention` prepares its calls once per cache, and checks only the
 bounds of the queries in every call, with `check_bounds`.
 
-Every function returns None or raises a ValueError. The message states the given value, the requirement and what to do.
+A function whose name begins with `check` returns None or raises a ValueError. The message states the given value, the
+requirement and what to do.
 """
 
 import math
+from collections.abc import Sequence
+from operator import index
 
 import torch
 from torch import Tensor
@@ -35,23 +39,97 @@ PRECISIONS = ("ieee", "tf32", "fp8")
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def shown(value: object) -> str:
+    """Return the value as a short text for an error message, or its type if the text would be long."""
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 - 1, remedy: str = "") -> int:
+    """Return `value` as an int with low <= value <= high. Integers of numpy and of torch become Python integers.
+
+    With high=None, there is no upper limit. `remedy` follows the requirement in the error message.
+
+    Raises:
+        ValueError: the value is not an integer, or it is too small or too large.
+    """
+    number = value
+    # torch.compile may pass a symbolic integer, which stays symbolic.
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        try:
+            number = None if isinstance(value, bool) else index(value)
+        except (TypeError, RuntimeError):
+            number = None
+    if number is None or number < low or (high is not None and number > high):
+        limit = {None: f"of at least {low}", 2**63 - 1: f"of at least {low} and less than 2**63"}
+        raise ValueError(f"{name}={shown(value)}: it must be an integer {limit.get(high, f'from {low} to {high}')}{remedy}")
+    return number
+
+
+def as_number(name: str, value: object) -> float:
+    """Return `value` as a float. Numbers of numpy and tensors of one element become Python numbers.
+
+    Raises:
+        ValueError: the value is not a number.
+    """
+    if type(value) is float:
+        return value
+    try:
+        return float("" if isinstance(value, bool | str | bytes) else value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(f"{name}={shown(value)}: it must be a number") from None
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise ValueError unless `value` is True or False."""
+    if value is not True and value is not False:
+        raise ValueError(f"{name}={shown(value)}: it must be True or False")
+
+
+def check_name(name: str, value: object, known: Sequence[str]) -> None:
+    """Raise ValueError unless `value` is one of the names in `known`."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"unknown {name} {shown(value)}: it must be one of {', '.join(known)}")
+
+
+def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless q, k and v are dense tensors."""
+    if not type(q) is type(k) is type(v) is Tensor:
+        # Recognise a DTensor by its method `to_local`, because the kernels must not import torch's modules for process groups.
+        if any(hasattr(x, "to_local") for x in (q, k, v)):
+            raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
+        if not all(isinstance(x, Tensor) for x in (q, k, v)):
+            kinds = ", ".join(type(x).__name__ for x in (q, k, v))
+            raise ValueError(f"q, k, v are {kinds}: give three tensors (batch, tokens, heads, head dim)")
+    # The layout of a nested tensor may be strided, but it has no shape.
+    if not q.layout is k.layout is v.layout is torch.strided or q.is_nested or k.is_nested or v.is_nested:
+        raise ValueError(
+            f"q, k, v are {q.layout}, {k.layout}, {v.layout} or nested: give dense tensors; for packed documents, "
+            "pass their lengths in the mask"
+        )
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check the tensors q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) that a user passes to a public call.
 
     Raises:
-        ValueError: a tensor is a DTensor, the shapes contradict each other, Hkv does not divide Hq, the dtypes or devices
-            differ, or the dtype is not fp16, bf16, fp32 or fp64.
+        ValueError: an argument is not a dense tensor or is a DTensor, the shapes contradict each other, Hkv does not divide Hq,
+            the dtypes or devices differ, or the dtype is not fp16, bf16, fp32 or fp64.
     """
-    # Recognise a DTensor by its method `to_local`, because the kernels must not import torch's modules for process groups.
-    if any(hasattr(x, "to_local") for x in (q, k, v)):
-        raise ValueError("q, k, v are DTensors: give each rank's own rows as plain tensors, x.to_local()")
+    check_dense(q, k, v)
+    check_fit(q, k, v)
+
+
+def check_fit(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check shapes, dtypes and devices of dense tensors, see `check_tensors`."""
     check_shapes(q, k, v)
-    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+    dtype, device = q.dtype, q.device
+    if not dtype == k.dtype == v.dtype or not device == k.device == v.device:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: give one dtype and device"
         )
-    if q.dtype not in FLOAT_DTYPES:
-        raise ValueError(f"q, k, v are {q.dtype}: give fp16, bf16, fp32 or fp64")
+    if dtype not in FLOAT_DTYPES:
+        raise ValueError(f"q, k, v are {dtype}: give fp16, bf16, fp32 or fp64")
 
 
 def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -60,13 +138,14 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
     Raises:
         ValueError: a tensor does not have four dimensions, the shapes contradict each other, or Hkv does not divide Hq.
     """
-    if not q.ndim == k.ndim == v.ndim == 4:
+    queries, keys, values = q.shape, k.shape, v.shape
+    if not len(queries) == len(keys) == len(values) == 4:
         raise ValueError(f"q, k, v have {q.ndim}, {k.ndim}, {v.ndim} dimensions: give four, (batch, tokens, heads, head dim)")
-    num_heads, num_key_heads = q.shape[2], k.shape[2]
-    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or v.shape[:3] != k.shape[:3]:
+    batch, _, num_heads, head_dim = queries
+    key_batch, _, num_key_heads, key_dim = keys
+    if key_batch != batch or key_dim != head_dim or values[:3] != keys[:3]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: give q (B, N, Hq, D), k (B, N, Hkv, D), "
-            "v (B, N, Hkv, Dv)"
+            f"q {tuple(queries)}, k {tuple(keys)}, v {tuple(values)}: give q (B, N, Hq, D), k (B, N, Hkv, D), v (B, N, Hkv, Dv)"
         )
     if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(
@@ -89,15 +168,12 @@ def check_dropout(dropout_p: float, seed: int) -> None:
     """
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p={dropout_p}: must be at least 0 and less than 1")
-    # torch.compile may pass a symbolic integer, which is not an `int`. Therefore reject floats instead of requiring `int`.
-    if isinstance(seed, float | None) or not 0 <= seed < 2**63:
-        raise ValueError(f"seed={seed}: must be an integer of at least 0 and less than 2**63")
+    as_integer("seed", seed)
 
 
 def check_precision(precision: str) -> None:
     """Raise ValueError unless `precision` is one of PRECISIONS."""
-    if precision not in PRECISIONS:
-        raise ValueError(f"unknown precision {precision!r}: choose one of {', '.join(PRECISIONS)}")
+    check_name("precision", precision, PRECISIONS)
 
 
 def check_fp8(has_dropout: bool, has_blocks: bool = False) -> None:
@@ -185,11 +261,22 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
             )
 
 
-def check_rows(rows: Tensor, k: Tensor) -> None:
-    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row of the cache for each token of `k` (B, N, Hkv, D)."""
-    if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]):
+def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
+    """Raise ValueError unless `rows` is int64 (N,) or (B, N), one row of the cache for each token of `k` (B, N, Hkv, D).
+
+    On a CPU, the values must be at least 0 and less than `capacity`. On a GPU, the values are not checked, because the host
+    would have to wait for the GPU.
+    """
+    if not isinstance(rows, Tensor):
+        raise ValueError(f"rows is a {type(rows).__name__}: it must be a tensor of int64, or None")
+    if rows.dtype != torch.int64 or rows.shape not in (k.shape[1:2], k.shape[:2]) or rows.device != k.device:
         raise ValueError(
-            f"rows is {rows.dtype} {tuple(rows.shape)}: it must be int64 and ({k.shape[1]},) or {tuple(k.shape[:2])}"
+            f"rows is {rows.dtype} {tuple(rows.shape)} on {rows.device}: it must be int64, ({k.shape[1]},) or "
+            f"{tuple(k.shape[:2])}, and on {k.device}"
+        )
+    if rows.device.type == "cpu" and rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < capacity:
+        raise ValueError(
+            f"rows contains {int(rows.min())} to {int(rows.max())}: all rows must be at least 0 and below {capacity}"
         )
 
 

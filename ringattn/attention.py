@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ringattn import custom_op
 from ringattn.comm.connect import Group, rank_and_size
+from ringattn.kernels.validation import as_integer, as_number, check_dense, check_flag, shown
 from ringattn.layout import Layout
-from ringattn.mask import Mask
+from ringattn.mask import Mask, check_mask
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
 from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, count_pairs, resolve_scale
@@ -83,24 +84,22 @@ def ring_attention(
             cannot raise an exception. In this case, the process prints the reason and exits. The environment variable
             RINGATTN_TIMEOUT sets the timeout in seconds.
     """
+    check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
-    scale = resolve_scale(q, scale)
+    scale, dropout_p = resolve_scale(q, scale), as_number("dropout_p", dropout_p)
+    seed, first_head = as_integer("seed", seed), as_integer("first_head", first_head, high=2**31 - 1)
+    check_flag("return_lse", return_lse)
     check_choices(schedule, route, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
     # This check skips a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
     if q.ndim == 4 and q.shape[1] != layout.rows(rank):
         raise ValueError(f"rank {rank} has {q.shape[1]} tokens, but its shard has {layout.rows(rank)}: use layout.shard")
-    # While torch.compile traces the call, first_head may be a SymInt. A check with isinstance(first_head, int) would reject a
-    # SymInt.
-    if isinstance(first_head, float) or first_head < 0:
-        raise ValueError(f"first_head={first_head}: it must be the number of query heads before this ring's heads, at least 0")
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank must hold the same positions of both")
-    # The schema of the operator declares dropout_p as a float, so the spec must not contain an integer such as 0.
-    options |= dict(dropout_p=float(dropout_p), first_head=first_head, schedule=schedule, route=route, transport=transport)
+    options |= dict(first_head=first_head, schedule=schedule, route=route, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out
@@ -123,7 +122,14 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
             than its layout.
     """
     rank, size = rank_and_size(group)
+    if not isinstance(like, tuple | list) or len(like) != 2:
+        raise ValueError(f"like={shown(like)}: it must be a pair (mask, layout) of earlier calls")
+    try:
+        device = torch.empty(0, device=device).device  # with an index, as the device of the tensors of the calls
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(f"device={shown(device)}: it must be a device of this machine, such as q.device") from error
     for each_mask, each_layout in ((mask, layout), like):
+        check_mask(each_mask)
         check_layout(each_layout)
         if each_layout.parts > 1:
             raise ValueError(f"{each_layout} is split: pass layout.whole, which is the layout of the ring")

@@ -19,11 +19,19 @@ from ringattn.comm.transport import Transport, complete_hop, report_faults
 from ringattn.kernels import dispatch
 from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.reference import State
-from ringattn.kernels.validation import check_bounds, check_new_tokens, check_rows, check_scale, check_tensors
+from ringattn.kernels.validation import (
+    as_integer,
+    check_bounds,
+    check_new_tokens,
+    check_rows,
+    check_scale,
+    check_tensors,
+    shown,
+)
 from ringattn.layout import Layout
-from ringattn.mask import check_window
+from ringattn.mask import as_window
 from ringattn.paged_cache import PagedKVCache
-from ringattn.spec import resolve_scale
+from ringattn.spec import check_layout, resolve_scale
 
 Bounds = tuple[Tensor, Tensor]  # lo and hi, int32 (1 or B, N): each query attends to the rows [lo, hi) of the cache
 
@@ -62,12 +70,9 @@ class KVCache:
         Raises:
             ValueError: the capacity or the block is less than one token, or `rank` is not between 0 and `ranks` - 1.
         """
-        whole = all(isinstance(x, int) for x in (capacity, rank, ranks, block))
-        if not whole or capacity < 1 or block < 1 or not 0 <= rank < ranks:
-            raise ValueError(
-                f"capacity={capacity}, rank={rank}, ranks={ranks}, block={block}: all must be integers, capacity and block at "
-                "least 1, and rank between 0 and ranks - 1"
-            )
+        capacity, block = as_integer("capacity", capacity, 1), as_integer("block", block, 1)
+        ranks = as_integer("ranks", ranks, 1)
+        rank = as_integer("rank", rank, high=ranks - 1)
         self.capacity, self.rank, self.ranks, self.block = capacity, rank, ranks, block
         self.length = 0  # number of tokens in the caches of all ranks together
         self.rows = [0] * ranks  # number of tokens in the cache of each rank
@@ -99,6 +104,7 @@ class KVCache:
                 the capacity, or k and v do not have as many tokens as this rank's shard.
         """
         check_tensors(k, k, v)  # the queries will have the dtype and the head dim of the keys
+        check_layout(layout)
         if self.length:
             raise ValueError(f"the cache holds {self.length} tokens, but prefill requires an empty cache: create a new one")
         if layout.ranks != self.ranks or k.shape[1] != layout.rows(self.rank):
@@ -179,7 +185,7 @@ class KVCache:
         if self.ranks > 1 or self._k is None:
             raise ValueError("rows requires a cache on one rank that holds tokens: call prefill or append without rows first")
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
-        check_rows(rows, k)
+        check_rows(rows, k, self._k.shape[1])
         for new, stored in ((k, self._k), (v, self._v)):
             if rows.ndim == 1:
                 stored.index_copy_(1, rows, new)
@@ -195,8 +201,7 @@ class KVCache:
         Raises:
             ValueError: the length is not an integer between 0 and the number of tokens in the cache.
         """
-        if not isinstance(length, int) or not 0 <= length <= self.length:
-            raise ValueError(f"length={length}: it must be an integer from 0 to {self.length}, the tokens of the cache")
+        length = as_integer("length", length, high=self.length, remedy=", the tokens of the cache")
         before, self.length, self.layout = self.rows[self.rank], length, self.layout if length else ""
         if self.ranks == 1:
             self.rows = [length]
@@ -255,9 +260,12 @@ class KVCache:
         check_new_tokens((k, v), (self._k, self._v), self._k.shape[0])
 
 
+Cache = KVCache | PagedKVCache
+
+
 def decode_attention(
     q: Tensor,
-    cache: KVCache | PagedKVCache,
+    cache: Cache,
     *,
     group: Group | None = None,
     window: int | None = None,
@@ -302,8 +310,17 @@ def decode_attention(
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
             invalid, or the settings of the first call differ between the ranks.
     """
-    if isinstance(sinks, Tensor) and bounds is None:
+    if not isinstance(q, Tensor):
+        raise ValueError(f"q is a {type(q).__name__}: it must be a tensor (batch, tokens, heads, head dim)")
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache is a {type(cache).__name__}: it must be a ringattn.KVCache or PagedKVCache")
+    window = as_window(window)
+    if bounds is not None:
+        _check_kinds(bounds, window, sinks)
+    elif isinstance(sinks, Tensor):
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
+    elif sinks is not None:
+        sinks = as_integer("sinks", sinks, high=None)
     if scale is not None:
         scale = resolve_scale(q, scale)
     call = type(q), q.shape, q.dtype, q.device, group, window, scale, backend
@@ -313,7 +330,7 @@ def decode_attention(
         # A repeated call on one rank does not need the default scale, which takes a microsecond to compute.
         scale = resolve_scale(q, scale)
     if is_new:
-        _check(q, cache, group, window, bounds, sinks, scale)
+        _check(q, cache, group, scale, backend)
     if q.requires_grad and torch.is_grad_enabled():
         raise ValueError("q requires a gradient, which decoding does not compute: detach q, or use torch.no_grad()")
     if bounds is None:
@@ -356,12 +373,10 @@ def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | str | N
 
 def _check(
     q: Tensor,
-    cache: KVCache | PagedKVCache,
+    cache: Cache,
     group: Group | None,
-    window: int | None,
-    bounds: Bounds | None,
-    sinks: int | Tensor | None,
     scale: float,
+    backend: str,
 ) -> None:
     """Check all arguments that are usually the same for every token."""
     k, v, page_table = cache.operands
@@ -376,18 +391,22 @@ def _check(
     else:
         check_tensors(q, *(x[:1].expand(len(page_table), *x.shape[1:]) for x in (k, v)))
     check_scale(scale)
-    check_window(window)
-    if bounds is not None:
-        if window is not None:
-            raise ValueError(f"bounds with window={window}: bounds replaces the window, so pass window=None")
-        if not isinstance(sinks, Tensor | None):
-            raise ValueError(f"sinks={sinks} with bounds: it must be an int32 tensor on the device of the queries, or None")
-    elif sinks is not None and (type(sinks) is not int or sinks < 0):
-        raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
+    if not isinstance(backend, str):
+        raise ValueError(f"backend={shown(backend)}: it must be one of {', '.join(dispatch.BACKENDS)}")
+
+
+def _check_kinds(bounds: Bounds, window: int | None, sinks: Tensor | None) -> None:
+    """Check the types of the arguments of a call with bounds."""
+    if not isinstance(bounds, tuple | list) or len(bounds) != 2 or not all(isinstance(x, Tensor) for x in bounds):
+        raise ValueError(f"bounds={shown(bounds)}: it must be a tuple of two int32 tensors (lo, hi)")
+    if window is not None:
+        raise ValueError(f"bounds with window={window}: bounds replaces the window, so pass window=None")
+    if sinks is not None and not isinstance(sinks, Tensor):
+        raise ValueError(f"sinks={shown(sinks)} with bounds: it must be an int32 tensor on the device of the queries, or None")
 
 
 def _rows_of_window(
-    cache: KVCache | PagedKVCache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
+    cache: Cache, num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the rows of this rank's shard to which each of the newest tokens attends, and the number of sinks."""
     if is_capturing(device):

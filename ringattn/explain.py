@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ringattn.comm.connect import Group, connect
-from ringattn.kernels.validation import check_precision, check_tensors
+from ringattn.comm.connect import Group, connect, rank_and_size
+from ringattn.kernels.validation import as_integer, check_precision, check_tensors
 from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.cost_model import HopCost, Interconnect, attention_flops, interconnect
@@ -49,6 +49,9 @@ def explain(
     check_choices(schedule, route, transport)
     check_precision(precision)
     check_layout(layout)
+    check_mask(mask)
+    check_tensors(q, k, v)
+    rank_and_size(group)
     if group is None:
         flops = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
         joined, this_rank = interconnect("nccl" if transport == "p2p" or route == "relay" else "nvlink", flops=flops), 0
@@ -57,11 +60,7 @@ def explain(
         joined, this_rank = connection.interconnect, connection.rank
         check_layout(layout, connection.size)
     joined = with_route(joined, route)
-    rank = this_rank if rank is None else rank
-    if not 0 <= rank < layout.ranks:
-        raise ValueError(f"rank={rank}: the ring has {layout.ranks} ranks, so it must be 0 to {layout.ranks - 1}")
-    check_mask(mask)
-    check_tensors(q, k, v)
+    rank = this_rank if rank is None else as_integer("rank", rank, high=layout.ranks - 1, remedy=", a rank of the layout")
     mask.check(layout.seq_len, q.shape[0])
     # No kernel uses this plan, so the plan is created on the CPU. The plan therefore occupies no GPU memory, and `explain`
     # needs no GPU.

@@ -16,6 +16,7 @@ from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.dropout import Dropout
 from ringattn.kernels.interval_mask import Intervals
+from ringattn.kernels.validation import check_dense, check_flag
 from ringattn.mask import Mask, shared_intervals
 from ringattn.spec import autocast, check_attention, count_pairs, resolve_scale
 
@@ -93,6 +94,10 @@ def flash_attention(
             arguments are checked before any work starts.
         RuntimeError: a CUDA graph captures a call that has not run before.
     """
+    check_dense(q, k, v)
+    check_flag("is_causal", is_causal)
+    check_flag("return_lse", return_lse)
+    dropout_p = validation.as_number("dropout_p", dropout_p)
     if mask is not None and is_causal:
         raise ValueError("both mask and is_causal are given: pass only one of them; Mask.causal(...) is causal already")
     if blocks is not None and not isinstance(blocks, BlockMask):
@@ -102,6 +107,7 @@ def flash_attention(
     q, k, v = autocast(q, k, v)
     if seed is None:
         seed = _draw_seed(q.device) if dropout_p else 0
+    seed = validation.as_integer("seed", seed)
     # A k with a wrong number of dimensions has no sequence length. check_attention raises an error for such a k.
     seq_len = k.shape[1] if k.ndim == 4 else 0
     options = dict(scale=resolve_scale(q, scale), dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
@@ -116,7 +122,7 @@ def flash_attention(
         documents=mask.lengths,
         is_causal=mask.is_causal,
         window=mask.window or 0,
-        **options | dict(dropout_p=float(dropout_p)),
+        **options,
     )
     out, lse, _ = _attention(q, k, v, spec)
     return (out, lse) if return_lse else out

@@ -17,7 +17,6 @@ slice of a shard of the original layout.
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ringattn.kernels.caching import cached
+from ringattn.kernels.validation import as_integer, shown
 
 KINDS = ("contiguous", "zigzag", "striped")
 
@@ -45,14 +45,10 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "ranks"):
-            try:
-                # index() also accepts integers of numpy and torch. object.__setattr__ is necessary, because a frozen dataclass
-                # forbids normal assignment.
-                object.__setattr__(self, name, index(getattr(self, name)))
-            except TypeError:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be an integer") from None
-        if self.seq_len < 1 or self.ranks < 1:
-            raise ValueError(f"seq_len={self.seq_len}, ranks={self.ranks}: both must be at least 1")
+            # object.__setattr__ is necessary, because a frozen dataclass forbids normal assignment.
+            object.__setattr__(self, name, as_integer(name, getattr(self, name), 1))
+        if not isinstance(self.kind, str):
+            raise ValueError(f"the kind of the layout is {shown(self.kind)}: it must be one of {', '.join(KINDS)}")
         kind, split, parts = self.kind.partition("/")
         if split and not (parts.isdecimal() and int(parts) > 1 and self.ranks % int(parts) == 0):
             raise ValueError(f"layout {self.name!r} over {self.ranks} ranks: the parts must be at least 2 and divide the ranks")
@@ -84,9 +80,12 @@ class Layout:
             ValueError: the number of owners differs from the number of chunks of the sequence, `owners` is empty, or an owner
                 is not a rank.
         """
-        if not len(owners):
-            raise ValueError("owners is empty: it must contain the rank of every chunk")
-        return cls(f"assigned-{rows}:{','.join(str(int(owner)) for owner in owners)}", seq_len, ranks)
+        rows = as_integer("rows", rows, 1)
+        owners = owners.tolist() if hasattr(owners, "tolist") else owners  # accepts tensors and arrays as well
+        if not isinstance(owners, Sequence) or not len(owners):
+            raise ValueError(f"owners={shown(owners)}: it must be a list with the rank of every chunk")
+        names = ",".join(str(as_integer("an owner", owner)) for owner in owners)
+        return cls(f"assigned-{rows}:{names}", seq_len, ranks)
 
     @classmethod
     def dealt(cls, owners: Sequence[int], rows: int, seq_len: int, ranks: int) -> "Layout":
@@ -100,11 +99,9 @@ class Layout:
         Raises:
             ValueError: the layout is split already, or `parts` is less than 1.
         """
-        if self.parts > 1 or parts < 1:
-            raise ValueError(
-                f"layout {self.name!r} cannot be split into {parts} parts: the layout must not be split yet, and the "
-                "number of parts must be at least 1"
-            )
+        parts = as_integer("parts", parts, 1)
+        if self.parts > 1:
+            raise ValueError(f"layout {self.name!r} cannot be split into {parts} parts, because it is split already")
         return self if parts == 1 else Layout(f"{self.kind}/{parts}", self.seq_len, self.ranks * parts)
 
     @property
@@ -210,8 +207,7 @@ class Layout:
             )
 
     def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.ranks:
-            raise ValueError(f"rank={rank}: the layout has {self.ranks} ranks, so it must be 0 to {self.ranks - 1}")
+        as_integer("rank", rank, high=self.ranks - 1, remedy=", a rank of the layout")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
         """Return the rows of `x` that `rank` holds. `x` is a whole sequence, with `seq_len` rows along dimension `dim`.
@@ -219,6 +215,8 @@ class Layout:
         Raises:
             ValueError: `x` does not have `seq_len` rows, or the layout has no rank `rank`.
         """
+        self._check_rank(rank)
+        _check_dim(x, dim)
         if x.shape[dim] != self.seq_len:
             raise ValueError(
                 f"dimension {dim} of x has length {x.shape[dim]} but the layout's sequence has {self.seq_len} positions: "
@@ -244,7 +242,12 @@ class Layout:
         """
         rows = [self.rows(rank) for rank in range(self.ranks)]
         if isinstance(x, Tensor):
+            _check_dim(x, dim)
             x = self._gather(x, rows, group, dim)
+        elif not isinstance(x, Sequence):
+            raise ValueError(f"x is a {type(x).__name__}: it must be a tensor with this rank's rows, or a list of tensors")
+        for shard in x:
+            _check_dim(shard, dim)
         if (given := [shard.shape[dim] for shard in x]) != rows:
             raise ValueError(f"the shards have {given} rows along dimension {dim} but the layout's shards have {rows}")
         whole = torch.cat(list(x), dim)
@@ -271,6 +274,14 @@ class Layout:
         gathered = [torch.empty_like(padded) for _ in rows]
         dist.all_gather(gathered, padded, group=group)
         return [shard[:n].movedim(0, dim) for shard, n in zip(gathered, rows, strict=True)]
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    """Raise ValueError unless `x` is a tensor that has a dimension `dim`."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x is a {type(x).__name__}: it must be a tensor")
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={shown(dim)}: it must be an integer from {-x.dim()} to {x.dim() - 1}, the dimension of the rows")
 
 
 @cached(maxsize=16)  # every call of a layer parses the same few strings

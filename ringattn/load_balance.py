@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ringattn.kernels.validation import as_integer
 from ringattn.layout import KINDS, Layout
 from ringattn.mask import Mask, check_mask, intervals_at
 from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
@@ -72,7 +73,7 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
         ValueError: `mask` is not a `Mask`, its documents do not sum to `seq_len`, or `seq_len` or `ranks` is less than 1.
     """
     check_mask(mask)
-    return _balanced_layout(mask, seq_len, ranks)
+    return _balanced_layout(mask, as_integer("seq_len", seq_len, 1), as_integer("ranks", ranks, 1))
 
 
 @lru_cache(maxsize=8)

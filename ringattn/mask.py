@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from ringattn.kernels.validation import as_integer, check_flag, shown
+
 UNLIMITED = 2**62  # a window that is longer than every sequence
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
@@ -26,13 +28,17 @@ def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
     """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries."""
     if documents is None:
         return None
-    entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
-    if not entries or not all(isinstance(entry, Sequence) for entry in entries):
-        entries = (entries,)
     try:
+        entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
+        if not entries or not all(isinstance(entry, Sequence) for entry in entries):
+            entries = (entries,)
+        if any(bool in map(type, entry) for entry in entries):
+            raise TypeError
         return tuple(tuple(map(index, entry)) for entry in entries)
-    except TypeError:
-        raise ValueError(f"documents={documents}: it must be a list of integers, or one such list per batch entry") from None
+    except (TypeError, RuntimeError):
+        raise ValueError(
+            f"documents={shown(documents)}: it must be a list of integers, or one such list per batch entry"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -53,14 +59,18 @@ class Mask:
     documents: tuple[tuple[int, ...], ...] | None = None
 
     def __post_init__(self) -> None:
-        check_window(self.window)
+        check_flag("is_causal", self.is_causal)
+        # A frozen dataclass forbids normal assignment, even in __post_init__.
+        object.__setattr__(self, "window", as_window(self.window))
+        object.__setattr__(self, "documents", _per_entry(self.documents))
         for entry in self.documents or ():
             if any(length < 1 for length in entry):
                 raise ValueError(
                     f"documents contain the length {min(entry)}: use 1 or more; for cu_seqlens, pass cu_seqlens.diff()"
                 )
-        # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
+        if any(total > UNLIMITED for total in self.totals):
+            raise ValueError(f"documents sum to {max(self.totals)} tokens: the sum must be at most 2**62")
         lengths = [length for entry in self.documents or () for length in entry]
         # Under a fake-tensor mode, torch.tensor would create a fake tensor without values. `lengths` must have values, because
         # the mask may be used after the mode has ended. Therefore the mode is suspended. While a compiler is tracing, the mode
@@ -87,7 +97,7 @@ class Mask:
         Raises:
             ValueError: the window or the length of a document is not an integer, or is below 1.
         """
-        return cls(True, window, _per_entry(documents))
+        return cls(True, window, documents)
 
     @classmethod
     def full(cls, window: int | None = None, documents: Lengths | None = None) -> "Mask":
@@ -97,7 +107,7 @@ class Mask:
 
         The arguments and the errors are the same as for `causal`.
         """
-        return cls(False, window, _per_entry(documents))
+        return cls(False, window, documents)
 
     def check(self, seq_len: int, batch: int | None = None) -> None:
         """Check that the documents describe `batch` sequences of `seq_len` tokens.
@@ -160,10 +170,15 @@ class Mask:
         return cls(is_causal, window, entries or None)
 
 
-def check_window(window: int | None) -> None:
-    """Raise ValueError unless `window` is None or an integer of at least 1."""
-    if window is not None and (isinstance(window, bool | float | tuple | list) or window < 1):
-        raise ValueError(f"window={window}: it must be an integer of at least 1; window=None means no window")
+def as_window(window: object) -> int | None:
+    """Return `window` as an int, or None. A window beyond 2**62 is the same as a window of 2**62.
+
+    Raises:
+        ValueError: the window is neither None nor an integer of at least 1.
+    """
+    if window is None:
+        return None
+    return min(as_integer("window", window, 1, None, "; window=None means no window"), UNLIMITED)
 
 
 def check_mask(mask: Mask) -> None:
@@ -188,6 +203,9 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
 
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
     """Return the position of the first of `num_queries` queries. With None, every position has a query."""
+    as_integer("seq_len", seq_len)
+    if num_queries is not None:
+        as_integer("num_queries", num_queries)
     if mask.documents is not None and (num_queries or 0) > seq_len:
         raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
     return 0 if num_queries is None else seq_len - num_queries

@@ -9,12 +9,12 @@ page table contains the number of this page in column i // page_size:
     sequence 1    0  -  -           page 7: rows 0 to 63 of sequence 0
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from ringattn.kernels.validation import check_new_tokens, check_rows, check_tensors
+from ringattn.kernels.validation import as_integer, check_new_tokens, check_rows, check_tensors, shown
 
 PAGE_UNIT = 64  # page sizes are multiples of this number of tokens, so that a tile of keys of the kernels lies within one page
 
@@ -61,11 +61,10 @@ class PagedKVCache:
         Raises:
             ValueError: a number is not an integer of at least 1, or the page size is not a multiple of 64.
         """
-        if not all(isinstance(x, int) and x >= 1 for x in (pages, batch, capacity, page_size)) or page_size % PAGE_UNIT:
-            raise ValueError(
-                f"pages={pages}, batch={batch}, capacity={capacity}, page_size={page_size}: all must be integers of at least "
-                f"1, and the page size must be a multiple of {PAGE_UNIT}"
-            )
+        pages, batch = as_integer("pages", pages, 1), as_integer("batch", batch, 1)
+        capacity, page_size = as_integer("capacity", capacity, 1), as_integer("page_size", page_size, 1)
+        if page_size % PAGE_UNIT:
+            raise ValueError(f"page_size={page_size}: it must be a multiple of {PAGE_UNIT}")
         self.pages, self.capacity, self.page_size = pages, capacity, page_size
         self.lengths = [0] * batch
         self.page_table: Tensor | None = None
@@ -117,9 +116,10 @@ class PagedKVCache:
         Raises:
             ValueError: too few pages are free, or a length exceeds the capacity. In both cases, no sequence takes a page.
         """
-        if len(lengths) != len(self.lengths):
-            raise ValueError(f"{len(lengths)} lengths for {len(self.lengths)} sequences: give one length per sequence")
-        self._reserve(dict(enumerate(lengths)))
+        lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths  # accepts tensors and arrays as well
+        if not isinstance(lengths, Sequence) or len(lengths) != len(self.lengths):
+            raise ValueError(f"lengths={shown(lengths)}: it must be a list of {len(self.lengths)} lengths, one per sequence")
+        self._reserve({i: as_integer("a length", length) for i, length in enumerate(lengths)})
 
     def truncate(self, entry: int, length: int) -> None:
         """Remove the newest tokens of a sequence, so that its first `length` tokens remain, and give the unused pages back.
@@ -130,10 +130,7 @@ class PagedKVCache:
             ValueError: there is no such sequence, or the length is not an integer between 0 and the length of the sequence.
         """
         entry = self._index(entry)
-        if not isinstance(length, int) or not 0 <= length <= self.lengths[entry]:
-            raise ValueError(
-                f"length={length}: it must be an integer from 0 to {self.lengths[entry]}, the tokens of the sequence"
-            )
+        length = as_integer("length", length, high=self.lengths[entry], remedy=", the tokens of the sequence")
         kept, before = -(-length // self.page_size), self._num_pages[entry]
         self.lengths[entry] = length
         removed = self._table[entry, kept:before]
@@ -154,9 +151,7 @@ class PagedKVCache:
         return self._k, self._v, self.page_table
 
     def _index(self, entry: int) -> int:
-        if not isinstance(entry, int) or not 0 <= entry < len(self.lengths):
-            raise ValueError(f"entry={entry}: it must be an integer from 0 to {len(self.lengths) - 1}, the index of a sequence")
-        return entry
+        return as_integer("entry", entry, high=len(self.lengths) - 1, remedy=", the index of a sequence")
 
     def _check_batch(self, k: Tensor, v: Tensor, entry: int | None) -> None:
         """Raise ValueError unless new keys and values suit the cache."""
@@ -210,7 +205,7 @@ class PagedKVCache:
         if self._k is None or entry is not None:
             raise ValueError("rows requires entry=None and a cache that holds tokens: call append without rows first")
         self._check_batch(k, v, None)
-        check_rows(rows, k)
+        check_rows(rows, k, self.capacity)
         self._store(k, v, self._flat_rows(self.page_table, rows.expand(k.shape[:2])))
 
     def _flat_rows(self, table: Tensor, rows: Tensor) -> Tensor:

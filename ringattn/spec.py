@@ -61,8 +61,10 @@ class AttentionSpec(NamedTuple):
 
     def record_call(self, transport: Transport, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> None:
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
+        if transport.size == 1:
+            return
         # A mask that is created in every layer has new documents with the same values. The key contains these values.
-        documents = self.documents.numpy().tobytes()
+        documents = self.documents.numpy().tobytes() if self.documents.shape[0] else b""
         key = name, q.shape, k.shape, v.shape, q.dtype, documents, self[1:], *others.values()
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
@@ -111,13 +113,15 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
     """Return `scale` as a float, or the default scale D ** -0.5 if `scale` is None.
 
     Raises:
-        ValueError: the scale is a tensor that requires a gradient.
+        ValueError: the scale is not a number, or is a tensor that requires a gradient.
     """
+    if scale is None:
+        # The next line must not fail if q has no dimensions or if the head dim is 0. For such a q, `check_attention` raises an
+        # error with a better message.
+        return ((q.shape[-1] if q.ndim else 1) or 1) ** -0.5
     if isinstance(scale, Tensor) and scale.requires_grad:
         raise ValueError("scale requires a gradient, which attention does not compute: multiply q by scale and pass scale=1.0")
-    # The next line must not fail if q has no dimensions or if the head dim is 0. For such a q, `check_attention` raises an
-    # error with a better message.
-    return max((*q.shape[-1:], 1)) ** -0.5 if scale is None else float(scale)
+    return validation.as_number("scale", scale)
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
@@ -145,8 +149,7 @@ def check_choices(schedule: str, route: str, transport: str) -> None:
     """Raise ValueError unless the names are in SCHEDULES, ROUTES and TRANSPORTS, and the transport supports the route."""
     choices = ("schedule", schedule, SCHEDULES), ("route", route, ROUTES), ("transport", transport, TRANSPORTS)
     for name, value, known in choices:
-        if value not in known:
-            raise ValueError(f"unknown {name} {value!r}: it must be one of {', '.join(known)}")
+        validation.check_name(name, value, known)
     if route == "relay" and transport == "nvlink":
         raise ValueError("transport='nvlink' does not relay blocks: use transport='p2p', or route='direct'")
 
@@ -159,15 +162,19 @@ def with_route(interconnect: Interconnect, route: str) -> Interconnect:
 def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, precision) -> None:
     """Validate the arguments that all attention calls have in common, before any work starts. `ring_attention` explains them.
 
+    q, k and v must be dense tensors, see `check_dense`.
+
     Raises:
         ValueError: an argument is invalid or unsupported. The message states the value, the requirement and a remedy.
     """
     check_mask(mask)
-    validation.check_tensors(q, k, v)
+    validation.check_fit(q, k, v)
     validation.check_scale(scale)
     validation.check_dropout(dropout_p, seed)
     mask.check(seq_len, q.shape[0])
     validation.check_precision(precision)
     if precision == "fp8":
         validation.check_fp8(has_dropout=dropout_p > 0)
+    if not isinstance(backend, str):
+        raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(dispatch.BACKENDS)}")
     dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)

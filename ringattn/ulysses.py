@@ -27,6 +27,7 @@ from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
 from ringattn.comm.transport import Tensors, Transport
 from ringattn.kernels.reference import state_dtype
+from ringattn.kernels.validation import as_integer, as_number, check_dense, check_flag
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
@@ -90,6 +91,7 @@ def ulysses_attention(
     if exchange_again is not None:
         warnings.warn("exchange_again is deprecated: use recompute_all_to_all", DeprecationWarning, stacklevel=2)
         recompute_all_to_all = exchange_again
+    check_flag("recompute_all_to_all", recompute_all_to_all)
     (ring_rank, ring_size), (rank, size) = rank_and_size(ring_group), rank_and_size(ulysses_group)
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     choices = dict(schedule=schedule, route=route, transport=transport)
@@ -97,9 +99,11 @@ def ulysses_attention(
     # and is the same as a call of ring_attention, which validates the arguments.
     if size == 1 and getattr(layout, "parts", 1) == 1:
         return ring_attention(q, k, v, layout=layout, mask=mask, group=ring_group, return_lse=return_lse, **options, **choices)
+    check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
     check_layout(layout)
-    options["scale"] = resolve_scale(q, scale)
+    options |= dict(scale=resolve_scale(q, scale), dropout_p=as_number("dropout_p", dropout_p), seed=as_integer("seed", seed))
+    check_flag("return_lse", return_lse)
     check_choices(**choices)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
     _check_ranks(q, k, layout, (ring_rank, ring_size), (rank, size))
@@ -113,7 +117,7 @@ def ulysses_attention(
         group="" if ring_group is None else ring_group.group_name,
         # Rank u of the Ulysses group computes the Hq / U heads that start at head u * Hq / U.
         first_head=rank * (q.shape[2] // size),
-        **options | dict(dropout_p=float(dropout_p)),
+        **options,
     )
     spec = UlyssesSpec(
         tokens=[layout.rows(ring_rank * size + peer) for peer in range(size)],

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ringattn.comm.transport import Addressed, MessageTransport, Wait
+from ringattn.kernels.validation import as_integer, check_flag, shown
 from ringattn.planning.cost_model import interconnect
 
 T = TypeVar("T")
@@ -100,8 +101,14 @@ def simulate(
             than messages of the ring.
 
     Raises:
+        ValueError: an argument is invalid.
         BaseException: the first exception that a rank raised, after all ranks have ended.
     """
+    ranks = as_integer("ranks", ranks, 1)
+    check_flag("all_pairs", all_pairs)
+    check_flag("in_turns", in_turns)
+    if not callable(function):
+        raise ValueError(f"function={shown(function)}: it must be a function of (rank, group)")
     ring = SimulatedRing(ranks, all_pairs, in_turns)
     results: list = [None] * ranks
     # When one rank fails, other ranks also fail, because they wait for messages that this rank never sends. The first failure

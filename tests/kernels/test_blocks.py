@@ -83,7 +83,7 @@ BAD_MASKS = {
     "dimensions": (torch.ones(2, 2, dtype=torch.bool), 64, "must be torch.bool (batch or 1"),
     "size": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 100, "size=100: must be a multiple of 64"),
     "no size": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 0, "size=0: must be a multiple of 64"),
-    "float": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 128.0, "size=128.0: must be a multiple of 64"),
+    "float": (torch.ones(1, 1, 2, 2, dtype=torch.bool), 128.0, "size=128.0: must be an integer, a multiple of 64"),
     "no tensor": (None, 64, "the block mask is a NoneType"),
 }
 

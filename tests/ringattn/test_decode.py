@@ -244,7 +244,7 @@ def test_truncate_requires_a_length_that_the_cache_has(length: int) -> None:
     """The message names the length that was given, and the valid lengths."""
     cache = KVCache(9)
     cache.append(*torch.randn(2, 1, 3, 2, 8))
-    with pytest.raises(ValueError, match=f"length={length}.* 0 to 3"):
+    with pytest.raises(ValueError, match=f"length={length}.* from 0 to 3"):
         cache.truncate(length)
     cache.truncate(0)
     cache.append(*torch.randn(2, 1, 9, 2, 8))
@@ -322,8 +322,8 @@ def decode_on_rank_1_of_2() -> torch.Tensor:
 
 # By the mistake: a function that makes it, and what the message says of it.
 INVALID = {
-    "no-capacity": (lambda: KVCache(0), "capacity=0, rank=0, ranks=1"),
-    "fractional-capacity": (lambda: KVCache(10.5), "capacity=10.5.*integers"),
+    "no-capacity": (lambda: KVCache(0), "capacity=0: .*integer of at least 1"),
+    "fractional-capacity": (lambda: KVCache(10.5), "capacity=10.5: .*integer"),
     "empty-cache": (lambda: decode_attention(X, KVCache(4)), "empty"),
     "prefill-twice": (lambda: filled_cache().prefill(X, X, Layout.contiguous(4, 1)), "holds 4 tokens"),
     "fewer-values-than-keys": (lambda: KVCache(4).prefill(X, X[:, :3], Layout.contiguous(4, 1)), "(1, 3, 2, 8)"),
@@ -347,7 +347,7 @@ INVALID = {
     "cache-of-another-rank": (decode_on_rank_1_of_2, "rank 1 of 2 .* rank 0 of 1"),
     "rows-without-memory": (lambda: KVCache(4).append(X, X, rows=torch.arange(4)), "rows.*one rank"),
     "rows-on-two-ranks": (lambda: KVCache(4, 0, 2).append(X, X, rows=torch.arange(4)), "rows.*one rank"),
-    "fewer-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(3)), "rows is torch.int64 .3,.*int64 and .4,."),
+    "fewer-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(3)), "rows is torch.int64 .3,.*int64, .4,."),
     "32-bit-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(4).int()), "rows is torch.int32"),
     "bounds-and-window": (lambda: decode_attention(X, filled_cache(), bounds=BOUNDS, window=3), "window=3"),
     "64-bit-bounds": (lambda: decode_attention(X, filled_cache(), bounds=(BOUNDS[0].long(), BOUNDS[1])), "lo is torch.int64"),

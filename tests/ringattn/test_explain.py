@@ -86,7 +86,7 @@ def test_times_are_those_of_the_described_rank() -> None:
 
 Q, K, V = shapes(4)
 INVALID = {
-    "rank-outside-the-ring": ((Q, K, V), {"rank": 2}, "rank=2.* 2 ranks"),
+    "rank-outside-the-ring": ((Q, K, V), {"rank": 2}, "rank=2: .*from 0 to 1"),
     "documents-of-another-length": ((Q, K, V), {"mask": Mask.causal(documents=[5])}, "5 .* 8"),
     "name-instead-of-mask": ((Q, K, V), {"mask": "causal"}, "mask is a str.*ringattn.Mask"),
     "name-instead-of-layout": ((Q, K, V), {"layout": "zigzag"}, "layout is a str.*ringattn.Layout"),

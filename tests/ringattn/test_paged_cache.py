@@ -188,7 +188,7 @@ INVALID = {  # a function that makes a mistake, and what the message says
     "another-dtype": (lambda: filled_cache().append(X.double(), X.double()), "float64.*float32"),
     "beyond-capacity": (lambda: PagedKVCache(9, 2, 3).append(X, X), "4 tokens exceed the capacity 3"),
     "no-free-page": (lambda: filled_cache().append(X.repeat(1, 16, 1, 1), X.repeat(1, 16, 1, 1)), "need 2 more pages.*0 of 2"),
-    "reserve-one-of-two": (lambda: filled_cache().reserve([4]), "1 lengths for 2"),
+    "reserve-one-of-two": (lambda: filled_cache().reserve([4]), "lengths=.4.: .*2 lengths"),
     "truncate-too-long": (lambda: filled_cache().truncate(0, 5), "length=5.* 0 to 4"),
     "rows-without-memory": (lambda: PagedKVCache(2, 2, 128).append(X, X, rows=torch.arange(4)), "rows"),
     "32-bit-rows": (lambda: filled_cache().append(X, X, rows=torch.arange(4).int()), "rows is torch.int32"),

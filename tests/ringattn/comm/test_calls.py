@@ -156,7 +156,7 @@ def test_a_difference_that_both_logs_have_forgotten_is_reported(ahead: int) -> N
 def test_a_mask_that_is_created_in_every_call_is_described_once() -> None:
     """The log compares documents by their values."""
     q, descriptions = torch.ones(1, 24, 2, 4), []
-    transport = SimpleNamespace(watchdog=SimpleNamespace(record_call=lambda key, describe: log.record(key, describe)))
+    transport = SimpleNamespace(size=2, watchdog=SimpleNamespace(record_call=lambda key, describe: log.record(key, describe)))
     log, layout = CallLog(), Layout.contiguous(24, 1)
     for lengths in ([10, 14], [10, 14], [10, 14], [14, 10]):
         spec = AttentionSpec.create(Mask.causal(documents=lengths), layout, scale=1.0)
