@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -110,10 +111,17 @@ def connect(
         if key not in _connections or _connections[key][0] is not group:
             if key in _connections:  # a group that has been destroyed had the same name
                 _connections[key][1].watchdog.stop()
+            # Another rank may make a call with an earlier connection of the group. The watchdogs of these connections then find
+            # the difference.
+            for known, other in list(_connections.values()):
+                if known is group:
+                    name = f"the first call with transport={transport!r} on {device.type}"
+                    other.watchdog.record_call((name,), lambda name=name: {"the call": name})
             _connections[key] = group, _handshake(group, device, transport, call() if call else {})
         return _connections[key][1]
 
 
+_numbers: Counter[str] = Counter()  # the number of handshakes of each group, by name
 _locks: dict[tuple, threading.Lock] = {}
 _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
@@ -145,6 +153,8 @@ class _Identity(NamedTuple):
     host: str
     gpu: str  # the UUID of the rank's GPU, or "none"
     flops: float  # the rank's speed of attention, FLOP/s
+    device: str  # type of the device
+    transport: str  # the transport that the rank requests
 
 
 def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, call: Call) -> Transport:
@@ -155,9 +165,19 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
-    store = _group_store(group, f"{device.type}/{transport}")
-    ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device))]
+    # All ranks must make the handshakes of a group in the same order. The keys of a handshake contain only its number, so that
+    # ranks with different transports or devices find the difference.
+    _numbers[group.group_name] += 1
+    store = _group_store(group, str(_numbers[group.group_name]))
+    ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
     _compare_calls(store, group, call)
+    choices = [f"transport={rank.transport!r} on {rank.device}" for rank in ranks]
+    for rank, choice in enumerate(choices):
+        if choice != choices[0]:
+            raise ValueError(
+                f"rank 0 of the group calls attention with {choices[0]} and rank {rank} with {choice}: all ranks must use the "
+                "same transport, on the same type of device"
+            )
     shares_gpus = _check_shared_gpus(ranks, group)
     # It is possible that only some of the ranks find NVLink unavailable. The ranks exchange their reasons, because all ranks
     # must choose the same transport.
@@ -195,13 +215,13 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
-def _identity(device: torch.device) -> _Identity:
+def _identity(device: torch.device, transport: str) -> _Identity:
     # The host name alone does not identify a machine, because several containers of one image may have the same host name.
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     name = f"{socket.gethostname()}-{boot_id.read_text().strip()}" if boot_id.exists() else socket.gethostname()
     host = os.environ.get(HOST_VARIABLE, name)
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "none"
-    return _Identity(host, gpu, attention_flops(device))
+    return _Identity(host, gpu, attention_flops(device), device.type, transport)
 
 
 def _compare_calls(store: dist.Store, group: dist.ProcessGroup, call: Call) -> None:

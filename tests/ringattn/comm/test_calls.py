@@ -35,11 +35,32 @@ def attend(batch: int = 1, heads: int = 4, key_heads: int = 4, dims: tuple[int, 
     return operation(q, k, v, layout=layout, mask=mask, **groups, **options).float().sum()
 
 
-def decode(cached: int = 12, heads: int = 4, **options) -> None:
+def decode(cached: int = 12, heads: int = 4, queries: int = 1, kind: str | None = None, **options) -> None:
+    """Call decode_attention. With `kind`, the tokens are stored by `prefill` in a layout of this kind."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     cache = KVCache(64, rank, ranks, block=options.pop("block", 1))
-    cache.append(*(torch.ones(1, cached, 2, 8) for _ in range(2)))
-    decode_attention(torch.ones(1, 1, heads, 8), cache, group=dist.group.WORLD, **options)
+    if kind is None:
+        cache.append(*torch.ones(2, 1, cached, 2, 8))
+    else:
+        cache.prefill(*torch.ones(2, 1, cached // ranks, 2, 8), Layout(kind, cached, ranks))
+    q = torch.ones(options.pop("batch", 1), queries, heads, 8, dtype=options.pop("dtype", torch.float32))
+    decode_attention(q, cache, group=dist.group.WORLD, **options)
+
+
+def bounds(**options) -> dict:
+    """Options of a decoding call with bounds."""
+    lo, hi = torch.tensor([[[0]], [[3]]], dtype=torch.int32)
+    return {"bounds": (lo, hi)} | options
+
+
+def attend_lse(**options) -> None:
+    """Call ulysses_attention and its backward pass, with a gradient of lse."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    layout = Layout.contiguous(SEQ_LEN, 1).split(ranks)
+    q = torch.ones(1, layout.rows(rank), 4, 8, requires_grad=True)
+    groups = {"ulysses_group": dist.group.WORLD}
+    out = ulysses_attention(q, q, q, layout=layout, mask=Mask.causal(), **groups, **options)
+    (sum(x.sum() for x in out) if isinstance(out, tuple) else out.sum()).backward()
 
 
 # For each kind of difference: the call of all ranks but one, the call of the last rank, and what the message must name.
@@ -67,6 +88,36 @@ DIFFERENCES: dict[str, tuple[Callable, Callable, str]] = {
     "decoding window": (decode, lambda: decode(window=3), "window"),
     "decoding length": (decode, lambda: decode(cached=13), "tokens in the cache = 12"),
     "decoding block": (decode, lambda: decode(block=3), "block"),
+    "first head": (lambda: attend(dropout_p=0.5), lambda: attend(dropout_p=0.5, first_head=4), "first_head = 0"),
+    "FP8": (attend, lambda: attend(precision="fp8"), "FP8"),
+    "route": (attend, lambda: attend(route="direct"), "route = auto"),
+    "relay": (attend, lambda: attend(route="relay"), "first call with transport='p2p'"),
+    "transport": (attend, lambda: attend(transport="p2p"), "first call with transport='p2p'"),
+    "sizes": (lambda: attend(schedule="kv"), lambda: attend(schedule="kv", batch=3), "batch size = 1"),
+    "many sizes": (lambda: (attend(), attend(batch=2)), lambda: (attend(batch=2), attend()), "batch size = 1"),
+    "operation": (attend, lambda: attend(ulysses=True), "the call = "),
+    "ring or decoding": (attend, decode, "the call = "),
+    "Ulysses or decoding": (lambda: attend(ulysses=True), decode, "the call = "),
+    "Ulysses lse": (attend_lse, lambda: attend_lse(return_lse=True), "return_lse = False"),
+    "Ulysses recomputation": (attend_lse, lambda: attend_lse(recompute_all_to_all=True), "recompute_all_to_all = False"),
+    "Ulysses key heads": (
+        lambda: attend(ulysses=True, key_heads=1),
+        lambda: attend(ulysses=True, key_heads=dist.get_world_size()),
+        "key heads = 1",
+    ),
+    "Ulysses heads": (lambda: attend(ulysses=True), lambda: attend(ulysses=True, heads=8), "heads = 4"),
+    "Ulysses dropout": (lambda: attend(ulysses=True), lambda: attend(ulysses=True, dropout_p=0.5), "dropout_p = 0.0"),
+    "decoding queries": (decode, lambda: decode(queries=2), "queries"),
+    "decoding heads": (decode, lambda: decode(heads=2), "queries"),
+    "decoding scale": (decode, lambda: decode(scale=0.1), "scale"),
+    "decoding sinks": (lambda: decode(window=4), lambda: decode(window=4, sinks=2), "sinks = None"),
+    "decoding bounds": (decode, lambda: decode(**bounds()), "sinks = None"),
+    "decoding bounds and sinks": (
+        lambda: decode(**bounds()),
+        lambda: decode(**bounds(sinks=torch.ones(1, dtype=torch.int32))),
+        "sinks = no tensor",
+    ),
+    "decoding layout": (lambda: decode(kind="zigzag"), lambda: decode(kind="contiguous"), "layout of prefill = zigzag"),
 }
 
 

@@ -16,6 +16,7 @@ from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import HOST_VARIABLE, TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
+from ringattn.comm.watchdog import NoWatchdog
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -57,12 +58,12 @@ def check_handshake() -> None:
 def check_nvlink_is_chosen() -> None:
     """Where nothing speaks against NVLink, "auto" chooses it, unless neighbours relay the blocks. "p2p" never chooses it."""
     connect._why_not_nvlink = lambda *_: ""
-    nvlink.NvlinkTransport = lambda group, device, interconnect, watchdog: interconnect.name
+    nvlink.NvlinkTransport = lambda group, device, joined, watchdog: SimpleNamespace(name=joined.name, watchdog=watchdog)
     name = dist.group.WORLD.group_name
-    # The call must not use the connection of NVLink, which is only a text here.
+    # The call must not use the connection of NVLink, which cannot send messages here.
     x, layout = torch.ones(1, 2, 1, 8), Layout.contiguous(4, 2)
     ring_attention(x, x, x, layout=layout, mask=Mask.full(), group=dist.group.WORLD, route="relay")
-    assert connect.connect(name, CPU) == "nvlink"
+    assert connect.connect(name, CPU).name == "nvlink"
     assert isinstance(connect.connect(name, CPU, "p2p"), P2PTransport)
     assert isinstance(connect.connect(name, CPU, relays=True), P2PTransport)
 
@@ -101,7 +102,7 @@ def test_reasons_against_nvlink(hosts: tuple, gpus: tuple, reason: str, monkeypa
     """Ranks must be on one host, each with its own GPU, and every rank must see all GPUs."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    ranks = [_Identity(host, gpu, 1.0) for host, gpu in zip(hosts, gpus, strict=True)]
+    ranks = [_Identity(host, gpu, 1.0, "cuda", "auto") for host, gpu in zip(hosts, gpus, strict=True)]
     assert reason in _why_not_nvlink(ranks, torch.device("cuda"))
 
 
@@ -112,7 +113,7 @@ def test_ranks_share_a_gpu_only_if_the_user_allows_it(value: str, monkeypatch: p
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid="x"))
     monkeypatch.setenv(SHARE_GPUS, value)
-    arguments = [_Identity("a", "x", 1.0)] * 2, torch.device("cuda")
+    arguments = [_Identity("a", "x", 1.0, "cuda", "auto")] * 2, torch.device("cuda")
     if value == "yes":
         with pytest.raises(ValueError, match=f"{SHARE_GPUS}=yes"):
             _why_not_nvlink(*arguments)
@@ -123,11 +124,12 @@ def test_ranks_share_a_gpu_only_if_the_user_allows_it(value: str, monkeypatch: p
 def check_shared_gpu() -> None:
     """Three ranks pretend that ranks 0 and 2 share a GPU. Rank 0 logs this once, and torch is told to allow it."""
     rank, messages = dist.get_rank(), []
-    connect._identity = lambda device: _Identity("host", "y" if dist.get_rank() == 1 else "x", 1.0)
+    connect._identity = lambda *choice: _Identity("host", "y" if dist.get_rank() == 1 else "x", 1.0, "cuda", choice[1])
     connect._why_not_nvlink = lambda *_: ""
     connect.log.warning = lambda message, *values: messages.append(message % values)
-    nvlink.NvlinkTransport = lambda *_: os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"]
-    assert connect.connect(dist.group.WORLD.group_name, CPU, "nvlink") == "1"
+    allowed = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+    nvlink.NvlinkTransport = lambda *_: SimpleNamespace(allowed=os.environ[allowed], watchdog=NoWatchdog())
+    assert connect.connect(dist.group.WORLD.group_name, CPU, "nvlink").allowed == "1"
     assert connect.connect(dist.group.WORLD.group_name, CPU, "p2p").interconnect.name == "gloo"
     assert messages == ["3 ranks share 2 GPUs: measured speeds are meaningless"] * (rank == 0)
     connect.backend_name = lambda *_: "nccl"
@@ -158,6 +160,7 @@ def call_ring(differs: str, group: dist.ProcessGroup) -> None:
         "seed": {"seed": 2},
     }.get(differs, {})
     shape = {"batch size": (1, 8, 4, 16), "heads": (2, 8, 2, 16)}.get(differs, (2, 8, 4, 16))
+    options["route"] = "direct" if differs == "route" else "relay"
     q = torch.ones(shape, dtype=torch.float64 if differs == "dtype" else torch.float32)
     k = q[:, :, :2] if differs == "key heads" else q
     ring_attention(q, k, k[..., :8] if differs == "value head dim" else k, group=group, **options)
@@ -167,6 +170,7 @@ def call_ulysses(differs: str, group: dist.ProcessGroup) -> None:
     """Call ulysses_attention without a ring."""
     q, documents = torch.ones(1, 8, 6, 16), [4, 20] if differs == "documents" else [20, 4]
     options = {"layout": Layout.zigzag(24, 1).split(3), "mask": Mask.causal(documents=documents)}
+    options |= {differs: True} if differs in ("return_lse", "recompute_all_to_all") else {}
     ulysses_attention(q, q, q[..., :8] if differs == "value head dim" else q, ulysses_group=group, **options)
 
 
@@ -178,10 +182,10 @@ def call_decode(differs: str, group: dist.ProcessGroup) -> None:
     decode_attention(q, cache, group=group, window=5 if differs == "window" else None)
 
 
-RING = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype"
+RING = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype", "route"
 FIRST_CALLS = {
     "ring": (RING, call_ring),
-    "ulysses": (("documents", "value head dim"), call_ulysses),
+    "ulysses": (("documents", "value head dim", "return_lse", "recompute_all_to_all"), call_ulysses),
     "decoding": (("window", "block", "queries"), call_decode),
 }
 
@@ -192,12 +196,27 @@ def test_first_calls_that_differ_raise_an_error(operation: str, tmp_path: Path) 
     run_ranks(check_first_calls, 3, tmp_path, *FIRST_CALLS[operation])
 
 
+def check_transports() -> None:
+    """Rank 1 requests another transport, in its argument or in the environment variable. Both handshakes name this."""
+    message = "rank 0 of the group calls attention with transport='auto' on cpu and rank 1 with transport='p2p' on cpu"
+    with pytest.raises(ValueError, match=message):
+        connect.connect(dist.new_group().group_name, CPU, "p2p" if dist.get_rank() else "auto")
+    os.environ[TRANSPORT_VARIABLE] = "p2p" if dist.get_rank() else "auto"
+    with pytest.raises(ValueError, match=message):
+        connect.connect(dist.new_group().group_name, CPU)
+
+
+def test_transports_that_differ_raise_an_error(tmp_path: Path) -> None:
+    """The ranks find this difference in the first handshake of the group."""
+    run_ranks(check_transports, 2, tmp_path)
+
+
 def test_a_host_has_a_name_and_a_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks with different names of their machine are on different hosts. The environment variable replaces this name."""
     names = []
     for name in ("a", "b"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
-        names.append(connect._identity(CPU).host)
+        names.append(connect._identity(CPU, "auto").host)
     assert names[0] != names[1] and names[0].startswith("a")
     monkeypatch.setenv(HOST_VARIABLE, "first")
-    assert connect._identity(CPU).host == "first"
+    assert connect._identity(CPU, "auto").host == "first"
