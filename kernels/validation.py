@@ -57,7 +57,7 @@ def as_integer(name: str, value: object, low: int = 0, high: int | None = 2**63 
     # torch.compile may pass a symbolic integer, which stays symbolic.
     if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
-            number = None if isinstance(value, bool) else index(value)
+            number = None if _is_bool(value) else index(value)
         except (TypeError, RuntimeError):
             number = None
     if number is None or number < low or (high is not None and number > high):
@@ -75,9 +75,14 @@ def as_number(name: str, value: object) -> float:
     if type(value) is float:
         return value
     try:
-        return float("" if isinstance(value, bool | str | bytes) else value)
+        return float("" if _is_bool(value) or isinstance(value, str | bytes) else value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{name}={shown(value)}: it must be a number") from None
+
+
+def _is_bool(value: object) -> bool:
+    """Whether the value is a boolean of Python, numpy or torch."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
 def check_flag(name: str, value: object) -> None:

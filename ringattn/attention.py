@@ -125,9 +125,10 @@ def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: 
     if not isinstance(like, tuple | list) or len(like) != 2:
         raise ValueError(f"like={shown(like)}: it must be a pair (mask, layout) of earlier calls")
     try:
-        device = torch.empty(0, device=device).device  # with an index, as the device of the tensors of the calls
-    except (TypeError, RuntimeError) as error:
-        raise ValueError(f"device={shown(device)}: it must be a device of this machine, such as q.device") from error
+        # The device of tensors has an index, and the device that the caller passes may have none.
+        device = torch.empty(0, device=torch.device(device)).device
+    except (TypeError, RuntimeError):
+        raise ValueError(f"device={shown(device)}: it must be a device of this machine, such as q.device") from None
     for each_mask, each_layout in ((mask, layout), like):
         check_mask(each_mask)
         check_layout(each_layout)

@@ -310,8 +310,8 @@ def decode_attention(
         ValueError: the group has a different number of ranks than the cache, the queries do not suit the cache, a setting is
             invalid, or the settings of the first call differ between the ranks.
     """
-    if not isinstance(q, Tensor):
-        raise ValueError(f"q is a {type(q).__name__}: it must be a tensor (batch, tokens, heads, head dim)")
+    if not isinstance(q, Tensor) or q.is_nested:
+        raise ValueError(f"q is a {type(q).__name__}: it must be a dense tensor (batch, tokens, heads, head dim)")
     if not isinstance(cache, Cache):
         raise ValueError(f"cache is a {type(cache).__name__}: it must be a ringattn.KVCache or PagedKVCache")
     window = as_window(window)

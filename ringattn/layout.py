@@ -278,8 +278,8 @@ class Layout:
 
 def _check_dim(x: Tensor, dim: int) -> None:
     """Raise ValueError unless `x` is a tensor that has a dimension `dim`."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x is a {type(x).__name__}: it must be a tensor")
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_nested:
+        raise ValueError(f"x is a {type(x).__name__}: it must be a dense tensor")
     if isinstance(dim, bool) or not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(f"dim={shown(dim)}: it must be an integer from {-x.dim()} to {x.dim() - 1}, the dimension of the rows")
 

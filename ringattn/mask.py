@@ -120,6 +120,7 @@ class Mask:
         """
         if self.documents is None:
             return
+        seq_len, batch = as_integer("seq_len", seq_len), None if batch is None else as_integer("batch", batch)
         for total in self.totals:
             if total != seq_len:
                 raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal")
@@ -203,9 +204,8 @@ def shared_intervals(mask: Mask, seq_len: int, num_queries: int) -> tuple[Tensor
 
 def _first_query(mask: Mask, seq_len: int, num_queries: int | None) -> int:
     """Return the position of the first of `num_queries` queries. With None, every position has a query."""
-    as_integer("seq_len", seq_len)
-    if num_queries is not None:
-        as_integer("num_queries", num_queries)
+    seq_len = as_integer("seq_len", seq_len)
+    num_queries = None if num_queries is None else as_integer("num_queries", num_queries)
     if mask.documents is not None and (num_queries or 0) > seq_len:
         raise ValueError(f"{num_queries} queries, but {seq_len} keys in documents: every query must belong to a document")
     return 0 if num_queries is None else seq_len - num_queries

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels import reference
+from ringattn.kernels.validation import FLOAT_DTYPES, as_integer, check_tensors, shown
 
 
 class PartialState(NamedTuple):
@@ -32,7 +33,12 @@ class PartialState(NamedTuple):
         Args:
             q: (B, N, H, D). Only the shape, dtype and device of q matter. The state is fp32, or fp64 for fp64 queries.
             value_dim: the head dim of o; None for D.
+
+        Raises:
+            ValueError: q or `value_dim` is invalid.
         """
+        check_tensors(q, q, q)
+        value_dim = None if value_dim is None else as_integer("value_dim", value_dim)
         return cls(*reference.empty_state(q, q.shape[-1] if value_dim is None else value_dim))
 
     def merge(self, other: "PartialState") -> "PartialState":
@@ -41,9 +47,22 @@ class PartialState(NamedTuple):
         The new maximum m_new is the maximum of both states. The sums l and o of each state are multiplied by exp(m - m_new),
         and are then added. Merging is associative and commutative up to rounding. The result never contains a NaN, even if both
         states are empty.
+
+        Raises:
+            ValueError: `other` is not a state of the same queries and values.
         """
+        is_state = isinstance(other, tuple) and len(other) == 3 and all(isinstance(x, Tensor) for x in other)
+        if not is_state or any(x.shape != y.shape for x, y in zip(self, other, strict=True)):
+            shapes = [tuple(x.shape) for x in self]
+            raise ValueError(f"other={shown(other)}: it must be a state (m, l, o) with the shapes {shapes} of this state")
         return PartialState(*reference.merge(self, other))
 
     def finalize(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, `out` is 0 and `lse` is -inf."""
+        """Return out = o / l in `dtype`, and lse = m + log l. For an empty state, `out` is 0 and `lse` is -inf.
+
+        Raises:
+            ValueError: `dtype` is not fp16, bf16, fp32 or fp64.
+        """
+        if dtype not in FLOAT_DTYPES:
+            raise ValueError(f"dtype={shown(dtype)}: it must be torch.float16, torch.bfloat16, torch.float32 or torch.float64")
         return reference.finalize(self, dtype)
