@@ -86,8 +86,8 @@ def connect(
         watchdog: the watchdog of the exchanges if `device` is None.
 
     Raises:
-        ValueError: the transport is unknown or unavailable, the settings of the first call differ between ranks, or two ranks
-            use the same GPU and the group uses NCCL.
+        ValueError: the group has been destroyed, the transport is unknown or unavailable, the settings of the first call differ
+            between ranks, or two ranks use the same GPU and the group uses NCCL.
         RingFault: a rank of the group did not make its first call within the timeout.
     """
     if not group_name:
@@ -96,7 +96,10 @@ def connect(
         if transport != "auto":
             raise ValueError(f"transport={transport!r}: a simulated ring has a transport of its own and requires 'auto'")
         return SIMULATED_RANKS[group_name]
-    group = _resolve_process_group(group_name)
+    try:
+        group = _resolve_process_group(group_name)
+    except (RuntimeError, LookupError):
+        raise ValueError(f"the process group {group_name!r} has been destroyed: create a new group") from None
     if device is None:
         return P2PTransport(group, watchdog=watchdog)
     if relays and transport == "auto":

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,6 +42,46 @@ def test_tensors_must_fit_together(case):
     with pytest.raises(ValueError, match=re.escape(message)):
         validation.check_tensors(*tensors)
     validation.check_tensors(Q, K, K)
+
+
+def test_tensors_must_be_dense():
+    for x in (None, [1.0], K.numpy(), K.to_sparse(), torch.nested.nested_tensor([K[0]])):
+        with pytest.raises(ValueError, match="q, k, v are .*: give"):
+            validation.check_tensors(Q, x, K)
+    validation.check_dense(torch.nn.Parameter(Q), K, K)
+
+
+@pytest.mark.parametrize("value", [np.int32(5), torch.tensor(5), 5])
+def test_integers_of_numpy_and_torch_become_integers(value):
+    assert type(validation.as_integer("n", value, 1, 5)) is int
+    assert validation.as_integer("n", 2**70, high=None) == 2**70
+
+
+BAD_INTEGERS = [True, np.bool_(True), torch.tensor(True), None, "3", 2.0, [3], torch.ones(2, dtype=torch.int64), 0, 6]
+
+
+@pytest.mark.parametrize("value", BAD_INTEGERS, ids=str)
+def test_other_values_are_no_integers(value):
+    with pytest.raises(ValueError, match="n=.*: it must be an integer from 1 to 5, of my hand"):
+        validation.as_integer("n", value, 1, 5, ", of my hand")
+
+
+def test_numbers_flags_and_names():
+    assert all(type(validation.as_number("x", x)) is float for x in (1, 0.5, np.float32(0.5), torch.tensor(0.5)))
+    for value in ("0.5", b"1", True, None, [0.5], 1j, torch.ones(2)):
+        with pytest.raises(ValueError, match="x=.*: it must be a number"):
+            validation.as_number("x", value)
+    for value in (0, 1, None, np.bool_(True), "yes"):
+        with pytest.raises(ValueError, match="x=.*: it must be True or False"):
+            validation.check_flag("x", value)
+    for value in ("c", None, ["a"], np.array(["a"])):
+        with pytest.raises(ValueError, match="unknown x .*: it must be one of a, b"):
+            validation.check_name("x", value, ("a", "b"))
+
+
+def test_an_error_message_has_one_line():
+    assert validation.shown(torch.ones(3, 3)) == "<Tensor>" and validation.shown([1] * 99) == "<list>"
+    assert validation.shown(7) == "7"
 
 
 def test_dtensors_must_be_converted_to_local_tensors():

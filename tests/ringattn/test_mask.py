@@ -3,6 +3,7 @@
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -95,7 +96,16 @@ def test_the_widest_window_equals_no_window(is_causal: bool) -> None:
 def test_documents_may_be_tensors(documents) -> None:
     """Tensors of lengths give the same mask as lists."""
     lists = [2, 3] if isinstance(documents, torch.Tensor) else [[2, 3], [5]]
-    assert Mask.causal(documents=documents) == Mask.causal(documents=lists)
+    assert Mask.causal(documents=documents) == Mask.causal(documents=lists) == Mask(True, None, lists)
+
+
+def test_a_mask_holds_integers_of_python() -> None:
+    """The ranks exchange the window as JSON, and operators receive it as an integer of 64 bits."""
+    for window in (np.int64(5), torch.tensor(5)):
+        assert type(Mask.causal(window).window) is int and Mask.causal(window) == Mask.causal(5)
+    assert Mask.causal(2**70) == Mask.causal(2**62)
+    with pytest.raises(ValueError, match="is_causal=1: it must be True or False"):
+        Mask(1)
 
 
 @pytest.mark.parametrize("window", (0, True, 2.5, (4, 0)), ids=str)
@@ -106,7 +116,15 @@ def test_an_invalid_window_raises_an_error(window: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "documents, message", (([3, 0], "length 0.*cu_seqlens"), ([2.7, 3.9], "2.7"), ("34", "34"), ([5, [3, 2]], "integer"))
+    "documents, message",
+    (
+        ([3, 0], "length 0.*cu_seqlens"),
+        ([2.7, 3.9], "2.7"),
+        ("34", "34"),
+        ([5, [3, 2]], "integer"),
+        (5, "integer"),
+        ([True, 3], "integer"),
+    ),
 )
 def test_invalid_documents_raise_an_error(documents: object, message: str) -> None:
     """Documents are lengths, not offsets."""

@@ -47,6 +47,8 @@ def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
     assert (call["batch size"], call["heads"], call["key heads"], call["dtype"]) == (2, 4, 2, "torch.float32")
     assert call["window"] is None and call["seed"] is None and "backend" not in call
     assert create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1).as_call("forward", Q, K, K)["seed"] == 7
+    other = create(Mask.causal(), Layout.zigzag(6, 1), dropout_p=0.1, first_head=4).as_call("forward", Q, K, K)
+    assert call["first_head"] is None and other["first_head"] == 4
     assert not call["FP8 forward"]
     assert create(Mask.causal(), Layout.zigzag(6, 1), precision="fp8").as_call("forward", Q, K, K)["FP8 forward"]
 
@@ -66,6 +68,8 @@ def test_resolve_scale() -> None:
     """The default is D ** -0.5. A learnable scale would silently get no gradient, so it raises an error."""
     assert resolve_scale(Q, None) == 8**-0.5
     assert resolve_scale(Q, torch.tensor(0.25)) == 0.25
+    with pytest.raises(ValueError, match="scale='0.5': it must be a number"):
+        resolve_scale(Q, "0.5")
     with pytest.raises(ValueError, match="scale=1.0"):
         resolve_scale(Q, torch.ones((), requires_grad=True))
 
@@ -112,6 +116,8 @@ INVALID = {
     "documents-of-another-length": ({"seq_len": 7, "mask": Mask.causal(documents=[6])}, "6 .* 7"),
     "documents-of-another-batch": ({"mask": Mask.causal(documents=[[6]] * 3)}, "3 batch"),
     "unknown-backend": ({"backend": "fast"}, "'fast'"),
+    "list-as-backend": ({"backend": ["auto"]}, "backend=.'auto'.: it must be one of auto"),
+    "boolean-as-seed": ({"seed": True}, "seed=True: it must be an integer"),
     "fp8-with-dropout": ({"precision": "fp8", "dropout_p": 0.1}, "'fp8' with dropout"),
     "fp8-without-kernel": ({"precision": "fp8", "backend": "hopper"}, "hopper.*'fp8' is unavailable.*do not run on cpu"),
     "unknown-precision": ({"precision": "fp4"}, "'fp4'.*ieee, tf32, fp8"),

@@ -177,16 +177,19 @@ def call_ulysses(differs: str, group: dist.ProcessGroup) -> None:
 def call_decode(differs: str, group: dist.ProcessGroup) -> None:
     """Call decode_attention. A difference in the cache counts as well."""
     cache = KVCache(24, dist.get_rank(), 3, block=2 if differs == "block" else 4)
-    cache.append(*torch.ones(2, 1, 20, 2, 16))
+    cache.prefill(*torch.ones(2, 1, 6, 2, 16), Layout("striped" if differs == "layout of prefill" else "zigzag", 18, 3))
     q = torch.ones(1, 2 if differs == "queries" else 1, 2, 16)
-    decode_attention(q, cache, group=group, window=5 if differs == "window" else None)
+    options = {"window": 5 if differs == "window" else None}
+    if differs == "sinks":
+        options = {"bounds": tuple(torch.tensor([[[0]], [[6]]], dtype=torch.int32)), "sinks": torch.ones(1, dtype=torch.int32)}
+    decode_attention(q, cache, group=group, **options)
 
 
 RING = "layout", "documents", "seed", "schedule", "batch size", "heads", "key heads", "value head dim", "dtype", "route"
 FIRST_CALLS = {
     "ring": (RING, call_ring),
     "ulysses": (("documents", "value head dim", "return_lse", "recompute_all_to_all"), call_ulysses),
-    "decoding": (("window", "block", "queries"), call_decode),
+    "decoding": (("window", "block", "queries", "sinks", "layout of prefill"), call_decode),
 }
 
 
@@ -194,6 +197,18 @@ FIRST_CALLS = {
 def test_first_calls_that_differ_raise_an_error(operation: str, tmp_path: Path) -> None:
     """Every rank raises the error, which names the argument and both values."""
     run_ranks(check_first_calls, 3, tmp_path, *FIRST_CALLS[operation])
+
+
+def check_destroyed_group() -> None:
+    group, q = dist.new_group(), torch.ones(1, 8, 1, 4)
+    dist.destroy_process_group(group)
+    with pytest.raises(ValueError, match="the process group '.*' has been destroyed"):
+        ring_attention(q, q, q, layout=Layout.zigzag(8, 1), mask=Mask.causal(), group=group)
+
+
+def test_a_destroyed_group_raises_an_error(tmp_path: Path) -> None:
+    """The error is one line of this project."""
+    run_ranks(check_destroyed_group, 1, tmp_path)
 
 
 def check_transports() -> None:
