@@ -646,7 +646,8 @@ def attempt(example: dict, directory: Path) -> None:
     (directory / str(rank)).write_text(json.dumps(outcome))
     if example["expected"] != "right" and (not example["is_first"] or outcome == "right"):
         time.sleep(20)  # the watchdog ends the process
-    dist.barrier()
+    if outcome == "right":
+        dist.barrier()  # the other rank may still receive messages over the group
     for known, transport in list(connect._connections.values()):
         if known is group:
             transport.watchdog.stop()

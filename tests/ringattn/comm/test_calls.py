@@ -190,6 +190,15 @@ def test_equal_logs_have_no_difference_and_the_first_difference_is_described() -
     assert text.startswith("call 6 ") and "scale = 1 on rank 0 and scale = 2 on rank 3" in text
 
 
+def test_a_difference_in_the_length_of_a_cache_is_described() -> None:
+    """The settings of the calls are equal, but one cache holds another number of tokens."""
+    logs = CallLog(), CallLog()
+    for log, cached in zip(logs, (12, 13), strict=True):
+        log.record(("a",), lambda: {"scale": 1}, cached)
+    text = describe_difference((0, 1), tuple(log.entries for log in logs))
+    assert "tokens in the cache = 12 on rank 0 and tokens in the cache = 13 on rank 1" in text
+
+
 @pytest.mark.parametrize("ahead", [0, 1000])
 def test_a_difference_that_both_logs_have_forgotten_is_reported(ahead: int) -> None:
     """The fingerprints contain all calls. With `ahead`, a rank is so far ahead that no newest call is known to both ranks."""
