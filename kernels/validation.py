@@ -256,13 +256,13 @@ def check_new_tokens(new: tuple[Tensor, Tensor], stored: tuple[Tensor, Tensor], 
         batch: the number of batch entries that the cache expects.
 
     Raises:
-        ValueError: the number of batch entries, the heads, a head dim or a dtype differs.
+        ValueError: the number of batch entries, the heads, a head dim, a dtype or a device differs.
     """
     for x, y in zip(new, stored, strict=True):
-        if (x.shape[0], *x.shape[2:], x.dtype) != (batch, *y.shape[2:], y.dtype):
+        if (x.shape[0], *x.shape[2:], x.dtype, x.device) != (batch, *y.shape[2:], y.dtype, y.device):
             raise ValueError(
-                f"new keys or values have shape {tuple(x.shape)} and dtype {x.dtype}, but the cache has {batch} batch entries, "
-                f"heads {tuple(y.shape[2:])} and {y.dtype}: batch, heads, head dim and dtype must be the same"
+                f"new keys or values have shape {tuple(x.shape)} and dtype {x.dtype} on {x.device}, but the cache has {batch} "
+                f"batch entries, heads {tuple(y.shape[2:])} and {y.dtype} on {y.device}: all must be the same"
             )
 
 

@@ -631,7 +631,7 @@ def attempt(example: dict, directory: Path) -> None:
     operation, options = example["operation"], example["options"]
     if not example["is_first"]:
         call_on_rank(operation, options, group)
-        dist.barrier()
+    dist.barrier()  # the group is connected, and the first call has ended
     if rank == 1:
         other = dict(example["other"])
         operation = other.pop("operation", operation)

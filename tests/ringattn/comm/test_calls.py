@@ -148,8 +148,10 @@ def check_difference(kind: str, ranks: int, directory: Path, interval: float) ->
     processes = start_ranks(make_different_calls, ranks, directory, kind, directory, interval).processes
     for process in processes:
         process.join(30)
-    end = time.time()
-    assert all(process.exitcode for process in processes)
+    end, statuses = time.time(), [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert all(statuses)
     texts = [(directory / f"stderr_of_rank_{rank}").read_text() for rank in range(ranks)]
     named = [text for text in texts if "the ranks make different calls: " in text]
     assert named and all(DIFFERENCES[kind][2] in text and f"on rank {ranks - 1}" in text for text in named), texts
