@@ -26,7 +26,7 @@ class CallLog:
         self._recent: deque[Entry] = deque(maxlen=WINDOW)
         self._milestones: deque[Entry] = deque(maxlen=MILESTONES)
         self._count = self._fingerprint = 0
-        self._settings: dict[tuple, str] = {}
+        self._settings: dict[tuple, tuple[str, int]] = {}  # the settings as JSON, and their checksum, by key
 
     def record(self, key: tuple, describe: Callable[[], Call], cached: int = 0) -> None:
         """Append a call to the log.
@@ -37,13 +37,15 @@ class CallLog:
             describe: a function that returns the settings. The log calls this function if the key is new.
             cached: the number of tokens in a KV cache, which differs from call to call.
         """
-        text = self._settings.get(key)
-        if text is None:
+        settings = self._settings.get(key)
+        if settings is None:
             if len(self._settings) >= MAX_SETTINGS:
                 del self._settings[next(iter(self._settings))]
-            text = self._settings[key] = json.dumps(describe())
+            text = json.dumps(describe())
+            settings = self._settings[key] = text, zlib.crc32(text.encode())
+        text, checksum = settings
         self._count += 1
-        self._fingerprint = zlib.crc32(f"{text}{cached}".encode(), self._fingerprint)
+        self._fingerprint = zlib.crc32(b"%d %d" % (checksum, cached), self._fingerprint)
         entry = self._count, self._fingerprint, text, cached
         self._recent.append(entry)
         if self._count % WINDOW == 0:
