@@ -130,6 +130,7 @@ class Layout:
         Raises:
             ValueError: the layout has no such rank.
         """
+        self._check_rank(rank)
         return self._positions(rank).clone()
 
     @cached(maxsize=256)

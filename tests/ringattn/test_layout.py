@@ -120,6 +120,7 @@ INVALID = {
     "split-method-in-zero": (lambda: Layout.zigzag(8, 2).split(0), "parts=0: .*at least 1"),
     "split-twice": (lambda: Layout.zigzag(8, 2).split(2).split(2), "split"),
     "empty-sequence": (lambda: Layout.zigzag(0, 2), "seq_len ?= ?0"),
+    "positions-of-a-list": (lambda: Layout.zigzag(8, 2).positions([0]), r"rank=\[0\]: "),
     "positions-of-another-rank": (lambda: Layout.zigzag(8, 2).positions(2), "rank=2: .*from 0 to 1"),
     "rows-of-another-rank": (lambda: Layout.zigzag(8, 2).rows(2), "rank=2: .*from 0 to 1"),
     # 8.0 == 8 has the same hash, so a cache could return the results of one for the other.
