@@ -5,12 +5,14 @@ and the settings of its call. Then all ranks read the same information, so all r
 the ranks differ, every rank raises an error. Without the handshake, the ranks could hang or return wrong results.
 """
 
+import hashlib
 import json
 import logging
 import os
 import socket
 import threading
-from collections import Counter
+import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _world
 
 from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
 from ringattn.comm.calls import Call, shorten
@@ -36,6 +38,7 @@ TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable th
 # Name of the environment variable that replaces the name of this host. Tests on one machine set it to different values, so that
 # ranks behave as if they were on different hosts.
 HOST_VARIABLE = "RINGATTN_HOST"
+_POLL = 0.005  # seconds between two reads of the store in a handshake
 log = logging.getLogger(__name__)
 
 
@@ -124,7 +127,6 @@ def connect(
         return _connections[key][1]
 
 
-_numbers: Counter[str] = Counter()  # the number of handshakes of each group, by name
 _locks: dict[tuple, threading.Lock] = {}
 _connections: dict[tuple, tuple[dist.ProcessGroup, Transport]] = {}
 
@@ -168,10 +170,9 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
-    # All ranks must make the handshakes of a group in the same order. The keys of a handshake contain only its number, so that
-    # ranks with different transports or devices find the difference.
-    _numbers[group.group_name] += 1
-    store = _group_store(group, str(_numbers[group.group_name]))
+    # The keys of a handshake do not contain the transport, so that ranks with different transports find the difference.
+    store = _group_store(group, "handshake")
+    store = dist.PrefixStore(_name_handshake(store, group), store)
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
     _compare_calls(store, group, call)
     choices = [f"transport={rank.transport!r} on {rank.device}" for rank in ranks]
@@ -196,7 +197,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     # the same schedule.
     joined = interconnect(name, one_host, min(rank.flops for rank in ranks))
     log.info("group of %d ranks over %s (%s)", group.size(), name, why)
-    watchdog = Watchdog(store, group.rank(), group.size(), device)
+    watchdog = Watchdog(store, group.rank(), group.size(), device, lambda: group in _world.pg_map)
     if name == "nvlink":
         from ringattn.comm.nvlink import NvlinkTransport  # requires a torch build with symmetric memory
 
@@ -216,6 +217,37 @@ def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     # store.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
+
+
+def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
+    """Return a name that is the same on all ranks of this handshake and differs from the names of all other handshakes.
+
+    The store may contain keys of earlier handshakes: of a first call that has raised an error, or of a destroyed group. Every
+    rank therefore publishes a random number, and the list of the numbers of all ranks. The ranks whose lists are equal are in
+    the same handshake.
+
+    Raises:
+        RingFault: a rank took no part within the timeout.
+    """
+    numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
+    own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()
+    store.set(numbers[group.rank()], own)
+    while True:
+        seen = [store.get(key).decode() if store.check([key]) else "" for key in numbers]
+        store.set(lists[group.rank()], text := json.dumps(seen))
+        others = [store.get(key).decode() if store.check([key]) else "" for key in lists]
+        if set(others) == {text}:
+            return hashlib.sha256(text.encode()).hexdigest()
+        if time.monotonic() > end:
+            raise _no_call([rank for rank, other in enumerate(others) if own not in other], group)
+        time.sleep(_POLL)
+
+
+def _no_call(missing: list[int], group: dist.ProcessGroup) -> RingFault:
+    return RingFault(
+        f"ringattn: rank {', '.join(map(str, missing))} made no call within {timeout_seconds():.0f} s after the first call of "
+        f"rank {group.rank()}: all ranks of a ring must make the same calls"
+    )
 
 
 def _identity(device: torch.device, transport: str) -> _Identity:
@@ -277,13 +309,10 @@ def _all_gather(store: dist.Store, group: dist.ProcessGroup, key: str, value: ob
     try:
         store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError as error:  # the class of the error depends on the kind of store
-        missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not store.check([key]))
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
         if not missing:
             raise
-        raise RingFault(
-            f"ringattn: rank {missing} made no call within {timeout:.0f} s after the first call of rank {group.rank()}: all "
-            "ranks of a ring must make the same calls"
-        ) from error
+        raise _no_call(missing, group) from error
     return [json.loads(store.get(key)) for key in keys]
 
 

@@ -101,11 +101,18 @@ class _Heartbeat(NamedTuple):
 class Watchdog:
     """The watchdog thread of one rank, and the hops that it watches.
 
-    The thread runs until the process ends or `stop` is called.
+    The thread runs until the process ends, `stop` is called or `group_exists` returns False.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        group_exists: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.store, self.rank, self.size, self.group_exists = store, rank, size, group_exists
         timeout_seconds()  # this call raises an error for an invalid timeout before the ring is used
         self.in_flight: deque[Hop] = deque()
         self.issued = 0
@@ -177,11 +184,15 @@ class Watchdog:
         Without this wait, Python might exit while the thread is inside a call of the store, which would abort the process.
         """
         self._stopped.set()
-        self._thread.join(GRACE)
+        if self._thread is not threading.current_thread():
+            self._thread.join(GRACE)
         atexit.unregister(self.stop)
 
     def _watch(self) -> None:
         while not self._stopped.wait(HEARTBEAT_INTERVAL):
+            if not self.group_exists():  # the verdict about a destroyed group must not end the process
+                self.stop()
+                return
             with self._lock:
                 hop = self._overdue_hop()
             # The store ends together with the rank that hosts the store. Calls of the store then raise various exceptions. The
@@ -196,7 +207,8 @@ class Watchdog:
                     verdict = self.store.get("verdict").decode()
                     # The main thread gets some time to raise its own exception. If calls differ, no call raises one.
                     time.sleep(0 if verdict.startswith(DIFFERENCE) else GRACE)
-                    self._exit(verdict)
+                    if self.group_exists():
+                        self._exit(verdict)
             if hop is not None:
                 self._exit(self._diagnose(hop))
 

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn import KVCache, Layout, Mask, decode_attention, ring_attention, simulate, ulysses_attention
-from ringattn.comm import connect, nvlink
+from ringattn import KVCache, Layout, Mask, decode_attention, flash_attention, ring_attention, simulate, ulysses_attention
+from ringattn.comm import connect, nvlink, watchdog
 from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import HOST_VARIABLE, TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
-from ringattn.comm.watchdog import NoWatchdog
+from ringattn.comm.watchdog import NoWatchdog, RingFault
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -235,3 +236,85 @@ def test_a_host_has_a_name_and_a_boot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names[0] != names[1] and names[0].startswith("a")
     monkeypatch.setenv(HOST_VARIABLE, "first")
     assert connect._identity(CPU, "auto").host == "first"
+
+
+def call_small_ring(window: int = 9) -> None:
+    """Call ring_attention on the default group, and compare the output with one rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    layout, mask = Layout.zigzag(12 * ranks, ranks), Mask.causal(window=window)
+    q, k, v = torch.randn(3, 1, 12 * ranks, 2, 8, generator=torch.Generator().manual_seed(ranks)).unbind()
+    out = ring_attention(*(layout.shard(x, rank) for x in (q, k, v)), layout=layout, mask=mask, group=dist.group.WORLD)
+    expected = layout.shard(flash_attention(q, k, v, mask=mask), rank)
+    assert (out - expected).abs().max() < 1e-5
+
+
+def correct_the_first_call() -> None:
+    """The windows of the first calls differ, and those of the second calls are equal."""
+    with pytest.raises(ValueError, match="window = 9 and rank 1 with 5"):
+        call_small_ring(window=5 if dist.get_rank() else 9)
+    if dist.get_rank():
+        time.sleep(0.2)  # rank 0 must not read what rank 1 has published in the first call
+    call_small_ring()
+
+
+def init_again(store: dist.Store, rank: int, ranks: int, name: str) -> None:
+    """Destroy the process group, and create another one. All handshakes use the same store.
+
+    Torch's own keys are separated by `name`, because gloo might connect to the addresses of a destroyed group.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore(name, store), rank=rank, world_size=ranks)
+    connect._get_process_group_store = lambda group: store
+
+
+def create_the_group_again(directory: Path) -> None:
+    """Destroy the process group, and create another one over the same store. Its first call is another one than before."""
+    rank, store = dist.get_rank(), dist.FileStore(str(directory / "second_store"), 2)
+    for window in (9, 5):
+        init_again(store, rank, 2, str(window))
+        if rank:
+            time.sleep(0.2)
+        call_small_ring(window)
+
+
+def go_on_without_a_dead_rank(directory: Path) -> None:
+    """Rank 2 dies, and the other ranks create a smaller group over the same store. Their old watchdogs must not end them."""
+    watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.05, 0.5, 0.5
+    rank, store = dist.get_rank(), dist.FileStore(str(directory / "second_store"), 3)
+    init_again(store, rank, 3, "first")
+    call_small_ring()
+    if rank == 2:
+        os._exit(0)
+    with pytest.raises(RingFault, match="rank 2 gives no sign of life"):
+        call_small_ring()
+    dist.destroy_process_group()
+    time.sleep(2 * watchdog.GRACE)
+    init_again(store, rank, 2, "second")
+    call_small_ring()
+    time.sleep(2 * watchdog.GRACE)
+    call_small_ring()
+
+
+@pytest.mark.parametrize(
+    "function, ranks", ((correct_the_first_call, 2), (create_the_group_again, 2), (go_on_without_a_dead_rank, 3))
+)
+def test_every_handshake_has_keys_of_its_own(function: Callable, ranks: int, tmp_path: Path) -> None:
+    """A handshake never reads what an earlier handshake has left in the store."""
+    run_ranks(function, ranks, tmp_path / "ranks", *[tmp_path] * (function is not correct_the_first_call))
+
+
+def retry_after_a_timeout() -> None:
+    """Rank 0 makes its first call alone, which raises an error after the timeout. Then both ranks make a call."""
+    os.environ[watchdog.TIMEOUT] = "0.5"
+    if dist.get_rank() == 0:
+        with pytest.raises(RingFault, match="rank 1 made no call within 0 s after the first call of rank 0"):
+            call_small_ring()
+    dist.barrier()
+    os.environ[watchdog.TIMEOUT] = "60"
+    call_small_ring()
+
+
+def test_a_handshake_may_be_repeated_after_a_timeout(tmp_path: Path) -> None:
+    """The ranks have then begun different numbers of handshakes."""
+    run_ranks(retry_after_a_timeout, 2, tmp_path)
