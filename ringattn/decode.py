@@ -15,7 +15,7 @@ from torch import Tensor
 from ringattn.comm import connect
 from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
-from ringattn.comm.transport import Transport, complete_hop, report_faults
+from ringattn.comm.transport import Transport, complete_hop, in_call, report_faults
 from ringattn.kernels import dispatch
 from ringattn.kernels.caching import cached_on_device, is_capturing
 from ringattn.kernels.reference import State
@@ -350,11 +350,12 @@ def decode_attention(
     describe = partial(_as_call, q, cache, window, sinks, scale)
     transport = connect.connect(group.group_name, q.device, call=describe)
     key = q.shape, k.shape[2:], v.shape, q.dtype, window, sinks, scale, cache.block, cache.layout
-    transport.watchdog.record_call(key, describe, cached=cache.length)
-    # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
-    if not len(q):
-        return q.new_zeros(*q.shape[:3], v.shape[3])
-    return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, group, transport)
+    with in_call(transport):
+        transport.watchdog.record_call(key, describe, cached=cache.length)
+        # An empty batch needs no messages. All ranks pass the same q, so all ranks return here.
+        if not len(q):
+            return q.new_zeros(*q.shape[:3], v.shape[3])
+        return _merge_ranks(cache._decode(q, lo, hi, row_sinks), q.dtype, transport)
 
 
 def _as_call(q: Tensor, cache: KVCache, window: int | None, sinks: int | str | None, scale: float) -> Call:
@@ -465,17 +466,17 @@ def _upload(
     return lo, hi, None if sinks is None else numbers[2, :1]
 
 
-def _merge_ranks(state: State, dtype: torch.dtype, group: Group, transport: Transport) -> Tensor:
+def _merge_ranks(state: State, dtype: torch.dtype, transport: Transport) -> Tensor:
     """Merge the states of all ranks, and return the output (B, N, Hq, Dv) in `dtype` on every rank.
 
-    One all-gather sends the state of every rank to all other ranks. The watchdog of `transport` watches this all-gather. All
-    ranks then merge the states in the order of the ranks, so all ranks compute the same bits.
+    One all-gather sends the state of every rank to all other ranks. All ranks then merge the states in the order of the ranks,
+    so all ranks compute the same bits.
     """
     m, l, o = state
     # With few queries, the time of the exchange depends mainly on the number of messages. Therefore m, l and o are one message.
     own = torch.cat((o.flatten(), m.flatten(), l.flatten()))
     hop = transport.watchdog.start("decoding", 0, 1, ())
-    gather = partial(connect.messages_of(transport, group.group_name).all_gather, own)
+    gather = partial(transport.messages.all_gather, own)
     gathered, wait = report_faults(gather, transport, hop)
     complete_hop(wait, transport, hop)
     return dispatch.merge_packed(gathered, o.shape, dtype)

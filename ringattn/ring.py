@@ -46,7 +46,7 @@ import torch
 from torch import Tensor
 
 from ringattn.comm import connect
-from ringattn.comm.transport import Tensors, Transport, complete_hop, report_faults, take_rows
+from ringattn.comm.transport import Tensors, Transport, complete_hop, in_call, report_faults, take_rows
 from ringattn.custom_op import keep_for_graph
 from ringattn.kernels import dispatch
 from ringattn.kernels.dropout import Dropout
@@ -186,14 +186,16 @@ def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
 
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Tensor | None) -> Tensors:
-        q, k, v, *_ = inputs
-        ring.spec.record_call(ring.transport, run.__name__, q, k, v)
-        count = ring.plan.head_chunks_for_memory(q, k, v)
-        if count == 1:
-            return run(ring, *inputs)
+        with in_call(ring.transport):
+            q, k, v, *_ = inputs
+            ring.spec.record_call(ring.transport, run.__name__, q, k, v)
+            count = ring.plan.head_chunks_for_memory(q, k, v)
+            return run(ring, *inputs) if count == 1 else run_each_chunk(ring, count, *inputs)
+
+    def run_each_chunk(ring: "Ring", count: int, q: Tensor, *others: Tensor | None) -> Tensors:
         results: Tensors = ()
         for i in range(count):
-            chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in inputs)
+            chunk_inputs = (x if x is None else head_chunk(x, count, i).contiguous() for x in (q, *others))
             chunk = run(ring.of_heads(i * (q.shape[2] // count)), *chunk_inputs)
             # The results of the first chunk determine the dtypes and the last dimensions. Therefore the tensors for all heads
             # are allocated only after the first chunk.

@@ -25,7 +25,7 @@ from ringattn.comm import connect
 from ringattn.comm.all_to_all import Exchange, HeadSlice, TokenSlice
 from ringattn.comm.calls import Call
 from ringattn.comm.connect import Group, rank_and_size
-from ringattn.comm.transport import Tensors, Transport
+from ringattn.comm.transport import Tensors, Transport, in_call
 from ringattn.kernels.reference import state_dtype
 from ringattn.kernels.validation import as_integer, as_number, check_dense, check_flag
 from ringattn.layout import Layout
@@ -229,7 +229,14 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
     ring = Ring.of(spec.attention, q.device, partial(spec.attention.as_call, *arguments))
     call = partial(spec.attention.as_call, *arguments, **spec.settings)
     transport = connect.connect(spec.ulysses_group, q.device, spec.attention.transport, call)
-    spec.attention.record_call(transport, *arguments, **spec.settings)
+    with in_call(ring.transport, transport):
+        spec.attention.record_call(transport, *arguments, **spec.settings)
+        return _forward_in_chunks(q, k, v, spec, ring, transport)
+
+
+def _forward_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec, ring: Ring, transport: Transport
+) -> custom_op.Results:
     heads = _HeadChunks(spec.tokens, transport, spec.chunks)
     # The exchanges of both directions are created before the first send. The outputs of a chunk return while later chunks still
     # arrive, so messages of both directions are in flight at the same time.
@@ -252,15 +259,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: UlyssesSpec) -> custom_op.Re
 
 
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: UlyssesSpec) -> Tensors:
+    ring = Ring.of(spec.attention, dout.device)
+    transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
+    with in_call(ring.transport, transport):
+        spec.attention.record_call(transport, "backward of ulysses_attention", dout, dout, dout, **spec.settings)
+        return _backward_in_chunks(saved, dout, dlse, spec, ring, transport)
+
+
+def _backward_in_chunks(
+    saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: UlyssesSpec, ring: Ring, transport: Transport
+) -> Tensors:
     inputs: Tensors = ()
     if spec.recompute_all_to_all:
         inputs, saved = tuple(saved[:3]), saved[3:]
     # For each chunk, `saved` contains (out, lse) if the all-to-all is recomputed, and (q, k, v, out, lse) otherwise.
     per_chunk = 2 if spec.recompute_all_to_all else 5
     chunks = [saved[i : i + per_chunk] for i in range(0, len(saved), per_chunk)]
-    ring = Ring.of(spec.attention, dout.device)
-    transport = connect.connect(spec.ulysses_group, dout.device, spec.attention.transport)
-    spec.attention.record_call(transport, "backward of ulysses_attention", dout, dout, dout, **spec.settings)
     dlses: list[Tensor | None] = [None] * spec.chunks
     if spec.with_lse:
         # If lse has a gradient on only some of the ranks, the other ranks must still take part in the all-to-all of dlse.
@@ -298,7 +312,7 @@ def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tens
 
     The slices of lse have only a few bytes, so this all-to-all uses point-to-point messages.
     """
-    heads = _HeadChunks(spec.tokens, connect.messages_of(transport, spec.ulysses_group), 1)
+    heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)
     return exchange.wait()[0]
@@ -306,7 +320,7 @@ def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tens
 
 def _lse_to_heads(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
     """Send lse (B, N, Hq) in an all-to-all, and return (B, sum of tokens, Hq / U): the inverse of `_lse_to_tokens`."""
-    heads = _HeadChunks(spec.tokens, connect.messages_of(transport, spec.ulysses_group), 1)
+    heads = _HeadChunks(spec.tokens, transport.messages, 1)
     ((gathered,),) = heads.receive(heads.to_heads(lse), lse)
     return gathered
 

@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
 from ringattn.comm.calls import Call, shorten
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport, backend_name
+from ringattn.comm.recovery import Recovery
 from ringattn.comm.shared_gpus import SHARE_GPUS, allow_shared_memory, sharing_is_allowed
 from ringattn.comm.simulated import SIMULATED_RANKS, SimulatedRank
 from ringattn.comm.transport import MessageTransport, Transport
@@ -62,21 +63,19 @@ def rank_and_size(group: Group | None) -> tuple[int, int]:
 
 def connect(
     group_name: str,
-    device: torch.device | None = None,
+    device: torch.device,
     transport: str = "auto",
     call: Callable[[], Call] | None = None,
     relays: bool = False,
-    watchdog: Watchdog | None = None,
 ) -> Transport:
     """Return the transport of the process group with the given name. The name "" stands for a ring of one rank.
 
     The first call for a group, device and transport performs a handshake, in which all ranks of the group must take part. Later
-    calls return the same transport. If `device` is None, there is no handshake, and the returned transport exchanges messages
-    over the process group.
+    calls return the same transport.
 
     Args:
         group_name: `ProcessGroup.group_name`. Operators receive the name of a group, because a compiler cannot trace a group.
-        device: the device of the tensors, or None.
+        device: the device of the tensors.
         transport: "nvlink", "p2p" or "auto". With "nvlink", copy engines write into the memory of the other GPUs. With "p2p",
             the process group sends and receives messages. With "auto", the environment variable RINGATTN_TRANSPORT chooses the
             transport. If the variable is not set, NVLink is chosen if all ranks are GPUs of one host that can access each
@@ -86,7 +85,6 @@ def connect(
             only once, in the handshake.
         relays: whether neighbours relay the blocks of the ring. If they do, "auto" means "p2p", because NVLink copies do not
             relay blocks.
-        watchdog: the watchdog of the exchanges if `device` is None.
 
     Raises:
         ValueError: the group has been destroyed, the transport is unknown or unavailable, the settings of the first call differ
@@ -103,8 +101,6 @@ def connect(
         group = _resolve_process_group(group_name)
     except (RuntimeError, LookupError):
         raise ValueError(f"the process group {group_name!r} has been destroyed: create a new group") from None
-    if device is None:
-        return P2PTransport(group, watchdog=watchdog)
     if relays and transport == "auto":
         transport = "p2p"
     key = group_name, device, transport
@@ -145,11 +141,6 @@ def open_all_to_all(transport: Transport) -> AllToAll:
     from ringattn.comm.nvlink_all_to_all import NvlinkAllToAll  # requires a torch build with symmetric memory
 
     return NvlinkAllToAll(transport)
-
-
-def messages_of(transport: Transport, group_name: str) -> MessageTransport:
-    """Return the transport itself if it exchanges messages, or a transport that exchanges messages between the same ranks."""
-    return transport if isinstance(transport, MessageTransport) else connect(group_name, watchdog=transport.watchdog)
 
 
 class _Identity(NamedTuple):
@@ -203,10 +194,12 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
         if shares_gpus:
             allow_shared_memory()
-        return NvlinkTransport(group, device, joined, watchdog)
-    connection = P2PTransport(group, joined, watchdog)
-    if device.type == "cuda":
-        connection.warm_up(device)
+        connection = NvlinkTransport(group, device, store, joined, watchdog)
+    else:
+        connection = P2PTransport(group, device, store, joined, watchdog)
+        if device.type == "cuda":
+            connection.warm_up(device)
+    connection.recovery = Recovery(store, connection)
     return connection
 
 

@@ -26,6 +26,7 @@ step t or in an earlier step. Therefore no deadlock is possible even if a GPU ru
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from ringattn.comm import cuda_driver
-from ringattn.comm.transport import Templates, Tensors, WaitForBlocks
+from ringattn.comm.p2p import P2PTransport
+from ringattn.comm.transport import Templates, Tensors, Transport, WaitForBlocks
 from ringattn.comm.watchdog import Watchdog
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.schedule import Message, Schedule
@@ -60,6 +62,7 @@ MAX_KEPT_RESULT_BYTES = 1 << 30
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # maximum sends of one call with an all-to-all: each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # the cache is limited, because packed documents create a new schedule in every training step
+_POLL = 0.001  # seconds between two looks at events after an exception
 ALIGNMENT = 256  # bytes; the start of every tensor in a receive buffer is a multiple of this number
 
 
@@ -176,17 +179,24 @@ class Slots:
         return list(accumulate(sizes, initial=0))
 
 
-class NvlinkTransport:
+class NvlinkTransport(Transport):
     """The transport of a ring of GPUs that can write into each other's memory. All GPUs must be in one host.
 
-    This transport runs direct schedules. The constructor waits for all ranks of the group.
+    This transport runs direct schedules. The constructor waits for all ranks of the group. The arguments are as for
+    `ringattn.comm.p2p.P2PTransport`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, joined: Interconnect, watchdog: Watchdog) -> None:
+    waits_on_gpu = True
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, store: dist.Store, joined: Interconnect, watchdog: Watchdog
+    ) -> None:
         self.group, self.device, self.interconnect, self.watchdog = group, device, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
+        self.messages = P2PTransport(group, device, store, joined, watchdog)
         # Blocks and results use separate streams, so that the copy of a block need not wait until a result has been computed.
         self.streams = {kind: torch.cuda.Stream(device, priority=-1) for kind in KINDS}
+        self._flag_stream = torch.cuda.Stream(device)
         self._allocate()
 
     def _allocate(self) -> None:
@@ -196,6 +206,10 @@ class NvlinkTransport:
         self.all_to_all_buffer = ReceiveBuffer(self, "the all-to-all")
         # This event is recorded when all tensors of the next sends of a pass have been computed.
         self.computed = torch.cuda.Event()
+        # This event is recorded at the beginning of the first pass or all-to-all of the call with the number `_started_call`.
+        self.started, self._started_call = torch.cuda.Event(), -1
+        # Tensors into which an unfinished all-to-all still writes. After an exception, they must not be freed.
+        self.filled: list[Tensors] = []
         self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
         # The flags are a table with one column per writer. The first rows are for ring passes. Then there is one row for each
         # send of an all-to-all. The last row contains the ready flags of the all-to-all.
@@ -204,7 +218,51 @@ class NvlinkTransport:
         # An all-to-all waits for the ready flags that the previous call has set. There is no call before the first all-to-all,
         # so the ready flags are set here.
         self._flags[-self.size :] = 1
+        self._initial_flags, self._all_set = self._flags.clone(), torch.ones_like(self._flags)
         self.synchronise()
+
+    def start_event(self) -> torch.cuda.Event:
+        """Return the event to record at the beginning of a pass or of an all-to-all."""
+        if self._started_call == self.recovery.call:
+            return self.computed
+        self._started_call = self.recovery.call
+        return self.started
+
+    def mark(self) -> tuple:
+        """See `Transport.mark`."""
+        events = []
+        for stream in (torch.cuda.current_stream(self.device), *self.streams.values()):
+            events.append(torch.cuda.Event())
+            events[-1].record(stream)
+        return tuple(events)
+
+    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+        """See `Transport.release`."""
+        # If the streams of one rank wait for flags that another rank has not set before its exception, this rank sets these
+        # flags itself. The streams then compute and send garbage, which nobody uses. The garbage must not overwrite messages of
+        # earlier calls. Therefore all ranks wait first until the main stream of every rank has come to the call, or has
+        # nothing to do.
+        main, began_call = events[0], self._started_call == self.recovery.call
+        while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
+            time.sleep(_POLL)
+        meet()
+        while not all(event.query() for event in events) and not self.watchdog.is_stopped():
+            self._write_flags(self._all_set)
+            time.sleep(_POLL)
+
+    def reset(self, generation: int) -> None:
+        """See `Transport.reset`."""
+        self.messages.reset(generation)
+        self._write_flags(self._initial_flags)
+        self.filled.clear()
+
+    @torch.inference_mode()  # the flags may be inference tensors
+    def _write_flags(self, values: Tensor) -> None:
+        """Write all flags of this rank from the host."""
+        # The other streams may wait for flags. A copy needs no kernel, whose code might have to be loaded first.
+        with torch.cuda.stream(self._flag_stream):
+            self._flags.copy_(values)
+        self._flag_stream.synchronize()
 
     def share(self, dtype: torch.dtype, count: int) -> tuple[Tensor, list[int]]:
         """Allocate a tensor of zeros that all ranks map. This method waits for all ranks.
@@ -312,8 +370,9 @@ class _NvlinkPass:
         self.main = torch.cuda.current_stream(transport.device)
         # Earlier work of the main stream computes the blocks. The side stream must wait for this work before it copies the
         # blocks.
-        transport.computed.record(self.main)
-        transport.streams["block"].wait_event(transport.computed)
+        begun = transport.start_event()
+        begun.record(self.main)
+        transport.streams["block"].wait_event(begun)
         # One pair (event, result) for each result in flight. The memory of the result may be reused after the event.
         self.sending: deque[tuple[torch.cuda.Event, Tensors]] = deque()
 

@@ -112,9 +112,10 @@ class NvlinkAllToAll:
             self.receive_buffer.keep_for_graph()
         assert number < MAX_SENDS, "a call sends at most two messages per chunk of heads"
         # The side streams must not read the tensors before the main stream has computed them.
-        self.computed.record(self.main)
-        self.send_stream.wait_event(self.computed)
-        self.local_stream.wait_event(self.computed)
+        computed = self.transport.start_event() if number == 0 else self.computed
+        computed.record(self.main)
+        self.send_stream.wait_event(computed)
+        self.local_stream.wait_event(computed)
         return number
 
     def finish(self) -> None:
@@ -122,6 +123,7 @@ class NvlinkAllToAll:
         self.main.wait_stream(self.send_stream)
         self.main.wait_stream(self.local_stream)
         self.sent.clear()
+        self.transport.filled.clear()
         # The ready flags are set last, because the other ranks may overwrite the receive buffer as soon as the flags are set.
         flags = [self.transport.all_to_all_flag(peer, READY, self.transport.rank) for peer in self.transport.others]
         cuda_driver.set_flags(flags, self.main.cuda_stream)
@@ -179,6 +181,7 @@ class _NvlinkExchange:
         self.hop = transport.watchdog.start(LABEL, last, last + 1, expected_messages(rank, self.lengths))
         flags = [transport.all_to_all_flag(rank, number, peer) for number in self.awaited for peer in transport.others]
         cuda_driver.wait_and_clear_flags(flags, stream.cuda_stream)
+        transport.filled.append(self.into)
         for y, offset in zip(self.into, self.offsets, strict=True):
             if y.numel():
                 cuda_driver.copy(y.data_ptr(), all_to_all.receive_buffer.addresses[rank] + offset, y.nbytes, stream.cuda_stream)

@@ -4,12 +4,23 @@ If a process group uses gloo for tensors on GPUs, its messages pass through host
 for ranks that share a GPU, because NCCL rejects such ranks.
 """
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from ringattn.comm.transport import Addressed, MessageTransport, Wait
-from ringattn.comm.watchdog import Watchdog
+from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
+
+_UNUSED_TAG = 1  # a tag that no message has
+# The minimum timeout of gloo in seconds. The watchdog ends a wait earlier, unless RINGATTN_TIMEOUT has become longer meanwhile.
+MIN_GLOO_TIMEOUT = 60
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
@@ -23,33 +34,84 @@ class P2PTransport(MessageTransport):
     """A transport that uses the sends and receives of a process group. NCCL runs all messages of a step in one kernel.
 
     gloo can only send and receive tensors in host memory. With gloo, tensors on GPUs are therefore copied to the host and back.
+    If an exception ends a call, gloo cannot use the connections of unfinished messages again. The transport therefore has gloo
+    connections of its own, and `reset` replaces them. The connections of the caller's process group stay intact.
 
     Args:
         group: the ranks of the ring.
-        joined: the interconnect between the ranks, for the cost model; None if the transport is not used for ring passes.
-        watchdog: the watchdog of the hops; None if no watchdog watches the exchanges.
+        device: the device of the tensors.
+        store: the store of the group.
+        joined: the interconnect between the ranks, for the cost model.
+        watchdog: the watchdog of the hops.
     """
 
-    def __init__(self, group: dist.ProcessGroup, joined: Interconnect | None = None, watchdog: Watchdog | None = None) -> None:
-        self.group, self.interconnect, self.watchdog = group, joined, watchdog or self.watchdog
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        store: dist.Store,
+        joined: Interconnect,
+        watchdog: Watchdog,
+    ) -> None:
+        self.group, self.device, self.store, self.interconnect, self.watchdog = group, device, store, joined, watchdog
         self.rank, self.size = group.rank(), group.size()
-        self._gloo_devices = [kind for kind in ("cpu", "cuda") if backend_name(group, kind) == "gloo"]
+        self._uses_gloo = backend_name(group, device.type) == "gloo"
+        self.waits_on_gpu = device.type == "cuda" and not self._uses_gloo
+        self.reset(0)
+
+    def reset(self, generation: int) -> None:
+        """See `Transport.reset`."""
+        super().reset(generation)
+        self.waiting_since = None
+        if self._uses_gloo:
+            store = dist.PrefixStore(f"gloo/{generation}", self.store)
+            timeout = timedelta(seconds=max(MIN_GLOO_TIMEOUT, timeout_seconds()))
+            self.group = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+
+    def mark(self) -> tuple:
+        """See `Transport.mark`."""
+        if not self.waits_on_gpu:
+            return ()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return (event,)
+
+    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+        """See `Transport.release`."""
+        # All ranks are at the same place, so all messages arrive.
+        while not events[0].query() and not self.watchdog.is_stopped():
+            time.sleep(1e-3)
+
+    def interrupt(self) -> None:
+        """See `MessageTransport.interrupt`."""
+        if self._uses_gloo:
+            # gloo has no function that ends a wait. If any message exceeds its timeout, gloo ends the waits for all messages.
+            with suppress(RuntimeError):
+                self.group.recv([torch.empty(1, device="cpu")], (self.rank + 1) % self.size, _UNUSED_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, see `MessageTransport.exchange`."""
-        if "cuda" in self._gloo_devices and any(x.is_cuda for x, _ in (*sends, *receives)):
+        if self._uses_gloo and any(x.is_cuda for x, _ in (*sends, *receives)):
             return self._exchange_through_host(sends, receives)
-        return self._exchange(sends, receives)
+        wait = self._exchange(sends, receives)
+        self.num_exchanges += self.waits_on_gpu
+        return wait
 
     def all_gather(self, own: torch.Tensor) -> tuple[torch.Tensor, Wait]:
         """Start to gather a tensor from each rank with one collective call, see `MessageTransport.all_gather`."""
-        if own.device.type in self._gloo_devices:  # collective calls have no tags
+        if self._uses_gloo:  # collective calls have no tags
             return super().all_gather(own)
         gathered = own.new_empty(self.size, *own.shape)
-        work = dist.all_gather_into_tensor(gathered.view(-1), own.view(-1), group=self.group, async_op=True)
+        # `dist.all_gather_into_tensor` makes the same call, but accepts only groups that torch knows.
+        options = AllgatherOptions()
+        options.asyncOp = True
+        work = self.group._allgather_base(gathered.view(-1), own.view(-1), options)
+        self.num_exchanges += self.waits_on_gpu
 
         def wait(own: torch.Tensor = own) -> None:  # the default argument keeps the sent tensor alive
-            work.wait()
+            self._wait([work])
 
         return gathered, wait
 
@@ -89,19 +151,31 @@ class P2PTransport(MessageTransport):
         # gloo ends a process that receives a message of a wrong size. If the calls of two ranks differ, their tags differ, and
         # gloo delivers no message. NCCL ignores tags.
         tag = self.watchdog.tag
-        coalesces = group._get_backend(device).supports_coalescing  # NCCL does, and gloo does not
-        if coalesces:
-            group._start_coalescing(device)
-        works = [group.send([x], peer, tag) for x, peer in sends]
-        works += [group.recv([x], peer, tag) for x, peer in receives]
-        if coalesces:
-            return group._end_coalescing(device).wait
+        backend = group if self._uses_gloo else group._get_backend(device)
+        if not backend.supports_coalescing:  # NCCL does
+            works = [group.send([x], peer, tag) for x, peer in sends]
+            works += [group.recv([x], peer, tag) for x, peer in receives]
+            return partial(self._wait, works)
+        group._start_coalescing(device)
+        try:
+            for x, peer in sends:
+                group.send([x], peer, tag)
+            for x, peer in receives:
+                group.recv([x], peer, tag)
+        except BaseException:
+            # NCCL sends only a part of the messages, so this rank is at a place where no other rank is.
+            self.num_exchanges = -1 - self.rank
+            raise
+        finally:
+            work = group._end_coalescing(device)
+        return work.wait
 
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        return wait
+    def _wait(self, works: list[dist.Work]) -> None:
+        # The watchdog reads this time only if another rank has left the call with an exception.
+        self.waiting_since = time.monotonic()
+        for work in works:
+            work.wait()
+        self.waiting_since = None
 
     def warm_up(self, device: torch.device) -> None:
         """Make NCCL open the connections that a ring will use.

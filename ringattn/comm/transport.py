@@ -23,7 +23,7 @@ one process. `ringattn.comm.nvlink` does not exchange messages, because it write
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,16 @@ class RingPass(Protocol):
         """Wait, on the host or on the current CUDA stream, until all sent tensors may be modified."""
 
 
+class NoRecovery:
+    """The recovery of a transport that is never reset: the ring of one rank, and simulated rings."""
+
+    call, left = 0, None
+
+    def enter(self) -> None: ...
+
+    def exit(self, error: BaseException | None) -> None: ...
+
+
 class Transport(Protocol):
     """One rank's connection to the other ranks of a ring."""
 
@@ -78,9 +88,56 @@ class Transport(Protocol):
     size: int
     interconnect: Interconnect
     watchdog: Watchdog | NoWatchdog = NoWatchdog()
+    recovery: Any = NoRecovery()  # or the `ringattn.comm.recovery.Recovery` of the transport
+    messages: "MessageTransport"  # sends plain messages between the same ranks
+    waits_on_gpu = False  # whether the GPU waits for the messages of other ranks, and not the host
 
     def begin(self, schedule: Schedule, templates: Templates) -> RingPass:
         """Start a pass of `schedule`. All ranks of the ring must call this method."""
+
+    def mark(self) -> tuple:
+        """After an exception, return events that occur when the streams of this rank have run to their end.
+
+        If no stream can be waiting for another rank, return an empty tuple.
+        """
+        return ()
+
+    def release(self, events: tuple, meet: Callable[[], None]) -> None:
+        """After all ranks have left a call, let the streams of this rank run to their end.
+
+        Args:
+            events: the events that `mark` has returned.
+            meet: a function that waits until all ranks have called it.
+        """
+
+    def reset(self, generation: int) -> None:
+        """Forget all messages of earlier calls. `generation` is the number of this reset.
+
+        The streams of all ranks have run to their end. All ranks call this method at the same time.
+        """
+
+
+class in_call:
+    """A context for one call over the given transports. If an exception ends the call, they are reset before their next call.
+
+    Contexts may be nested. The inner context then belongs to the call of the outer context.
+    """
+
+    __slots__ = ("transports",)
+
+    def __init__(self, *transports: Transport) -> None:
+        self.transports = transports
+
+    def __enter__(self) -> None:
+        for transport in self.transports:
+            if transport.recovery.left is not None:
+                transport.recovery.prepare()
+        for transport in self.transports:
+            transport.recovery.enter()
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
+        for transport in self.transports:
+            transport.recovery.exit(error)
 
 
 def report_faults(communicate: Callable[[], T], transport: Transport, hop: Hop | None) -> T:
@@ -160,6 +217,15 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A transport in which every message is one contiguous tensor. Subclasses implement the method `exchange`."""
 
+    # The number of the latest exchange if the GPU runs all exchanges in order, and 0 otherwise. After an exception, ranks with
+    # different numbers would wait forever.
+    num_exchanges = 0
+    waiting_since: float | None = None  # since when the host has waited for a message, or None
+
+    @property
+    def messages(self) -> "MessageTransport":
+        return self
+
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
         """Start all sends and receives at once, and return a function that waits until they are complete.
 
@@ -186,6 +252,13 @@ class MessageTransport(Transport):
 
     # The plan and the stream of the latest pass, and the memory of its messages.
     _spare: tuple[_MessagePlan | None, int, dict[Packing, list[Memory]]] = None, 0, {}
+
+    def interrupt(self) -> None:
+        """End the current wait of the host with an error. The transport cannot be used afterwards."""
+
+    def reset(self, generation: int) -> None:
+        """See `Transport.reset`."""
+        self.free_messages()
 
     def free_messages(self) -> None:
         """Free the memory of the messages of the latest pass."""

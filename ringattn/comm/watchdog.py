@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -104,6 +104,8 @@ class Watchdog:
     The thread runs until the process ends, `stop` is called or `group_exists` returns False.
     """
 
+    recovery: Any = None  # the `ringattn.comm.recovery.Recovery` of the transport
+
     def __init__(
         self,
         store: dist.Store,
@@ -124,6 +126,7 @@ class Watchdog:
         self._last_finished = ctypes.c_uint32.from_address(self._memory.data_ptr())  # number of the last finished hop
         self._progress = (0, time.monotonic())  # the latest known value of `_last_finished`, and the time of its last change
         self._calls = CallLog()
+        self._generation = 0  # number of resets after exceptions
         self._lock = threading.Lock()  # held while hops are removed from `in_flight`
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringattn-watchdog", daemon=True)
@@ -135,12 +138,16 @@ class Watchdog:
 
         While a CUDA graph is being captured, return None, because replays of the graph are not watched.
         """
-        if self.on_gpu and torch.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             return None
         self.issued += 1
         self.latest = hop = Hop(self.issued, label, step, steps, incoming)
         self.in_flight.append(hop)
         return hop
+
+    def is_capturing(self) -> bool:
+        """Return whether the current stream captures a CUDA graph."""
+        return self.on_gpu and torch.cuda.is_current_stream_capturing()
 
     def finished(self, hop: Hop | None) -> None:
         """Record that the hop ends. On a GPU, the hop ends when all earlier work of the current stream has finished."""
@@ -171,12 +178,33 @@ class Watchdog:
         with self._lock, suppress(ValueError):  # the hop may have finished already
             self.in_flight.remove(hop)
 
+    def forget_hops(self) -> None:
+        """Stop watching all hops, because an exception has ended the call."""
+        with self._lock:
+            self.in_flight.clear()
+
+    def restart(self) -> None:
+        """After a collective reset, count the hops and the calls from 0 again, as all other ranks do."""
+        with self._lock:
+            self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
+            self._calls = CallLog()
+            self._generation += 1  # after the log, so that the thread never publishes the old log for the new generation
+
     def fault(self, hop: Hop | None) -> RingFault | None:
         """Return the exception to raise if an error has ended `hop`. The exception names the missing rank.
 
         If `hop` is None, return None.
         """
-        return None if hop is None else RingFault(self._diagnose(hop))
+        if hop is None:
+            return None
+        with suppress(Exception):  # the store is gone, which `_diagnose` reports
+            if self.recovery is not None and (explanation := self.recovery.explain()):
+                return RingFault(explanation)
+        return RingFault(self._diagnose(hop))
+
+    def is_stopped(self) -> bool:
+        """Return whether the thread has been stopped."""
+        return self._stopped.is_set()
 
     def stop(self) -> None:
         """Stop the thread, and wait until it has ended.
@@ -184,8 +212,9 @@ class Watchdog:
         Without this wait, Python might exit while the thread is inside a call of the store, which would abort the process.
         """
         self._stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(GRACE)
+        for thread in (self._thread, self.recovery and self.recovery.draining):
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(GRACE)
         atexit.unregister(self.stop)
 
     def _watch(self) -> None:
@@ -203,6 +232,8 @@ class Watchdog:
                 # All ranks compare their calls with those of rank 0, so a difference between any two ranks is found.
                 if self.rank and (difference := self._find_difference([0])):
                     self.store.compare_set("verdict", "", f"{difference}; the run ends here")
+                if self.recovery is not None:
+                    self.recovery.look()
                 if self.store.check(["verdict"]):
                     verdict = self.store.get("verdict").decode()
                     # The main thread gets some time to raise its own exception. If calls differ, no call raises one.
@@ -230,13 +261,13 @@ class Watchdog:
         self.store.set(f"life/{self.rank}", json.dumps(heartbeat))
 
     def _publish_calls(self) -> None:
-        self.store.set(f"calls/{self.rank}", self._calls.encode())
+        self.store.set(f"calls/{self._generation}/{self.rank}", self._calls.encode())
 
     def _find_difference(self, ranks: Iterable[int]) -> str | None:
         """Return one sentence about the first call that differs between this rank and one of `ranks`, or None."""
-        own = self._calls.entries
+        generation, own = self._generation, self._calls.entries
         for rank in ranks:
-            if self.store.check([key := f"calls/{rank}"]):
+            if self.store.check([key := f"calls/{generation}/{rank}"]):
                 difference = describe_difference((rank, self.rank), (decode_log(self.store.get(key)), own))
                 if difference is not None:
                     return f"{DIFFERENCE}{difference}"

@@ -17,7 +17,7 @@ from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import HOST_VARIABLE, TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
-from ringattn.comm.watchdog import NoWatchdog, RingFault
+from ringattn.comm.watchdog import RingFault
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -47,7 +47,6 @@ def check_handshake() -> None:
     assert isinstance(transport, P2PTransport) and transport.interconnect.name == "gloo" and transport.interconnect.all_pairs
     assert connect.connect(group.group_name, CPU) is transport
     assert connect.connect(group.group_name, CPU, "p2p") is not transport
-    assert connect.connect(group.group_name).interconnect is None  # plain messages without a handshake
     os.environ[TRANSPORT_VARIABLE] = "pigeon"
     with pytest.raises(ValueError, match=f"{TRANSPORT_VARIABLE}=pigeon"):
         connect.connect(dist.new_group().group_name, CPU)
@@ -59,12 +58,14 @@ def check_handshake() -> None:
 def check_nvlink_is_chosen() -> None:
     """Where nothing speaks against NVLink, "auto" chooses it, unless neighbours relay the blocks. "p2p" never chooses it."""
     connect._why_not_nvlink = lambda *_: ""
-    nvlink.NvlinkTransport = lambda group, device, joined, watchdog: SimpleNamespace(name=joined.name, watchdog=watchdog)
+    nvlink.NvlinkTransport = lambda group, device, store, joined, dog: SimpleNamespace(
+        interconnect=joined, watchdog=dog, rank=group.rank(), size=group.size()
+    )
     name = dist.group.WORLD.group_name
     # The call must not use the connection of NVLink, which cannot send messages here.
     x, layout = torch.ones(1, 2, 1, 8), Layout.contiguous(4, 2)
     ring_attention(x, x, x, layout=layout, mask=Mask.full(), group=dist.group.WORLD, route="relay")
-    assert connect.connect(name, CPU).name == "nvlink"
+    assert connect.connect(name, CPU).interconnect.name == "nvlink"
     assert isinstance(connect.connect(name, CPU, "p2p"), P2PTransport)
     assert isinstance(connect.connect(name, CPU, relays=True), P2PTransport)
 
@@ -128,9 +129,9 @@ def check_shared_gpu() -> None:
     connect._identity = lambda *choice: _Identity("host", "y" if dist.get_rank() == 1 else "x", 1.0, "cuda", choice[1])
     connect._why_not_nvlink = lambda *_: ""
     connect.log.warning = lambda message, *values: messages.append(message % values)
-    allowed = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
-    nvlink.NvlinkTransport = lambda *_: SimpleNamespace(allowed=os.environ[allowed], watchdog=NoWatchdog())
-    assert connect.connect(dist.group.WORLD.group_name, CPU, "nvlink").allowed == "1"
+    nvlink.NvlinkTransport = lambda group, device, store, joined, dog: SimpleNamespace(watchdog=dog, rank=rank, size=3)
+    connect.connect(dist.group.WORLD.group_name, CPU, "nvlink")
+    assert os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] == "1"
     assert connect.connect(dist.group.WORLD.group_name, CPU, "p2p").interconnect.name == "gloo"
     assert messages == ["3 ranks share 2 GPUs: measured speeds are meaningless"] * (rank == 0)
     connect.backend_name = lambda *_: "nccl"

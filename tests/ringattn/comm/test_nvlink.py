@@ -1,6 +1,7 @@
 """Tests of ring passes over NVLink, with copies, flags and streams of a fake host."""
 
 import random
+import threading
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from ringattn.comm import connect, nvlink
 from ringattn.comm.nvlink import Slots, padded_bytes
 from ringattn.planning.schedule import direct
 from tests.covering import every_pair
-from tests.ringattn.comm.fake_gpus import Capture, RunOnHost, every_message_waits_for_an_event
+from tests.ringattn.comm.fake_gpus import Capture, Event, RunOnHost, every_message_waits_for_an_event
 from tests.ringattn.rings import Case, assert_close, masks, unshard_results
 
 
@@ -132,3 +133,25 @@ def test_tensors_are_aligned() -> None:
     x = torch.empty(2, 10, 3, dtype=torch.float16)
     assert padded_bytes(x, rows=10) == 256
     assert padded_bytes(x, rows=43) == 768  # 516 bytes
+
+
+def test_flags_are_set_only_when_all_earlier_calls_are_done(run_on_host: RunOnHost) -> None:
+    """After an exception, a rank sets the flags that it waits for, but not while another rank still reads messages."""
+
+    def on_rank(rank: int, group: object) -> None:
+        transport, log = connect.connect(group.group_name, torch.device("cpu")), []
+        main, side = Event(), Event()
+        main.state, side.state, meet = threading.Event(), threading.Event(), threading.Event()
+        transport._write_flags = lambda values: (log.append("flags"), side.state.set())
+        thread = threading.Thread(target=transport.release, args=((main, side), lambda: (log.append("meet"), meet.wait(10))))
+        thread.start()
+        time.sleep(0.05)
+        assert log == []
+        main.state.set()
+        time.sleep(0.05)
+        assert log == ["meet"]
+        meet.set()
+        thread.join(10)
+        assert log == ["meet", "flags"]
+
+    run_on_host(1, on_rank)

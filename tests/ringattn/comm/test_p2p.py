@@ -195,7 +195,7 @@ def check_calls_per_hop(coalesces: bool) -> None:
     rank, layout = dist.get_rank(), Layout.zigzag(64, 2)
     case, peer = Case.random(64, batch=2, dtype=torch.float32), 1 - rank
     transport = connect.connect(dist.group.WORLD.group_name, torch.device("cpu"))
-    transport.group = group = RecordingGroup(dist.group.WORLD, coalesces)
+    transport.group = group = RecordingGroup(transport.group, coalesces)
     for schedule, hops in (
         # The forward pass of the KV ring has no results. In all other passes, a block comes first and a result comes last.
         ("kv", 1 + 2),
@@ -219,7 +219,7 @@ def check_messages_through_host_memory() -> None:
     """Run rings with the copies that ranks on GPUs make for gloo."""
     assert backend_name(dist.group.WORLD, "cpu") == backend_name(dist.group.WORLD, "cuda") == "gloo"
     assert backend_name(dist.group.WORLD, "xpu") == ""
-    transport = P2PTransport(dist.group.WORLD)
+    transport = connect.connect(dist.group.WORLD.group_name, torch.device("cpu"))
     torch.cuda.is_current_stream_capturing = lambda: True
     with pytest.raises(RuntimeError, match="cannot be part of a CUDA graph"):
         transport._exchange_through_host([], [])
@@ -231,3 +231,28 @@ def check_messages_through_host_memory() -> None:
 def test_messages_through_host_memory(tmp_path: Path) -> None:
     """gloo cannot read the memory of GPUs, so ranks that share a GPU send copies in host memory."""
     run_ranks(check_messages_through_host_memory, 2, tmp_path / "ranks")
+
+
+class InterruptedGroup(RecordingGroup):
+    """A process group in which the user presses Ctrl-C between the send and the receive of a hop."""
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        raise KeyboardInterrupt
+
+
+def check_interrupted_hop() -> None:
+    """The hop must end the group of calls that it has started. No two ranks count as being at the same place."""
+    transport = connect.connect(dist.group.WORLD.group_name, torch.device("cpu"))
+    transport.group = InterruptedGroup(transport.group, coalesces=True)
+    peer, x = 1 - dist.get_rank(), torch.zeros(1)
+    with pytest.raises(KeyboardInterrupt):
+        transport.exchange([(x, peer)], [(x, peer)])
+    assert transport.group.calls == [("start",), ("send", peer), ("end",)]
+    places = [None, None]
+    dist.all_gather_object(places, transport.num_exchanges)
+    assert places == [-1, -2]
+
+
+def test_an_exception_ends_the_calls_that_nccl_coalesces(tmp_path: Path) -> None:
+    """Otherwise NCCL would add all later calls of the process to the same group of calls and never start them."""
+    run_ranks(check_interrupted_hop, 2, tmp_path / "ranks")

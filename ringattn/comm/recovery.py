@@ -1,0 +1,227 @@
+"""Reset a ring after an exception inside a call, so that the next call is exact.
+
+An exception can end a call at any place, for example because a kernel runs out of memory or because the user presses Ctrl-C.
+Messages and flags of the call are then in flight, and no later call may receive them. The ranks therefore do the following:
+
+1. A rank that leaves a call with an exception publishes a record in the job's store: the number of the call and the exception.
+2. Before its next call, this rank waits until all ranks of the group have published a record.
+3. If every rank has left the same call with an exception of its own, every rank resets its transport. The calls then continue.
+4. Otherwise, some ranks have computed with messages that other ranks have discarded, and the next calls of the ranks would not
+   belong together. Every rank then raises a `RingFault`, in this call and in all later calls of the group.
+
+A rank without an exception may wait for a message that never comes. Its watchdog reads the records of the other ranks with
+every heartbeat. If the rank waits on the host (gloo), the watchdog interrupts this wait. If the rank waits on a GPU, the wait
+cannot be interrupted, so the watchdogs end all processes with the same message.
+
+A call without an exception publishes nothing and waits for nothing.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from ringattn.comm.transport import Transport
+from ringattn.comm.watchdog import RingFault, timeout_seconds
+
+# If a rank waits for so many seconds for a message after another rank has left the call, the rank gives up. Until then, the
+# message may still arrive, and the rank may come to an exception of its own.
+PATIENCE = 10.0
+_POLL = 0.002  # seconds between two reads of the store while a rank waits for the other ranks
+
+
+class Record(NamedTuple):
+    """Why a rank has left a call."""
+
+    rank: int
+    call: int  # number of the call among the calls of this rank
+    reason: str  # the exception
+    is_own: bool  # False if the exception is only a `RingFault` about another rank
+    num_exchanges: int  # see `ringattn.comm.transport.MessageTransport.num_exchanges`
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} left call {self.call} of the group because of {self.reason}"
+
+
+class Recovery:
+    """The records of one rank, and the collective reset of its transport.
+
+    Args:
+        store: the store of the group.
+        transport: the transport to reset. Its watchdog calls `look` with every heartbeat.
+    """
+
+    def __init__(self, store: dist.Store, transport: Transport) -> None:
+        self.store, self.transport, self.watchdog = store, transport, transport.watchdog
+        self.rank, self.size = transport.rank, transport.size
+        self.generation = 0  # number of resets
+        self.call = 0  # number of calls that this rank has begun
+        self.depth = 0  # number of contexts that this rank is in
+        self.left: Record | None = None  # the record of this rank, until the transport has been reset
+        self.fault: str | None = None  # why the transport cannot be used any more
+        self._seen = 0.0  # the time at which this rank has first seen the record of another rank
+        self.draining: threading.Thread | None = None
+        self.watchdog.recovery = self
+
+    def prepare(self) -> None:
+        """Before a call: reset the transport, because an exception has ended the latest call.
+
+        Raises:
+            RingFault: the ranks disagree, see the docstring of the module.
+            RuntimeError: a CUDA graph is being captured.
+        """
+        if self.watchdog.is_capturing():
+            raise RuntimeError(
+                "an exception has ended the latest call, and a CUDA graph cannot contain the reset of the ring: call attention "
+                "once before the capture"
+            )
+        if not self.depth:
+            self._reset()
+
+    def enter(self) -> None:
+        """Record that a call begins."""
+        self.depth += 1  # before the number of the call, because `look` must never see the new number outside of the call
+        if self.depth == 1:
+            self.call += 1
+
+    def exit(self, error: BaseException | None) -> None:
+        """Record that a call ends. If `error` has ended it, publish this."""
+        # While a CUDA graph is being captured, work is only recorded, so no message is in flight.
+        if error is not None and self.left is None and not self.watchdog.is_capturing():
+            self._publish(error)
+            with suppress(Exception):  # after an error of CUDA, no event can be recorded
+                if events := self.transport.mark():
+                    self.draining = threading.Thread(target=self._drain, args=(events,), daemon=True)
+                    self.draining.start()
+        self.depth -= 1
+
+    def look(self) -> None:
+        """Read the records of the other ranks. If this rank cannot leave the same call with an exception, declare a fault."""
+        other = self._first_record() if self.left is None else None
+        if other is None or other.call > self.call:
+            return  # this rank has not come to the call yet
+        now = time.monotonic()
+        self._seen = self._seen or now
+        since = self.transport.messages.waiting_since
+        is_stuck = since is not None and now - max(since, self._seen) > min(PATIENCE, timeout_seconds() / 2)
+        if other.call < self.call or not self.depth or is_stuck or now - self._seen > timeout_seconds():
+            self._declare_fault(other)
+
+    def explain(self) -> str | None:
+        """Return why a wait for another rank has failed, if another rank has left the call, and None otherwise."""
+        other = self._first_record() if self.fault is None else None
+        if other is not None:
+            self._declare_fault(other)
+        return self.fault
+
+    def _first_record(self) -> Record | None:
+        key = f"left/{self.generation}"
+        return Record(*json.loads(self.store.get(key))) if self.store.check([key]) else None
+
+    def _publish(self, error: BaseException) -> None:
+        lines = str(error).strip().splitlines()
+        reason = f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+        self.left = Record(
+            self.rank, self.call, reason, not isinstance(error, RingFault), self.transport.messages.num_exchanges
+        )
+        record = json.dumps(self.left)
+        with suppress(Exception):  # the store is gone, and the exception of the call must not be replaced
+            # The first record of all ranks has a key of its own, so that a heartbeat reads only one key.
+            self.store.compare_set(f"left/{self.generation}", "", record)
+            self.store.set(f"left/{self.generation}/{self.rank}", record)
+        self.watchdog.forget_hops()
+
+    def _declare_fault(self, other: Record, why: str = "") -> None:
+        """Make all later calls of this rank raise a `RingFault`, and end its current wait."""
+        why = why or f"rank {self.rank} did not"
+        advice = "the ranks no longer make the same calls; create a new process group, or start the job again"
+        self.fault = f"ringattn: {other}, but {why}: {advice}"
+        with suppress(Exception):  # the store is gone
+            # compare_set returns the text of the first rank, so all ranks raise the same error.
+            self.fault = self.store.compare_set("fault", "", self.fault).decode() or self.fault
+            if self.transport.waits_on_gpu:
+                self.store.compare_set("verdict", "", self.fault)
+        if self.left is None:
+            self._publish(RingFault(self.fault))
+        if not self.transport.waits_on_gpu:
+            self.transport.messages.interrupt()
+
+    def _reset(self) -> None:
+        if self.fault is None:
+            self._check(self._read_records())
+        if self.fault is not None:
+            raise RingFault(self.fault)
+        try:
+            self._meet("drained", self.draining)
+            self.transport.reset(self.generation + 1)
+            self.watchdog.restart()
+            self._meet("reset")
+        except BaseException as error:
+            if self.fault is None:
+                self._declare_fault(self.left, f"rank {self.rank} could not reset the ring ({type(error).__name__}: {error})")
+            raise
+        self.generation, self.left, self._seen = self.generation + 1, None, 0.0
+
+    def _drain(self, events: tuple) -> None:
+        """In a thread: let the streams of this rank run to their end, although other ranks have not sent all messages.
+
+        The user may wait for the GPU before the next call, so this must not be a part of the next call.
+        """
+        with suppress(Exception):  # the next call raises it
+            if self._is_same_exception(self._read_records()):
+                self.transport.release(events, lambda: self._meet("past"))
+
+    def _is_same_exception(self, records: list[Record]) -> bool:
+        return (
+            all(record.is_own for record in records) and len({(record.call, record.num_exchanges) for record in records}) == 1
+        )
+
+    def _check(self, records: list[Record]) -> None:
+        """Declare a fault unless every rank has left the same call with an exception of its own."""
+        if self._is_same_exception(records):
+            return
+        # The cause is the exception in the earliest call.
+        first, *rest = sorted(records, key=lambda record: (not record.is_own, record.call, record.rank))
+        other = next(x for x in rest if (x.call, x.num_exchanges, x.is_own) != (first.call, first.num_exchanges, True))
+        how = f"{other}" if other.is_own and other.call != first.call else f"rank {other.rank} did not"
+        if other.is_own and other.call == first.call:
+            how = f"rank {other.rank} left it at another place, so NCCL waits for messages that are never sent"
+        self._declare_fault(first, how)
+
+    def _meet(self, name: str, thread: threading.Thread | None = None) -> None:
+        """Wait until `thread` has ended and until all ranks have called this method with the same name."""
+        if thread is not None:
+            self._wait_until(lambda: not thread.is_alive(), [])
+        self.store.set(f"{name}/{self.generation}/{self.rank}", "")
+        self._wait_for_keys(name)
+
+    def _read_records(self) -> list[Record]:
+        """Wait until all ranks have left a call, and return their records."""
+        return [Record(*json.loads(self.store.get(key))) for key in self._wait_for_keys("left")]
+
+    def _wait_for_keys(self, name: str) -> list[str]:
+        keys = [f"{name}/{self.generation}/{rank}" for rank in range(self.size)]
+        self._wait_until(lambda: self.store.check(keys), keys)
+        return keys
+
+    def _wait_until(self, condition: Callable[[], bool], keys: list[str]) -> None:
+        """Wait until the condition holds. `keys` are the keys of all ranks in the store for which the condition waits."""
+        end = time.monotonic() + timeout_seconds()
+        while True:
+            for key in ("fault", "verdict"):
+                if self.store.check([key]):
+                    self.fault = self.store.get(key).decode()
+                    raise RingFault(self.fault)
+            if condition():
+                return
+            if self.watchdog.is_stopped():
+                raise RingFault("ringattn: the process ends, or the process group has been destroyed")
+            if time.monotonic() > end:
+                missing = ", ".join(str(rank) for rank, key in enumerate(keys) if not self.store.check([key]))
+                self._declare_fault(self._first_record(), f"rank {missing} did not within {timeout_seconds():.0f} s")
+                raise RingFault(self.fault)
+            time.sleep(_POLL)

@@ -1,0 +1,372 @@
+"""Raise exceptions at random kernels of random ranks, and check that the ring never hangs and never returns wrong numbers.
+
+    python -m scripts.check.exceptions --calls 1000 --ranks 2
+    python -m scripts.check.exceptions --calls 1000 --ranks 4 --transport p2p
+
+The script starts its own ranks, without torchrun. If the machine has GPUs, the ranks use them, and several ranks may share a
+GPU. Otherwise, the ranks use gloo. Every rank calls the state ring, the KV ring, Ulysses and decoding, forward and backward.
+There are four kinds of calls:
+
+    no exception        the results must be exact
+    same kernel         the same kernel raises an exception on all ranks; the next call must be exact
+    different kernels   some kernel raises an exception on all ranks; the next call must be exact, except that with gloo and
+                        NCCL, every rank may instead raise the following error
+    some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
+
+After a `RingFault`, the ranks continue with a new process group (gloo), or the script starts new ranks (GPUs). `--faults`
+limits the number of such calls, because they need several seconds.
+
+The script prints a table. The exit status is 1 if a call is wrong, if a rank hangs, or if a process is left.
+"""
+
+import argparse
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringattn import KVCache, Layout, Mask, decode_attention, flash_attention, ring_attention, ulysses_attention
+from ringattn.comm import recovery, watchdog
+from ringattn.comm.connect import connect
+from ringattn.comm.shared_gpus import SHARE_GPUS
+from ringattn.comm.watchdog import RingFault
+from ringattn.kernels import dispatch
+from scripts import command
+from scripts.tables import markdown_table
+
+OPERATIONS = "state", "kv", "ulysses", "decoding"
+KINDS = NONE, SAME, DIFFERENT, SOME = "no exception", "same kernel", "different kernels", "some ranks"
+HOP_TIMEOUT = 60  # seconds
+# The largest accepted error relative to the largest value. Wrong messages cause errors of about 1.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+MAX_SECONDS_LEFT = 60  # all ranks must have ended so many seconds after the first one
+
+
+class Injected(torch.OutOfMemoryError):
+    """The exception that this script raises."""
+
+
+class Injector:
+    """Count the kernels of a rank, and raise an exception at one of them.
+
+    Args:
+        state: an object whose attributes are the state of one rank.
+    """
+
+    def __init__(self, state: object) -> None:
+        self.state = state
+
+    def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
+        """Raise `error` at the kernel with this number. The first kernel after this call has the number 1."""
+        self.state.count, self.state.position, self.state.error = 0, position, error
+
+    @property
+    def count(self) -> int:
+        """The number of kernels since `arm`."""
+        return self.state.count
+
+    def wrap(self, kernel: Callable) -> Callable:
+        """Return a function that counts its calls and then calls `kernel`."""
+
+        def run(*arguments: object, **options: object) -> object:
+            self.state.count = getattr(self.state, "count", 0) + 1
+            if self.state.count == getattr(self.state, "position", None):
+                raise self.state.error("injected")
+            return kernel(*arguments, **options)
+
+        return run
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Wrap all functions that launch kernels."""
+        prepare, incremental = dispatch.prepare_decode, dispatch.IncrementalBackward
+        names = "forward", "backward", "row_delta", "merge_states", "sum_partials", "merge_packed"
+        wrapped = {name: self.wrap(getattr(dispatch, name)) for name in names}
+        wrapped["prepare_decode"] = lambda *arguments, **options: self.wrap(prepare(*arguments, **options))
+        with patch.multiple(dispatch, **wrapped):
+            methods = {name: self.wrap(getattr(incremental, name)) for name in ("add", "finish")}
+            with patch.multiple(incremental, **methods):
+                yield
+
+
+class Problem:
+    """One attention problem on one rank: its operation, its inputs, and its results in float64 on one rank."""
+
+    def __init__(self, operation: str, rank: int, ranks: int, device: torch.device, seed: int) -> None:
+        self.operation, self.rank = operation, rank
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        seq_len, heads, dim = (256 * ranks, 2 * ranks, 64) if device.type == "cuda" else (16 * ranks, 2 * ranks, 8)
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v, dout = (torch.randn(1, seq_len, heads, dim, generator=generator).to(device, self.dtype) for _ in range(4))
+        is_ulysses = operation == "ulysses"
+        self.layout = Layout.contiguous(seq_len, 1).split(ranks) if is_ulysses else Layout.zigzag(seq_len, ranks)
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        out = flash_attention(*exact, mask=Mask.full())
+        if operation == "decoding":
+            self.cache = KVCache(seq_len, rank, ranks)
+            self.cache.prefill(*(self.layout.shard(x, rank) for x in (k, v)), self.layout)
+            self.inputs, self.expected = [q[:, -1:]], [flash_attention(exact[0][:, -1:], *exact[1:], mask=Mask.full()).detach()]
+        else:
+            self.inputs = [self.layout.shard(x, rank).clone() for x in (q, k, v, dout)]
+            whole = out.detach(), *torch.autograd.grad(out, exact, dout.double())
+            self.expected = [self.layout.shard(x, rank) for x in whole]
+
+    def forward(self, group: object, transport: str) -> list[Tensor]:
+        """Return the output. The outputs of rings have a graph for `backward`."""
+        if self.operation == "decoding":
+            return [decode_attention(self.inputs[0], self.cache, group=group)]
+        inputs = [x.detach().requires_grad_() for x in self.inputs[:3]]
+        options = {"layout": self.layout, "mask": Mask.full(), "transport": transport}
+        if self.operation == "ulysses":
+            return [ulysses_attention(*inputs, ulysses_group=group, **options), *inputs]
+        return [ring_attention(*inputs, group=group, schedule=self.operation, **options), *inputs]
+
+    def backward(self, out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        """Return the gradients of the inputs."""
+        return list(torch.autograd.grad(out, inputs, self.inputs[3])) if inputs else []
+
+    def error(self, results: list[Tensor]) -> float:
+        """Return the largest error of a tensor relative to its largest exact value. NaN counts as infinite."""
+        errors = [(x.double() - y).abs().max() / y.abs().max() for x, y in zip(results, self.expected, strict=True)]
+        return torch.stack(errors).nan_to_num(nan=float("inf")).max().item()
+
+
+class Event(NamedTuple):
+    """One call, and the kernels that raise exceptions in this call."""
+
+    operation: str
+    kind: str
+    in_backward: bool
+    positions: list[int]  # for each rank, a random number that selects the kernel; -1 for no exception
+
+
+def different_may_fail(transport: str) -> bool:
+    """Return whether exceptions at different kernels may end in a `RingFault`.
+
+    With gloo, a rank waits for messages before it comes to its own exception. With NCCL, all ranks must have sent the same
+    messages.
+    """
+    return transport == "p2p" or not torch.cuda.is_available()
+
+
+def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: int) -> list[Event]:
+    """Draw random calls, which are the same on all ranks."""
+    rng = random.Random(seed)
+    may_fail = set(rng.sample(range(1, calls), min(faults, calls - 1)))
+    events = []
+    for i in range(calls):
+        kinds = [SOME, DIFFERENT] if i in may_fail else [NONE, NONE, SAME] + [DIFFERENT] * (not few_different)
+        kind = rng.choice(kinds)
+        # Decoding sends messages over the process group, so exceptions at different kernels may always end in a fault.
+        operation = rng.choice(OPERATIONS[:3] if kind == DIFFERENT and i not in may_fail else OPERATIONS)
+        positions = [-1 if kind == NONE else rng.randrange(1000)] * ranks
+        if kind in (DIFFERENT, SOME):
+            positions = [rng.randrange(1000) for _ in range(ranks)]
+        if kind == SOME:
+            for rank in rng.sample(range(ranks), rng.randrange(1, ranks)):
+                positions[rank] = -1
+        events.append(Event(operation, kind, operation != "decoding" and rng.random() < 0.5, positions))
+    return events
+
+
+def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
+    """Make all calls from call number `first` on one rank, and write one line per call to a file."""
+    watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:gloo" if os.environ.get(SHARE_GPUS) == "1" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend)
+    torch.set_num_threads(1)
+    group, injector = dist.new_group(), Injector(SimpleNamespace())
+    # All operations get other inputs in every call, so that messages of an earlier call would be wrong.
+    problems = {x: [Problem(x, rank, ranks, device, seed=i) for i in range(3)] for x in OPERATIONS}
+    few_different = different_may_fail(arguments.transport)
+    events = draw_events(arguments.calls, ranks, arguments.faults, few_different, arguments.seed)
+    counts: dict[tuple[str, bool], int] = {}
+
+    def attempt(problem: Problem, event: Event | None) -> str:
+        """Make one call, and return "exact" or what is wrong. Without an event, count the kernels."""
+        results: list[Tensor] = []
+        for is_backward in (False, True):
+            key, position = (problem.operation, is_backward), None
+            if event is not None and is_backward == event.in_backward and event.positions[rank] >= 0:
+                position = 1 + event.positions[rank] % counts[key]
+            injector.arm(position)
+            if is_backward:
+                results[1:] = problem.backward(results[0], results[1:])
+            else:
+                results = problem.forward(group, arguments.transport)
+            counts.setdefault(key, injector.count)
+        error = problem.error([x.detach() for x in results])
+        return "exact" if error <= TOLERANCE[problem.dtype] else f"wrong: error {error:.3g}"
+
+    with injector.installed(), open(directory / f"rank_{rank}", "a", buffering=1) as log:
+        for operation in OPERATIONS:
+            attempt(problems[operation][0], None)
+        for i in range(first, len(events)):
+            event, problem = events[i], problems[events[i].operation][i % 3]
+            may_fail = event.kind == SOME or (event.kind == DIFFERENT and (few_different or event.operation == "decoding"))
+            # If the ranks disagree, every rank raises an error in this call or in the next one, which has no exception.
+            for each in (event, event._replace(positions=[-1] * ranks))[: 1 + may_fail]:
+                try:
+                    outcome = attempt(problem, each)
+                except Injected:
+                    outcome = "injected"
+                except RingFault as fault:
+                    outcome = f"fault: {fault}"
+                log.write(json.dumps([i, outcome]) + "\n")
+            if outcome.startswith("fault"):
+                transport = "auto" if event.operation == "decoding" else arguments.transport
+                if connect(group.group_name, device, transport).waits_on_gpu:
+                    time.sleep(MAX_SECONDS_LEFT)  # the watchdog ends this process
+                group = dist.new_group()
+    dist.barrier()
+    os._exit(0)
+
+
+class Episode:
+    """The processes of all ranks, from their start until they end."""
+
+    def __init__(self, directory: Path, first: int, arguments: argparse.Namespace) -> None:
+        self.directory, self.first, self.arguments = directory, first, arguments
+        directory.mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(arguments.ranks)}
+        if arguments.ranks > torch.cuda.device_count() > 0:
+            variables[SHARE_GPUS] = "1"
+        variables[watchdog.TIMEOUT] = str(HOP_TIMEOUT)
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", "scripts.check.exceptions", *sys.argv[1:], "--rank-of", f"{directory}:{first}"],
+                env=command.child_environment(**variables, RANK=str(rank), LOCAL_RANK=str(rank)),
+                cwd=command.ROOT,
+                stderr=open(directory / f"stderr_{rank}", "w"),
+            )
+            for rank in range(arguments.ranks)
+        ]
+
+    def wait(self, end: float) -> int:
+        """Wait until all ranks have ended, and return the number of ranks that had to be killed."""
+        first_end = None
+        while any(process.poll() is None for process in self.processes):
+            now = time.monotonic()
+            if first_end is None and any(process.poll() is not None for process in self.processes):
+                first_end = now
+            if now > end or (first_end is not None and now > first_end + MAX_SECONDS_LEFT):
+                break
+            time.sleep(0.1)
+        left = [process for process in self.processes if process.poll() is None]
+        for process in left:
+            process.kill()
+            process.wait()
+        return len(left)
+
+    def outcomes(self) -> dict[int, list[list[str]]]:
+        """Return the outcomes of every rank for each call."""
+        outcomes: dict[int, list[list[str]]] = {}
+        for rank in range(self.arguments.ranks):
+            path = self.directory / f"rank_{rank}"
+            for line in path.read_text().splitlines() if path.exists() else ():
+                i, outcome = json.loads(line)
+                outcomes.setdefault(i, [[] for _ in self.processes])[rank].append(outcome)
+        return outcomes
+
+    def ended_by_watchdog(self) -> dict[int, str]:
+        """Return the last line with which the watchdog of each rank has ended its process."""
+        texts = {rank: (self.directory / f"stderr_{rank}").read_text() for rank in range(self.arguments.ranks)}
+        lines = {rank: [x for x in text.splitlines() if x.startswith("ringattn: ")] for rank, text in texts.items()}
+        return {rank: found[-1] for rank, found in lines.items() if found}
+
+
+def judge(event: Event, by_rank: list[list[str]], endings: dict[int, str]) -> str:
+    """Return the result of one call on all ranks as a column of the table.
+
+    `endings` contains the messages with which processes have ended in this call.
+    """
+    faults = [[x for x in outcomes if x.startswith("fault")] for outcomes in by_rank]
+    for rank, ending in endings.items():
+        faults[rank] = faults[rank] or [f"fault: {ending}"]
+    if any(x.startswith("wrong") for outcomes in by_rank for x in outcomes):
+        return "wrong"
+    if all(faults):
+        culprits = [rank for rank, position in enumerate(event.positions) if position >= 0]
+        named = all(any(f"rank {r} left call" in x[0] and "Injected: injected" in x[0] for r in culprits) for x in faults)
+        return "all ranks raised" if named and event.kind in (SOME, DIFFERENT) else "wrong error"
+    if any(faults) or not all(by_rank):
+        return "wrong"
+    injected = [outcomes[0] == "injected" for outcomes in by_rank]
+    return "as expected" if injected == [event.kind != NONE and x >= 0 for x in event.positions] else "wrong"
+
+
+def run_all(arguments: argparse.Namespace) -> bool:
+    """Run all episodes, print the table, and return whether everything is right."""
+    few_different = different_may_fail(arguments.transport)
+    events = draw_events(arguments.calls, arguments.ranks, arguments.faults, few_different, arguments.seed)
+    results, end, first, left = Counter(), time.monotonic() + arguments.timeout, 0, 0
+    restarts = 0
+    with tempfile.TemporaryDirectory() as folder:
+        while first < len(events) and time.monotonic() < end:
+            episode = Episode(Path(folder) / str(first), first, arguments)
+            left += episode.wait(end)
+            outcomes, endings = episode.outcomes(), episode.ended_by_watchdog()
+            last = max(outcomes, default=first)
+            # If the watchdogs have ended the processes, some ranks may have written no outcome of the last call.
+            for i in range(first, last + 1):
+                by_rank = outcomes.get(i, [[] for _ in range(arguments.ranks)])
+                result = judge(events[i], by_rank, endings if i == last else {})
+                results[events[i].kind, result] += 1
+                if result.startswith("wrong"):
+                    print(f"call {i} ({events[i]}): {by_rank}, {endings}", flush=True)
+            if last == first and not outcomes:
+                for rank in range(arguments.ranks):
+                    print((episode.directory / f"stderr_{rank}").read_text()[-2000:])
+                break
+            restarts, first = restarts + 1, last + 1
+    columns = "as expected", "all ranks raised", "wrong error", "wrong"
+    rows = [[kind, *(results[kind, column] for column in columns)] for kind in KINDS]
+    print(markdown_table(" | ".join(("calls with", *columns)), rows))
+    done = sum(results.values())
+    device = f"{torch.cuda.get_device_name()}, transport {arguments.transport}" if torch.cuda.is_available() else "gloo on CPUs"
+    print(f"{device}: {done} of {len(events)} calls, {restarts} starts of {arguments.ranks} ranks, {left} processes left")
+    return done == len(events) and not left and not any("wrong" in column for (_, column), n in results.items() if n)
+
+
+def main() -> None:
+    """Parse the command line and run the calls."""
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--calls", type=command.at_least(2), default=1000)
+    parser.add_argument("--ranks", type=command.at_least(2), default=2)
+    parser.add_argument("--transport", choices=("auto", "nvlink", "p2p"), default="auto")
+    parser.add_argument("--faults", type=command.at_least(0), default=12, help="calls that may end in a RingFault")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=command.at_least(1), default=540, help="seconds after which the script gives up")
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank_of:
+        directory, first = arguments.rank_of.rsplit(":", 1)
+        run_rank(Path(directory), int(first), arguments)
+    sys.exit(0 if run_all(arguments) else 1)
+
+
+if __name__ == "__main__":
+    main()
