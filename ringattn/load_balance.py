@@ -76,6 +76,19 @@ def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     return _balanced_layout(mask, as_integer("seq_len", seq_len, 1), as_integer("ranks", ranks, 1))
 
 
+def always_has_equal_shards(seq_len: int, ranks: int) -> bool:
+    """Return whether `balanced_layout` gives all ranks the same number of positions, whatever the mask is."""
+    if ranks == 1:
+        return True
+    may_assign = seq_len >= MIN_CHUNKS * TILE * ranks
+    # A zigzag layout has two pieces per rank.
+    return seq_len % (2 * ranks) == 0 and not (may_assign and seq_len % (TILE * _tiles_per_chunk(seq_len, ranks) * ranks))
+
+
+def _tiles_per_chunk(seq_len: int, ranks: int) -> int:
+    return max(1, -(-seq_len // (TILE * MAX_CHUNKS * ranks)))
+
+
 @lru_cache(maxsize=8)
 def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     mask.check(seq_len)
@@ -99,7 +112,7 @@ def _tile_ends(rows: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _assign_chunks(mask: Mask, seq_len: int, ranks: int) -> Layout:
-    tiles_per_chunk = max(1, -(-seq_len // (TILE * MAX_CHUNKS * ranks)))
+    tiles_per_chunk = _tiles_per_chunk(seq_len, ranks)
     costs = _chunk_costs(mask, seq_len, tiles_per_chunk)
     # Expensive chunks are assigned first, because the cheap chunks of later rounds can then still balance the loads. The sort
     # is stable, so that all ranks compute the same order.

@@ -55,6 +55,7 @@ from ringattn.kernels.reference import state_dtype
 from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.operands import Operands, QuantizedOperands
+from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import Interconnect
 from ringattn.planning.rank_plan import BlockPair, Plan, forced_plan, get_plan
 from ringattn.planning.schedule import LocalStep, Schedule
@@ -241,8 +242,9 @@ class Ring:
         # The lengths of the documents become a tuple, because a tensor cannot be the key of a cache. The host can read the
         # lengths without waiting for the GPU, because the tensor of the lengths is always on the CPU.
         mask = spec.is_causal, spec.window, tuple(spec.documents.tolist())
-        plan = forced_plan() or _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
-        keep_for_graph(plan, device)
+        if (plan := forced_plan()) is None:
+            plan = _cached_plan(*mask, spec.layout, spec.seq_len, spec.ranks, transport.rank, device)
+            keep_for_graph(plan, device)
         return cls(plan, transport, spec)
 
     def of_heads(self, first_head: int, all_to_all_uses_sms: bool = False) -> "Ring":
@@ -437,3 +439,9 @@ class Ring:
 def _cached_plan(is_causal, window, documents, layout, seq_len, ranks, rank, device) -> Plan:
     mask = Mask.from_lengths(is_causal, window or None, documents, seq_len)
     return get_plan(mask, Layout(layout, seq_len, ranks), rank, device)
+
+
+def free_plans() -> None:
+    """Free all plans. Later calls compute and log their choices of a schedule again, as the first calls of a job do."""
+    _cached_plan.cache_clear()
+    rank_plan.free_plans()

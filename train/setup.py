@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ringattn import Mask
 from ringattn.comm import connect
 from ringattn.kernels import dispatch
-from ringattn.planning import rank_plan
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
+from ringattn.ring import free_plans
 from ringattn.train import optim, startup
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.config import Config, ConfigError, check
@@ -29,7 +29,7 @@ from ringattn.train.data.tokenizer import Tokenizer, load_tokenizer
 from ringattn.train.model import flops
 from ringattn.train.model.gpt import GPT
 from ringattn.train.parallel import memory, prediction
-from ringattn.train.parallel.graphs import ModelGraphs, graph_bytes, uses_graphs
+from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.mesh import Mesh, build_mesh, set_timeout
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
@@ -114,10 +114,11 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     recompute, needed = broadcast_object(chosen)
     with sync_errors():
         memory.check(needed, device)
-        graphed = uses_graphs(config, mesh.shape, device, compiled and not recompute, bf16)
-        if graphed:
-            needed = needed | {"copies of CUDA graphs": graph_bytes(config, mesh.shape, tokenizer.vocab_size, bf16)}
-            memory.check(needed, device)
+        situation = config, mesh.shape, device, compiled and not recompute, bf16
+        chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
+    graphed, needed = broadcast_object(chosen)
+    with sync_errors():
+        memory.check(needed, device)
     with sync_errors():
         data = load(config.data, tokenizer)
     # The held-out text is loaded in a separate `sync_errors` block, because in each call of `load` the other ranks wait until
@@ -295,7 +296,7 @@ def _free_memory(device: torch.device) -> None:
     """Free the memory that an earlier job of a sweep still occupies, and reset the measurement of peak memory."""
     gc.unfreeze()
     connect.free_messages()
-    rank_plan.free_plans()
+    free_plans()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -27,8 +27,8 @@ class ReadyMicroStep(NamedTuple):
     mask: Mask
     layout: Layout
     shard: Shard
-    plan: Plan | None  # the plan of attention, if it was computed ahead and the step does not use CUDA graphs
-    packed: Tensor | None  # the plan of attention in the format of the CUDA graphs, in pinned memory
+    plan: Plan | None = None  # the plan of attention, if it was computed ahead and the run does not use CUDA graphs
+    packed: Tensor | None = None  # the plan of attention in the format of the CUDA graphs, in pinned memory
 
 
 class ReadyStep(NamedTuple):
@@ -159,11 +159,11 @@ def prepare_step(run: Run, consumed: int) -> ReadyStep:
     dist.all_reduce(sums, group=run.mesh.dp.get_group())
     rank, ready = run.mesh.sequence.get_local_rank(), []
     for batch, mask, layout, plan in micro_steps:
-        packed = None
-        if run.graphs is not None and run.graphs.can_replay(layout):
-            plan, packed = None, run.graphs.pack(mask, layout, plan)
         shard = Shard.of(batch, layout, rank, run.device)
-        ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device), packed))
+        if run.graphs is not None:
+            ready.append(ReadyMicroStep(mask, layout, shard, packed=run.graphs.pack(mask, layout, plan)))
+        else:
+            ready.append(ReadyMicroStep(mask, layout, shard, plan and plan.to(run.device)))
     run.ready = consumed, ReadyStep(ready, *sums.tolist())
     return run.ready[1]
 
@@ -198,7 +198,7 @@ def count_pairs(mask: Mask, batch: Batch) -> int:
 def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor:
     """Return this rank's part of the loss of a micro-step, see `ringattn.train.model.loss.cross_entropy`."""
     mask, layout, shard, plan, packed = micro_step
-    if run.graphs is not None and run.graphs.can_replay(layout):
+    if run.graphs is not None:
         return run.graphs.compute_loss(shard, packed) / num_valid
     if plan is not None:
         add_plan(plan)

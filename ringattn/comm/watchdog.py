@@ -308,7 +308,7 @@ class Watchdog:
         slowest = progress.index(min(progress))
         if len(set(progress)) == 1:
             sources = sorted({message.src for message in hop.incoming})
-            return f"all ranks are stuck at the same hop; this rank is waiting for rank {sources}"
+            return "all ranks are stuck at the same hop" + (f"; this rank is waiting for rank {sources}" if sources else "")
         issued, finished = progress[slowest]
         if issued == finished:
             return f"rank {slowest} makes no other call after {before[slowest].latest}"

@@ -412,7 +412,7 @@ def get_plan(mask: Mask, layout: Layout, rank: int, device: torch.device) -> Pla
 
 
 def free_plans() -> None:
-    """Free all plans. Later calls compute and log their choices of a schedule again, as the first calls of a job do."""
+    """Free the plans of `get_plan`, and let `Plan.choose_schedule` log its choices again."""
     with _planning_lock:
         _plans.cache_clear()
     _logged.clear()
@@ -426,7 +426,10 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plan(plan: Plan) -> Iterator[None]:
-    """Let all calls in this context use `plan`, whatever their masks and layouts are."""
+    """Let all calls in this context use `plan`, whatever their masks and layouts are.
+
+    If they are captured in a CUDA graph, the caller must keep the plan as long as the graph.
+    """
     global _forced
     _forced = plan
     try:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ringattn import Layout, Mask, balanced_layout, load_balance
 from ringattn.kernels import interval_mask
 from ringattn.layout import KINDS
-from ringattn.load_balance import TILE, work
+from ringattn.load_balance import TILE, always_has_equal_shards, work
 from tests.ringattn.rings import Case, assert_close
 
 S = 65536
@@ -122,3 +122,19 @@ def test_invalid_arguments_raise_an_error() -> None:
     for wrong, kind in ((None, "NoneType"), ([5, 3], "list")):
         with pytest.raises(ValueError, match=f"mask is a {kind}"):
             balanced_layout(wrong, 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "ranks", "expected"),
+    [(4096, 2, True), (4096, 3, False), (4095, 1, True), (4098, 2, False), (1000, 4, True), (6144, 4, True), (8320, 2, False)],
+)
+def test_shards_are_equal_for_all_masks(seq_len: int, ranks: int, expected: bool) -> None:
+    """4,098 positions are an even number, but the last chunk of an assigned layout would be shorter than the others."""
+    assert always_has_equal_shards(seq_len, ranks) == expected
+    rows = set()
+    for seed in range(40):
+        cuts = sorted(random.Random(seed).sample(range(1, seq_len), seed % 12))
+        mask = Mask.causal(documents=[end - start for start, end in zip([0, *cuts], [*cuts, seq_len], strict=True)])
+        layout = balanced_layout(mask, seq_len, ranks)
+        rows.add(len({layout.rows(rank) for rank in range(ranks)}))
+    assert (rows == {1}) == expected

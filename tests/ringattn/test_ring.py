@@ -278,3 +278,15 @@ def test_a_relay_moves_what_its_schedule_says(monkeypatch: pytest.MonkeyPatch) -
     assert all(
         sum(message.kind == kind for step in schedule.by_rank[3] for message in step.outgoing) == 7 for kind in row_bytes
     )
+
+
+def test_no_ring_uses_a_plan_that_was_freed() -> None:
+    """A later job would otherwise neither log its choices nor learn which tables its calls request."""
+    case, layout, mask = Case.random(24), Layout.contiguous(24, 1), Mask.causal()
+    used = []
+    for _ in range(2):
+        case.on_ring(layout, mask)
+        used.append(ring._cached_plan(True, 0, (), "contiguous", 24, 1, 0, torch.device("cpu")))
+        assert used[-1] is get_plan(mask, layout, 0, torch.device("cpu"))
+        ring.free_plans()
+    assert used[0] is not used[1]

@@ -20,6 +20,8 @@ from torch.func import functional_call
 from ringattn import Layout, Mask
 from ringattn.comm import connect
 from ringattn.compile_ahead import call_kernels
+from ringattn.kernels.validation import MAX_HEAD_DIM
+from ringattn.load_balance import MAX_CHUNKS, TILE, always_has_equal_shards
 from ringattn.planning.plan_slots import PlanSlots
 from ringattn.planning.rank_plan import Plan, use_plan
 from ringattn.train.config import Config, ConfigError
@@ -34,18 +36,20 @@ from ringattn.train.parallel.mesh import Mesh, MeshShape, attention
 # 1.5 ms.
 MAX_BLOCK_FLOPS = 1e12
 
+# A number of tokens per rank with which all layouts give every rank an equal share.
+EQUAL_SHARE = TILE * MAX_CHUNKS
+
 
 def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
     """Return whether CUDA graphs of a micro-step are possible. The arguments are those of `uses_graphs`."""
-    # The hooks of several FSDP groups cannot be captured. If shards differ in length, the messages depend on the documents.
-    one_group = memory.blocks_per_group(config.model, bf16) == config.model.layers
-    return device.type == "cuda" and compiled and one_group and config.data.seq_len % _divisor(shape) == 0
-
-
-def _divisor(shape: MeshShape) -> int:
-    """Return the number that must divide the length of a sequence, so that all shards have the same length."""
-    # A zigzag layout divides a sequence into two pieces per rank.
-    return 2 * shape.sequence if shape.sequence > 1 else 1
+    model, seq_len = config.model, config.data.seq_len
+    # PyTorch's attention reads the mask on the host.
+    has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
+    # The hooks of several FSDP groups cannot be captured.
+    one_group = memory.has_one_group(model, bf16)
+    # If shards differed in length, the sizes of the messages would depend on the documents.
+    has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
+    return device.type == "cuda" and compiled and has_kernel and one_group and has_equal_parts
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
@@ -64,14 +68,37 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     wanted, possible = config.trainer.cuda_graphs, can_capture(config, shape, device, compiled, bf16)
     if wanted and not possible:
         raise ConfigError(
-            "trainer.cuda_graphs=true requires a CUDA device, trainer.compile=true, blocks that are not recomputed in the "
-            f"backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of parameters, and a data.seq_len that "
-            f"{_divisor(shape)} divides: leave trainer.cuda_graphs out, or change these settings"
+            "trainer.cuda_graphs=true requires a CUDA device, trainer.compile=true, parallel.kernel=auto, hopper or triton, "
+            f"blocks that are not recomputed in the backward pass and have at most {memory.GROUP_BYTES >> 20} MiB of "
+            "parameters, and a data.seq_len that gives every rank an equal share, such as "
+            f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)
     tokens = config.trainer.batch_size * memory.tokens_per_rank(config, shape)
     return 2 * tokens * memory.block_parameters(config.model) <= MAX_BLOCK_FLOPS
+
+
+def choose_graphs(
+    config: Config,
+    shape: MeshShape,
+    device: torch.device,
+    compiled: bool,
+    bf16: bool,
+    vocab_size: int,
+    needed: dict[str, float],
+) -> tuple[bool, dict[str, float]]:
+    """Return whether a run uses CUDA graphs, and the bytes that a rank then needs, by purpose.
+
+    `needed` are the bytes without graphs. If `trainer.cuda_graphs` is None, a run whose graphs would not fit does not use them.
+    The other arguments and the errors are those of `uses_graphs`.
+    """
+    if not uses_graphs(config, shape, device, compiled, bf16):
+        return False, needed
+    with_graphs = needed | {"CUDA graphs": graph_bytes(config, shape, vocab_size, bf16)}
+    if config.trainer.cuda_graphs is None and not memory.fits(with_graphs, device):
+        return False, needed
+    return True, with_graphs
 
 
 def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -> float:
@@ -136,13 +163,14 @@ class ModelGraphs:
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
         inputs = tokens, positions, tokens.clone(), *parameters
         self._ring_rank = mesh.ring.get_local_rank()
-        if config.trainer.attention_precision(training=True) == "ieee":
+        if config.trainer.attention_precision(training=True) == "ieee" and config.parallel.schedule != "state":
             plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
             call_kernels(plan, *_attention_inputs(config, mesh, plan, dtype), config.parallel.kernel, first=dist.get_rank())
         plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
-                # The first call connects the ranks, compiles the kernels and requests all tables of the plan.
+                # The first call connects the ranks, compiles the kernels and requests all tables of the plan. It uses other
+                # tensors, because autograd nodes of `parameters` would belong to the stream of this call.
                 copies = [x.detach().requires_grad_() for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = PlanSlots(plan, device)
@@ -157,20 +185,17 @@ class ModelGraphs:
         # FSDP gathers the parameters before a call of this method, as before a call of the model.
         model.replay = self._replay
         register_fsdp_forward_method(model, "replay")
-        groups = [axis.get_group().group_name for axis in (mesh.ring, mesh.ulysses) if axis.size() > 1]
-        relays = config.parallel.route == "relay"
-        self._watchdogs = [connect.connect(group, device, relays=relays).watchdog for group in groups]
+        axes = (mesh.ring, config.parallel.route == "relay"), (mesh.ulysses, False)
+        groups = [(axis.get_group().group_name, relays) for axis, relays in axes if axis.size() > 1]
+        self._watchdogs = [connect.connect(name, device, relays=relays).watchdog for name, relays in groups]
         self._hops: list[tuple[Any, Any]] = []
-
-    def can_replay(self, layout: Layout) -> bool:
-        """Return whether the shards of a layout have the lengths that were captured. The result is the same on all ranks."""
-        return [layout.rows(rank) for rank in range(layout.ranks)] == self._rows
 
     def pack(self, mask: Mask, layout: Layout, plan: Plan | None) -> Tensor | None:
         """Return the plan of attention in the format of `compute_loss`, or None if the mask has no documents.
 
         `plan` is a fixed plan on the CPU for this mask and layout. If it is None, it is computed.
         """
+        assert [layout.rows(rank) for rank in range(layout.ranks)] == self._rows, "all layouts give the ranks equal shares"
         return None if mask.documents is None else self.slots.pack(plan or self._plan(mask, layout))
 
     def _plan(self, mask: Mask, layout: Layout) -> Plan:

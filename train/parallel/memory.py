@@ -38,6 +38,11 @@ def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
 
+def has_one_group(model: ModelConfig, bf16: bool) -> bool:
+    """Return whether the parameters of all blocks are in one FSDP group, because they need at most GROUP_BYTES."""
+    return model.layers * _block_bytes(model, bf16) <= GROUP_BYTES
+
+
 def _block_bytes(model: ModelConfig, bf16: bool) -> int:
     return (2 if bf16 else 4) * block_parameters(model)
 
@@ -205,7 +210,8 @@ def check(needed: dict[str, float], device: torch.device) -> None:
         owner = "its GPU" if device.type == "cuda" else "its share of this host"
         raise InsufficientMemory(
             f"each rank would need about {sum(needed.values()) / GIB:.1f} GiB ({parts}), but {owner} has {usable:.1f} usable: "
-            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false"
+            "use more ranks, a shorter data.seq_len, a smaller model or batch, or leave out activation_checkpointing=false and "
+            "trainer.cuda_graphs=true"
         )
 
 

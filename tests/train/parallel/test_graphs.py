@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 
-from ringattn import Layout, Mask
+from ringattn import Mask
 from ringattn.planning.rank_plan import Plan
 from ringattn.train import setup, step
 from ringattn.train.config import Config, ConfigError, DataConfig, ModelConfig, TrainerConfig
@@ -43,10 +43,33 @@ def test_large_models_do_not_use_graphs():
 
 
 def test_shards_of_different_lengths_cannot_be_captured():
-    """The zigzag layout of two ranks has four pieces, which must have the same length."""
+    """The zigzag layout of two ranks has four pieces. Layouts of chunks are equal only if all chunks are."""
     assert uses(32_768, 2, wanted=True) and uses(32_767, 1, wanted=True)
-    with pytest.raises(ConfigError, match="a data.seq_len that 4 divides"):
-        uses(32_766, 2, wanted=True)
+    for tokens in (32_766, 40_960):
+        assert not uses(tokens, 2)
+        with pytest.raises(ConfigError, match="an equal share, such as 16,384"):
+            uses(tokens, 2, wanted=True)
+
+
+@pytest.mark.parametrize("kernel", ("blockwise", "reference"))
+def test_attention_of_pytorch_is_not_captured(kernel):
+    """It reads the mask on the host."""
+    config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
+    config.parallel.kernel = kernel
+    assert not graphs.uses_graphs(config, MeshShape(1, 2, 1), CUDA, compiled=True, bf16=True)
+
+
+def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested(monkeypatch):
+    config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
+    situation = config, MeshShape(1, 4, 1), CUDA, True, True, 257, {"activations": 1.5 * memory.GIB}
+    found = []
+    for gib, wanted in ((3, None), (2, None), (2, True)):
+        monkeypatch.setattr(memory, "_total_memory", lambda device, gib=gib: gib * memory.GIB)
+        config.trainer.cuda_graphs = wanted
+        graphed, needed = graphs.choose_graphs(*situation)
+        found.append((graphed, list(needed)))
+    names = ["activations", "CUDA graphs"]
+    assert found == [(True, names), (False, names[:1]), (True, names)]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +118,6 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
             loss.backward()
             results.append((loss.item(), [x.grad.full_tensor() for x in run.model.parameters()]))
             run.model.zero_grad()
-        assert run.graphs.can_replay(micro_step.layout) and not run.graphs.can_replay(Layout.contiguous(10, 1))
         assert run.graphs.pack(micro_step.mask, micro_step.layout, None) is None
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1])
