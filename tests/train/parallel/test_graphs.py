@@ -2,6 +2,7 @@
 
 import os
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -124,10 +125,11 @@ def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus, monkeypa
 
 
 def graph_job(corpus: str, wanted: bool) -> Config:
-    """Two layers on a GPU, with two micro-steps per step and several documents per sequence."""
+    """Two layers on a GPU, with two micro-steps per step and several documents per sequence. Some programs have no work."""
     config = job(corpus, 1)
+    config.data.path = str(Path(graphs.__file__).parents[1] / "*.py")
     config.model = ModelConfig(layers=2, dim=128, heads=2, kv_heads=1, qk_norm=True)
-    config.data.seq_len = 64
+    config.data.seq_len = 4096
     config.trainer.device, config.trainer.cuda_graphs = "cuda", wanted
     config.trainer.accumulate, config.trainer.steps, config.optim.lr = 2, 4, 1e-3
     return config
