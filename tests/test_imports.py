@@ -14,7 +14,7 @@ PACKAGES = ("kernels", "ringattn", "train", "scripts")
 LAYERS = (
     ("mask", "layout", "runs", "state", "load_balance"),
     ("planning",),
-    ("comm", "spec", "custom_op", "checkpointing", "operands", "compile_ahead"),
+    ("comm", "spec", "custom_op", "checkpointing", "operands"),
     ("ring",),
     ("attention", "ulysses", "flash", "decode", "paged_cache", "explain", "trace"),
 )

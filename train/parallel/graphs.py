@@ -12,14 +12,12 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.func import functional_call
 
 from ringattn import Layout, Mask
 from ringattn.comm import connect
-from ringattn.compile_ahead import call_kernels
 from ringattn.kernels.validation import MAX_HEAD_DIM
 from ringattn.load_balance import MAX_CHUNKS, TILE, always_has_equal_shards
 from ringattn.planning.plan_slots import PlanSlots
@@ -163,9 +161,6 @@ class ModelGraphs:
         parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in shapes]
         inputs = tokens, positions, tokens.clone(), *parameters
         self._ring_rank = mesh.ring.get_local_rank()
-        if config.trainer.attention_precision(training=True) == "ieee" and config.parallel.schedule != "state":
-            plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
-            call_kernels(plan, *_attention_inputs(config, mesh, plan, dtype), config.parallel.kernel, first=dist.get_rank())
         plan = Plan(mask, layout.whole, self._ring_rank, device, is_fixed=True)
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
@@ -222,16 +217,6 @@ class ModelGraphs:
 
     def _replay(self, *inputs: Tensor) -> Tensor:
         return self._graphed(*inputs, *(getattr(owner, name) for owner, name in self._parameters.values()))
-
-
-def _attention_inputs(config: Config, mesh: Mesh, plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return zeros with the shapes of q, k and v that attention receives after the all-to-all."""
-    model, ranks = config.model, mesh.ulysses.size()
-    # If there are more Ulysses ranks than key heads, key heads are copied.
-    heads = model.heads // ranks, max(model.kv_heads // ranks, 1)
-    rows = config.trainer.batch_size, plan.layout.rows(plan.rank)
-    q, k = (torch.zeros(*rows, count, model.resolved_head_dim, dtype=dtype, device=plan.device) for count in heads)
-    return q, k, k
 
 
 def _unused_bytes(device: torch.device) -> int:
