@@ -165,14 +165,13 @@ class ModelGraphs:
         with torch.autograd.set_multithreading_enabled(False):
             with use_plan(plan):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the plan. It uses other
-                # tensors, because autograd nodes of `parameters` would belong to the stream of this call.
-                copies = [x.detach().requires_grad_() for x in parameters]
+                # parameters, because autograd nodes of these parameters would belong to the stream of this call.
+                copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = PlanSlots(plan, device)
             unused = _unused_bytes(device)
             with use_plan(self.slots.plan):
-                # Calls of `make_graphed_callables` before the capture would keep their autograd graphs, and print a warning.
-                self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs, num_warmup_iters=0)
+                self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
         self.uncounted_bytes = _unused_bytes(device) - unused
         if documents is None:
             # No step has another mask.
