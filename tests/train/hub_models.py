@@ -76,6 +76,17 @@ def write_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def change_folder(folder: Path, tensors: dict[str, Tensor | None], **changes: object) -> Path:
+    """Replace tensors of a model by others, and settings in its config.json. None removes a tensor or a setting."""
+    tensors = {name: x for name, x in (read_tensors(folder) | tensors).items() if x is not None}
+    config = json.loads((folder / "config.json").read_text()) | changes
+    for file in folder.iterdir():
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    return folder
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 

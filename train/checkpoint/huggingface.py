@@ -7,11 +7,14 @@ into the one of Qwen 3. A run can start from a Hugging Face model (`trainer.init
 """
 
 import json
+import logging
 import operator
 import re
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,6 +22,8 @@ from ringattn.train.checkpoint.progress import bytes_on_disk, local_bytes, show_
 from ringattn.train.config import ConfigError, ModelConfig
 from ringattn.train.model.gpt import padded_vocabulary
 from ringattn.train.model.rope import MAX_ROTATIONS, yarn_scale
+
+log = logging.getLogger(__name__)
 
 # Maps the names of our modules and weights to their names in Hugging Face's format. The prefix with the number of a block is
 # left out.
@@ -73,10 +78,12 @@ def hugging_face_name(name: str) -> str:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of the model in the folder `path`. The keys are the names of the fields of ModelConfig.
 
-    If `rope_factor` is None, the settings `rope_trained_len` and `rope_scaling` have no effect, and they are left out.
+    If `rope_factor` is None, the settings `rope_trained_len` and `rope_scaling` have no effect, and they are left out. If the
+    weights contradict `tie_word_embeddings` in config.json, the weights take precedence.
 
     Raises:
-        ConfigError: config.json cannot be read, or it requires a feature that our model does not support.
+        ConfigError: config.json or a file of weights cannot be read, or config.json requires a feature that our model does not
+            support.
     """
     try:
         config = json.loads((path / "config.json").read_text())
@@ -85,10 +92,11 @@ def read_settings(path: Path) -> dict[str, Any]:
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         _check_supported(config, rope, kind)
-        return _settings(config, rope, kind)
+        settings = _settings(config, rope, kind)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
+    return settings | {"tie_embeddings": _has_tied_embeddings(_open_tensors(path), settings["tie_embeddings"])}
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -125,6 +133,27 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         trained_len = config.get(name) or rope.get(name) or config["max_position_embeddings"]
         settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": trained_len, "rope_scaling": kind}
     return settings
+
+
+def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
+    """Return whether the embedding is also the output head.
+
+    Args:
+        files: the open file of each tensor, or {} for a folder without weights.
+        declared: the value of `tie_word_embeddings` in config.json. transformers also ignores this value if it is True and the
+            weights contain a separate, different head.
+    """
+    embedding, head = (files.get(hugging_face_name(name)) for name in ("embedding", "head"))
+    if head is None:
+        return declared or embedding is not None
+    if not declared or embedding is None:
+        return declared
+    embedding, head = (file.get_slice(hugging_face_name(name)) for name, file in (("embedding", embedding), ("head", head)))
+    if (shape := embedding.get_shape()) != head.get_shape():
+        return False
+    # Few rows are compared at a time, because both tensors may have several GB. They may also have different dtypes.
+    parts = (slice(i, i + 1024) for i in range(0, shape[0], 1024))
+    return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
 
 def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) -> None:
@@ -212,10 +241,13 @@ def load(path: Path, model: nn.Module) -> None:
         ConfigError: a tensor is missing, has another shape or is quantized, or a file cannot be read.
     """
     files, parameters = _open_tensors(path), model.state_dict()
+    _warn_of_the_head(path, is_tied="head" not in parameters)
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):
         for parameter_name, parameter in parameters.items():
             name = hugging_face_name(parameter_name)
+            if parameter_name == "embedding" and name not in files and "head" not in parameters:
+                name = hugging_face_name("head")  # The file contains the shared matrix only under this name.
             if name not in files:
                 raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
             stored = files[name].get_slice(name)
@@ -230,6 +262,15 @@ def load(path: Path, model: nn.Module) -> None:
             if first < last:
                 own[: last - first].copy_(stored[first:last])
             copied += own.nbytes
+
+
+def _warn_of_the_head(path: Path, is_tied: bool) -> None:
+    """Warn on rank 0 if the weights contradict `tie_word_embeddings` in config.json."""
+    declared = bool(json.loads((path / "config.json").read_text()).get("tie_word_embeddings"))
+    if declared == is_tied or (dist.is_initialized() and dist.get_rank() != 0):
+        return
+    reason = "contain no output head, so the embedding is" if is_tied else "contain another output head, which is"
+    log.warning(f"{'weights':<12}{path}: config.json has tie_word_embeddings={declared}, but the weights {reason} used")
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
@@ -250,23 +291,28 @@ def _open_tensors(path: Path) -> dict[str, Any]:
         A dict that maps the name of each tensor to the open file that contains this tensor.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or a file lacks a tensor that the index lists.
     """
     from safetensors import SafetensorError, safe_open
 
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    file, opened = index, []
+    file, opened, listed = index, [], {}
     try:
         # If model.safetensors exists, the index is ignored, because it may have been left from an earlier save. transformers
         # also ignores the index in this case.
         if single.is_file():
             names = [single]
         elif index.is_file():
-            names = {path / name for name in json.loads(index.read_text())["weight_map"].values()}
+            listed = json.loads(index.read_text())["weight_map"]
+            names = {path / name for name in listed.values()}
         else:
             names = path.glob("*.safetensors")
         for file in sorted(names):
             opened.append(safe_open(file, "pt"))
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {error}; download it again") from error
-    return {name: tensors for tensors in opened for name in tensors.keys()}
+    files = {name: tensors for tensors in opened for name in tensors.keys()}
+    for name in listed:
+        if name not in files:
+            raise ConfigError(f"{path} has no {name} in its *.safetensors files: the folder of the model must be complete")
+    return files

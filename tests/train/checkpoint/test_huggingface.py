@@ -21,6 +21,7 @@ from tests.train.hub_models import (
     LLAMA3_SCALING,
     SIZES,
     YARN,
+    change_folder,
     logits,
     read_tensors,
     settings_of,
@@ -70,6 +71,58 @@ def test_logits_equal_those_of_transformers(changes, tmp_path):
     torch.testing.assert_close(
         logits(model, tokens)[:, :259].double(), transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4
     )
+
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("declared", "missing", "is_tied", "warning"),
+    [
+        pytest.param(
+            True, None, False, "tie_word_embeddings=True, but the weights contain another", id="tied and two matrices"
+        ),
+        pytest.param(True, HEAD, True, None, id="tied without a head"),
+        pytest.param(True, EMBEDDING, True, None, id="tied without an embedding"),
+        pytest.param(False, None, False, None, id="untied and two matrices"),
+        pytest.param(False, HEAD, True, "tie_word_embeddings=False, but the weights contain no", id="untied without a head"),
+    ],
+)
+def test_the_weights_decide_whether_embeddings_are_tied(model_type, declared, missing, is_tied, warning, tmp_path, caplog):
+    folder = write_folder(tmp_path / "hf", model_type=model_type)
+    change_folder(folder, {missing: None} if missing else {}, tie_word_embeddings=declared)
+    settings = settings_of(folder)
+    assert settings.tie_embeddings == is_tied
+    assert huggingface.compare_settings(folder, settings, 257) == ""
+    model = GPT(settings, 257)
+    huggingface.load(folder, model)
+    assert warning in caplog.text if warning else not caplog.messages
+    tokens = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
+    found = logits(model, tokens)[:, :259].double()
+    # transformers would draw a random head for an untied model without a head. It ties the head if config.json asks for it.
+    change_folder(folder, {}, tie_word_embeddings=is_tied or declared)
+    torch.testing.assert_close(found, transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("change", "is_tied"), [(0.0, True), (1.0, False), (float("nan"), False)])
+def test_a_head_that_equals_the_embedding_stays_tied(change, is_tied, tmp_path):
+    """The matrices are compared in parts. Only the last value of 2,048 + 1 rows differs."""
+    folder = write_folder(tmp_path / "hf", tie_word_embeddings=True)
+    embedding = torch.randn(2049, 32)
+    head = embedding.double()
+    head[-1, -1] += change
+    change_folder(folder, {EMBEDDING: embedding, HEAD: head}, vocab_size=2049)
+    assert settings_of(folder).tie_embeddings == is_tied
+
+
+def test_a_head_of_the_index_must_exist(tmp_path):
+    """The head is in a file that is damaged or was replaced, so the embedding must not be used in its place."""
+    folder = write_folder(tmp_path / "hf")
+    (file,) = (file for file in folder.glob("*.safetensors") if HEAD in load_file(file))
+    save_file({name: x for name, x in load_file(file).items() if name != HEAD}, file)
+    with pytest.raises(ConfigError, match="has no lm_head.weight in its"):
+        huggingface.read_settings(folder)
 
 
 def test_long_load_is_shown(tmp_path, monkeypatch, caplog):
