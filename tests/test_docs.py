@@ -22,6 +22,7 @@ SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_attention
 # The models that the page names as exact, with windows that are shorter than the documents.
 EXACT_MODELS = {
     "qwen3": dict(num_hidden_layers=2),
+    "ministral": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "gemma3_text": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "olmo3": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "gpt_oss": dict(num_hidden_layers=2, sliding_window=7, num_local_experts=2, num_experts_per_tok=2, rope_parameters=None),

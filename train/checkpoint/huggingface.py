@@ -59,6 +59,8 @@ DEFAULTS = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
+# The advice for a model with another architecture.
+OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
 # The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
 MAY_DIFFER = {"rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "norm_eps", "window"}
 
@@ -93,6 +95,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         kind = rope.get("rope_type") or rope.get("type") or "default"
         _check_supported(config, rope, kind)
         settings = _settings(config, rope, kind)
+    except ConfigError as error:
+        raise ConfigError(f"{path}/config.json does not describe a supported model: {error}; {OTHER_MODELS}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
@@ -124,7 +128,7 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         "qk_norm": config["model_type"] == "qwen3",
         "norm_eps": config.get("rms_norm_eps", 1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
-        "window": config.get("sliding_window") if _layer_types(config) == {"sliding_attention"} else None,
+        "window": config["sliding_window"] if "sliding_attention" in _layer_types(config) else None,
     }
     if kind != "default":
         # config.json may contain the sequence length of the training in three places. transformers also searches all three
@@ -160,7 +164,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
     """Check that our model supports all settings in `config` and `rope`.
 
     Raises:
-        ValueError: names the first setting that our model does not support.
+        ConfigError: names the first setting that our model does not support.
     """
     # Maps the name of each setting to its value and to the supported values.
     checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
@@ -172,23 +176,27 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
     if kind == "yarn":
         checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
-    if len(types := _layer_types(config)) > 1:
-        checks["layer_types"] = " and ".join(sorted(types)), ("one of them",)
+    types = sorted({*_layer_types(config)})
+    supported = ("one of them in all layers",) if len(types) > 1 else ("full_attention", "sliding_attention")
+    checks["layer_types"] = " and ".join(types), supported
+    if "sliding_attention" in types and config["sliding_window"] is None:
+        checks["sliding_window"] = None, ("a number of tokens",)
     for name, (value, supported) in checks.items():
         if value not in supported:
-            raise ValueError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
+            raise ConfigError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
 
 
-def _layer_types(config: dict[str, Any]) -> set[str]:
-    """Return the types of layers in the model: "sliding_attention" (with a window) and "full_attention" (without a window)."""
-    if config["model_type"] not in ("qwen2", "qwen3"):
-        return {"sliding_attention" if config["model_type"] == "mistral" else "full_attention"}
-    if not config.get("use_sliding_window"):
-        return {"full_attention"}
-    if config.get("layer_types"):
-        return set(config["layer_types"])
-    first, layers = config["max_window_layers"], range(config["num_hidden_layers"])
-    return {"sliding_attention" if layer >= first else "full_attention" for layer in layers}
+def _layer_types(config: dict[str, Any]) -> list[str]:
+    """Return the type of each layer: "sliding_attention" (with a window) or "full_attention" (without a window)."""
+    kind, layers = config["model_type"], range(config["num_hidden_layers"])
+    if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window")):
+        return ["full_attention" for _ in layers]
+    # transformers loads a model of the type "mistral" with layer_types as a Ministral model.
+    if config.get("layer_types") is not None:
+        return config["layer_types"]
+    first = 0 if kind == "mistral" else config["max_window_layers"]
+    has_window = config["sliding_window"] is not None
+    return ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in layers]
 
 
 def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:

@@ -30,6 +30,7 @@ from tests.train.hub_models import (
     write_folder,
 )
 
+MISTRAL = {"model_type": "mistral", "sliding_window": 7}
 # The scaling of rotary positions as the model cards of Qwen 2.5 recommend it.
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
 
@@ -55,6 +56,12 @@ QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         pytest.param(
             {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
             id="Qwen 3 with a window",
+        ),
+        pytest.param(MISTRAL | {"layer_types": ["full_attention"] * 2}, id="Ministral without a window"),
+        pytest.param(MISTRAL | {"layer_types": ["sliding_attention"] * 2}, id="Ministral with a window"),
+        pytest.param(
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
+            id="Qwen 2 with a listed window",
         ),
     ],
 )
@@ -164,6 +171,15 @@ UNSUPPORTED = {
         WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types is full_attention and sliding_attention, but only one of them",
     ),
+    "Ministral": (
+        MISTRAL | {"layer_types": ["sliding_attention", "full_attention"]},
+        r"is full_attention and sliding_attention, but only one of them in all layers .*; .* docs/how-to/your-own-loop.md",
+    ),
+    "another type of layer": (
+        MISTRAL | {"layer_types": ["chunked_attention"] * 2},
+        "layer_types is chunked_attention, but only",
+    ),
+    "no types of layers": (MISTRAL | {"layer_types": []}, "layer_types is , but only"),
     "biases of Qwen 2": (
         {"model_type": "qwen2"},
         r"is a model of model.qkv_bias=True \(now False\): leave",
@@ -208,6 +224,19 @@ def test_an_error_names_what_is_not_supported_or_differs(changes, message, tmp_p
     folder = write_folder(tmp_path / "hf", **changes)
     with pytest.raises(ConfigError, match=message):
         huggingface.compare_settings(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_window_of_null(listed, tmp_path):
+    """Mistral models since version 0.3 have no window. If layers are listed as layers with a window, its size is required."""
+    config = write_config(tmp_path / "hf") | {"model_type": "mistral", "sliding_window": None}
+    config |= {"layer_types": ["sliding_attention"] * 2} if listed else {}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    if listed:
+        with pytest.raises(ConfigError, match="sliding_window is None, but only a number of tokens is supported"):
+            huggingface.read_settings(tmp_path / "hf")
+    else:
+        assert huggingface.read_settings(tmp_path / "hf")["window"] is None
 
 
 YARN_WITHOUT_LENGTH = {"rope_parameters": {name: value for name, value in YARN.items() if "max" not in name}}
