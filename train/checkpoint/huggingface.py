@@ -131,12 +131,21 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         "window": config["sliding_window"] if "sliding_attention" in _layer_types(config) else None,
     }
     if kind != "default":
-        # config.json may contain the sequence length of the training in three places. transformers also searches all three
-        # places.
-        name = "original_max_position_embeddings"
-        trained_len = config.get(name) or rope.get(name) or config["max_position_embeddings"]
-        settings |= {"rope_factor": float(rope["factor"]), "rope_trained_len": trained_len, "rope_scaling": kind}
+        factor = _rope_factor(config, rope) if kind == "yarn" else float(rope["factor"])
+        settings |= {"rope_factor": factor, "rope_trained_len": _rope_trained_len(config, rope), "rope_scaling": kind}
     return settings
+
+
+def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
+    """Return the sequence length of the training. As in transformers, config.json may contain the length in three places."""
+    name = "original_max_position_embeddings"
+    return config.get(name) or rope.get(name) or config["max_position_embeddings"]
+
+
+def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
+    """Return the factor of yarn. As in transformers, null means the ratio of the extended length to the trained length."""
+    ratio = config["max_position_embeddings"] / _rope_trained_len(config, rope) if rope["factor"] is None else rope["factor"]
+    return float(ratio)
 
 
 def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
@@ -171,10 +180,14 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     for name, value in ROPE_FIXED.get(kind, {}).items():
-        checks[name] = rope.get(name, value), (value,)
+        # In transformers, null means the default value only for these two settings.
+        is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
+        checks[name] = value if is_default else rope.get(name, value), (value,)
     checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
+    if kind == "llama3" and rope["factor"] is None:
+        checks["factor"] = None, ("a number",)
     if kind == "yarn":
-        checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(rope["factor"]))
+        checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(_rope_factor(config, rope)))
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
     types = sorted({*_layer_types(config)})
     supported = ("one of them in all layers",) if len(types) > 1 else ("full_attention", "sliding_attention")
@@ -313,6 +326,10 @@ def _open_tensors(path: Path) -> dict[str, Any]:
         elif index.is_file():
             listed = json.loads(index.read_text())["weight_map"]
             names = {path / name for name in listed.values()}
+            for file in names:
+                # The path is not resolved, because the files of the hub's cache are links to another folder.
+                if path not in file.parents or ".." in file.relative_to(path).parts:
+                    raise ValueError(f"{index.name} lists it, but it is outside of the model's folder")
         else:
             names = path.glob("*.safetensors")
         for file in sorted(names):

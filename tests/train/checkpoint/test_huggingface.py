@@ -30,6 +30,8 @@ from tests.train.hub_models import (
     write_folder,
 )
 
+# In these settings of yarn, null means the default value. The default factor is max_position_embeddings / 400.
+YARN_NULLS = dict.fromkeys(("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"))
 MISTRAL = {"model_type": "mistral", "sliding_window": 7}
 # The scaling of rotary positions as the model cards of Qwen 2.5 recommend it.
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
@@ -47,6 +49,16 @@ QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"rope_parameters": None, "rope_scaling": LLAMA3_SCALING, "rope_theta": 50.0}, id="Llama 3.1 with older names"
         ),
         pytest.param({"rope_parameters": YARN}, id="yarn"),
+        pytest.param({"rope_parameters": YARN | YARN_NULLS, "max_position_embeddings": 1600}, id="yarn with null values"),
+        pytest.param(
+            {
+                "rope_parameters": None,
+                "rope_theta": 50.0,
+                "rope_scaling": QWEN_YARN | YARN_NULLS,
+                "max_position_embeddings": 900,
+            },
+            id="yarn with null values and older names",
+        ),
         pytest.param({"model_type": "qwen2"}, id="Qwen 2"),
         pytest.param(
             {"model_type": "qwen2", "rope_parameters": None, "rope_theta": 50.0, "rope_scaling": QWEN_YARN},
@@ -191,12 +203,16 @@ UNSUPPORTED = {
     "another low_freq_factor": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
     "a factor of null": (
         {"rope_parameters": LLAMA3 | {"factor": None}},
-        "supported model: TypeError",
+        "supported model: factor is None, but only a number is supported",
     ),
     "a size that is no integer": ({"vocab_size": "259"}, "supported model: TypeError"),
     "no heads": ({"num_attention_heads": 0, "head_dim": None}, "supported model: ZeroDivisionError"),
     "another scaling": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
     "yarn with another beta": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
+    "yarn without a factor or a length": (
+        {"rope_parameters": YARN | {"factor": None}},
+        "supported model: KeyError: 'max_position_embeddings'",
+    ),
     "yarn without rounding": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
     "yarn with another attention_factor": (
         {"rope_parameters": YARN | {"attention_factor": 1.5}},
@@ -316,6 +332,26 @@ def test_only_files_in_the_index_are_read(tmp_path):
     folder = write_folder(tmp_path / "hf")
     expected = read_tensors(folder)["model.norm.weight"]
     save_file({"model.norm.weight": torch.full((32,), 7.0)}, folder / "other.safetensors")
+    model = GPT(settings_of(folder), 257)
+    huggingface.load(folder, model)
+    assert torch.equal(model.norm, expected)
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "{absolute}/other.safetensors", "a/../../other.safetensors", ".."])
+def test_files_outside_of_the_folder_are_not_read(name, tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    save_file(read_tensors(folder), tmp_path / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(read_tensors(folder), name.format(absolute=tmp_path))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="cannot be read: model.safetensors.index.json lists it, but it is outside"):
+        huggingface.read_settings(folder)
+
+
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    expected = read_tensors(folder)["model.norm.weight"]
+    for i, file in enumerate(folder.glob("*.safetensors")):
+        file.symlink_to(file.rename(tmp_path / f"blob{i}"))
     model = GPT(settings_of(folder), 257)
     huggingface.load(folder, model)
     assert torch.equal(model.norm, expected)
