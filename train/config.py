@@ -123,6 +123,10 @@ class DataConfig:
     column: str = "text"
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
+    # The name of the end-of-text token in a tokenizer.json. Quote it twice on the command line: 'data.eos_token="<|im_end|>"'.
+    # None: `eos_token` in tokenizer_config.json or `eos_token_id` in config.json, if these files are next to tokenizer.json.
+    # Otherwise, a token with a common name such as "<|endoftext|>".
+    eos_token: str | None = None
     # The number of tokens of a sequence, summed over all ranks that share the sequence.
     seq_len: int = 512
     # Whether a token attends only to tokens of its own document. If this setting is false, a token attends to all earlier

@@ -156,7 +156,7 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
     """
     if overrides.keys() & {"data.source", "data.path"}:
         source = overrides.get("data.source", data.source)
-        return DataConfig(source=source, tokenizer=data.tokenizer, mask_documents=data.mask_documents)
+        return DataConfig(source=source, tokenizer=data.tokenizer, eos_token=data.eos_token, mask_documents=data.mask_documents)
     return data if data.held_out is None and "data.split" in overrides else data.held_out
 
 

@@ -66,10 +66,10 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
     for name in overrides:
-        if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer"):
+        if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer", "data.eos_token"):
             raise ConfigError(f"{name} has no effect with evaluate=recall, which generates its text: leave it out")
     trained = config.data.seq_len
-    data = DataConfig(source="recall", tokenizer=config.data.tokenizer)
+    data = DataConfig(source="recall", tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
     lengths = overrides.get("data.seq_len", ",".join(map(str, evaluation_lengths(trained)))).split(",")
     return [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
 

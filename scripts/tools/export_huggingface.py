@@ -57,7 +57,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     meta = storage.read_meta(path)
     saved = saved_config(meta)
     data, settings = saved.data, saved.model
-    tokenizer = load_tokenizer(data.tokenizer)
+    tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
     config = config_json(settings, tokenizer.vocab_size, max_positions(meta), special, dtype)

@@ -190,8 +190,8 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> N
     if not meta.get("corpus") or saved != current:
         raise ConfigError(
             f"{path} was trained on another corpus ({saved}; this run: {current}), so its position in the data is not valid "
-            "here: resume with the same data, tokenizer, data.seq_len, data.seed and data.group_size, or start a new run from "
-            "its weights with trainer.init_from"
+            "here: resume with the same data, tokenizer, data.eos_token, data.seq_len, data.seed and data.group_size, or start "
+            "a new run from its weights with trainer.init_from"
         )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ringattn.train.config import ConfigError
 
-# Names of the end-of-text token in widely used tokenizers, the most specific first.
+# Names of the end-of-text token in widely used tokenizers, the most specific first. They are used if no file names the token.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
 
 
@@ -42,11 +42,16 @@ class JsonTokenizer:
 
     This class has the same attributes and methods as BytesTokenizer.
 
+    Args:
+        path: the file.
+        eos_token: the name of the end-of-text token. None: `eos_token` in `tokenizer_config.json` or the first `eos_token_id`
+            in `config.json`, if these files are in the same folder, or one of END_OF_TEXT.
+
     Raises:
-        ConfigError: the package is missing, the file cannot be read, or the file has no end-of-text token.
+        ConfigError: the package is missing, a file cannot be read, or the tokenizer does not contain the end-of-text token.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, eos_token: str | None = None):
         self._tokenizer = _read(path)
         # Documents are encoded completely and as plain text. The characters "<|endoftext|>" within a document are therefore not
         # encoded as the end-of-text token.
@@ -54,14 +59,36 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        names = [name for name in END_OF_TEXT if name in ids]
-        if not names:
-            raise ConfigError(f"data.tokenizer={path} has no end-of-text token: add one of {', '.join(END_OF_TEXT)}")
+        config = read_config(Path(path).expanduser().parent, "tokenizer_config.json")
+        self.eos = self._find_eos(path, eos_token, config)
         # The file may contain the end-of-text tokens without marking them as special tokens.
-        self._tokenizer.add_special_tokens(names)
-        self.vocab_size, self.eos, self.fingerprint = max(ids.values()) + 1, ids[names[0]], fingerprint(path)
-        bos = self._first_special_token(read_tokenizer_config(Path(path).expanduser().parent))
+        self._tokenizer.add_special_tokens([self.token(self.eos), *(name for name in END_OF_TEXT if name in ids)])
+        self.vocab_size, self.fingerprint = max(ids.values()) + 1, fingerprint(path)
+        bos = self._first_special_token(config)
         self.bos = self.eos if bos is None else bos
+
+    def _find_eos(self, path: str | Path, given: str | None, config: dict[str, Any]) -> int:
+        """Return the id of the end-of-text token. `config` is the content of `tokenizer_config.json`."""
+        name, source = given, "data.eos_token"
+        if name is None:
+            name, source = config.get("eos_token"), "tokenizer_config.json"
+            name = name.get("content") if isinstance(name, dict) else name
+        if name is None:
+            name, source = read_config(Path(path).expanduser().parent, "config.json").get("eos_token_id"), "config.json"
+            name = name[0] if isinstance(name, list) and name else name
+            if type(name) is int and 0 <= name < 2**32:
+                name = self._tokenizer.id_to_token(name) or name
+        if name is None:
+            name = next((each for each in END_OF_TEXT if self._tokenizer.token_to_id(each) is not None), None)
+        if name is None:
+            raise ConfigError(f"data.tokenizer={path} has no end-of-text token: set data.eos_token to the name of a token")
+        index = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if index is None:
+            raise ConfigError(
+                f"data.tokenizer={path} does not contain the end-of-text token {name!r:.60} of {source}: set data.eos_token to "
+                "the name of a token"
+            )
+        return index
 
     def _first_special_token(self, config: dict[str, Any]) -> int | None:
         """Return the id of the token that the tokenizer prepends to a text, or None if it prepends no token.
@@ -92,25 +119,31 @@ class JsonTokenizer:
 Tokenizer = BytesTokenizer | JsonTokenizer
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names.
+def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` and `data.eos_token` name.
 
     Args:
         name: "bytes", or the path of a `tokenizer.json`.
+        eos_token: the name of the end-of-text token, or None to find it in the files next to `tokenizer.json`.
 
     Raises:
-        ConfigError: the package `tokenizers` is missing, the file cannot be read, or the file has no end-of-text token.
+        ConfigError: the package `tokenizers` is missing, a file cannot be read, the tokenizer does not contain the end-of-text
+            token, or `eos_token` is given for bytes.
     """
-    return BytesTokenizer() if name == "bytes" else JsonTokenizer(name)
+    if name != "bytes":
+        return JsonTokenizer(name, eos_token)
+    if eos_token is not None:
+        raise ConfigError(f"data.eos_token={eos_token} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
+    return BytesTokenizer()
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return the content of `tokenizer_config.json` in a folder, or {} if the folder does not contain this file.
+def read_config(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of the JSON file `name` in a folder, or {} if the folder does not contain this file.
 
     Raises:
         ConfigError: the file cannot be read.
     """
-    path = folder / "tokenizer_config.json"
+    path = folder / name
     try:
         config = json.loads(path.read_text()) if path.is_file() else {}
         if not isinstance(config, dict):

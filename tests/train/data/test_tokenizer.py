@@ -78,7 +78,7 @@ def test_eos_need_not_be_marked_as_special(tmp_path):
 
 
 def test_a_tokenizer_must_have_an_end_of_text_token(tokenizer_json):
-    with pytest.raises(ConfigError, match="has no end-of-text token: add one of .*endoftext"):
+    with pytest.raises(ConfigError, match="has no end-of-text token: set data.eos_token to the name"):
         load_tokenizer(tokenizer_json("[PAD]"))
 
 
@@ -157,3 +157,66 @@ def test_a_damaged_tokenizer_config_is_an_error(content, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ConfigError, match="tokenizer_config.json cannot be read"):
         load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize(
+    ("given", "tokenizer_config", "config", "eos"),
+    [
+        pytest.param(None, {}, {}, "<|endoftext|>", id="a common name"),
+        pytest.param(None, {"eos_token": None}, {"eos_token_id": None}, "<|endoftext|>", id="null"),
+        pytest.param(None, {"eos_token": "<|im_end|>"}, {"eos_token_id": 3}, "<|im_end|>", id="tokenizer_config.json"),
+        pytest.param(None, {"eos_token": {"content": "<|im_end|>", "__type": "AddedToken"}}, {}, "<|im_end|>", id="a dict"),
+        pytest.param(None, {"eos_token": {}}, {"eos_token_id": 4}, "<|im_end|>", id="a dict without a name"),
+        pytest.param(None, {}, {"eos_token_id": 4}, "<|im_end|>", id="config.json"),
+        pytest.param(None, {}, {"eos_token_id": [4, 3]}, "<|im_end|>", id="a list of ids"),
+        pytest.param("<|stop|>", {"eos_token": "<|im_end|>"}, {"eos_token_id": 3}, "<|stop|>", id="data.eos_token"),
+    ],
+)
+def test_the_files_of_a_model_name_the_end_of_text_token(given, tokenizer_config, config, eos, tmp_path):
+    """As in Qwen 2.5 Instruct, the tokenizer also contains a token with a common name, which is not the right one."""
+    path = save_chat_tokenizer(tmp_path, tokenizer_config, config)
+    tokenizer = load_tokenizer(str(path), given)
+    assert tokenizer.token(tokenizer.eos) == tokenizer.token(tokenizer.bos) == eos
+    assert tokenizer.eos not in tokenizer.encode(f"def a{eos}").tolist()
+    assert tokenizer.decode([1, tokenizer.eos]) == "def"
+    if tokenizer_config.get("eos_token") and given is None:
+        transformers = pytest.importorskip("transformers")
+        assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id == tokenizer.eos
+
+
+@pytest.mark.parametrize(
+    ("given", "tokenizer_config", "config", "message"),
+    [
+        ("<eos>", {}, {}, "does not contain the end-of-text token '<eos>' of data.eos_token: set data.eos_token"),
+        ("", {}, {}, "token '' of data.eos_token"),
+        (None, {"eos_token": "<eos>"}, {}, "token '<eos>' of tokenizer_config.json"),
+        (None, {"eos_token": 7}, {}, "token 7 of tokenizer_config.json"),
+        (None, {}, {"eos_token_id": 99}, "token 99 of config.json"),
+        (None, {}, {"eos_token_id": -1}, "token -1 of config.json"),
+        (None, {}, {"eos_token_id": 2**40}, f"token {2**40} of config.json"),
+        (None, {}, {"eos_token_id": True}, "token True of config.json"),
+        (None, {}, {"eos_token_id": []}, r"token \[\] of config.json"),
+        (None, {}, [], "config.json cannot be read: it must contain a dict"),
+    ],
+)
+def test_an_end_of_text_token_that_the_tokenizer_lacks_is_an_error(given, tokenizer_config, config, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(save_chat_tokenizer(tmp_path, tokenizer_config, config)), given)
+
+
+def test_bytes_have_a_fixed_end_of_text_token():
+    with pytest.raises(
+        ConfigError, match="data.eos_token=</s> requires a tokenizer.json, but data.tokenizer=bytes: leave it out"
+    ):
+        load_tokenizer("bytes", "</s>")
+
+
+def save_chat_tokenizer(folder: Path, tokenizer_config: object, config: object) -> Path:
+    words = {"<unk>": 0, "def": 1, "<|stop|>": 2, "<|endoftext|>": 3, "<|im_end|>": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
