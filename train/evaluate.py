@@ -63,7 +63,7 @@ from ringattn.train.loss_results import Losses, loss_table, plot_losses, to_metr
 from ringattn.train.model.loss import token_losses
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward
+from ringattn.train.step import forward, until_stopped
 
 # The shortest length at which a model is evaluated by default.
 SHORTEST_LENGTH = 64
@@ -200,6 +200,9 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
     Args:
         run: the run. `data.seq_len` is the number of tokens of the sequences that this rank processes.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
+
+    Raises:
+        EvaluationStopped: on every rank, if any rank was asked to stop.
     """
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
@@ -208,7 +211,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size
     # Every batch requires communication between all ranks, so all ranks process the same number of batches.
-    for start in range(offset, offset + targets.num_sequences, dp.size() * size):
+    for start in until_stopped(run, range(offset, offset + targets.num_sequences, dp.size() * size)):
         batch, groups = targets.batch(range(start, start + size))
         mask = Mask.causal(run.config.model.window, batch.documents)
         layout = choose_layout(run.config, run.mesh.shape, mask)
@@ -225,6 +228,9 @@ def evaluate(run: InferenceRun) -> dict[str, float]:
     """Return the losses on the held-out text at the lengths of `default_lengths`, see `ringattn.train.loss_results.to_metrics`.
 
     All ranks call this function together and return the same losses.
+
+    Raises:
+        EvaluationStopped: on every rank, if any rank was asked to stop.
     """
     data = run.config.data
     return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))

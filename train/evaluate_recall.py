@@ -20,7 +20,7 @@ from ringattn.train.model.loss import CHUNK, IGNORE
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.recall_results import Accuracies, accuracy_table, plot_accuracies
 from ringattn.train.setup import InferenceRun, build_for_inference
-from ringattn.train.step import forward
+from ringattn.train.step import forward, until_stopped
 
 # The minimum number of documents per length and position. Four documents with blocks of full size contain 64 answers.
 MIN_DOCUMENTS = 4
@@ -86,10 +86,13 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int]) -> Accuracies:
     Args:
         run: the run whose model is evaluated.
         lengths: the lengths of the sequences in tokens.
+
+    Raises:
+        EvaluationStopped: on every rank, if any rank was asked to stop.
     """
     lengths = list(lengths)
     accuracies: Accuracies = {}
-    for length in lengths:
+    for length in until_stopped(run, lengths):  # A length may have only one batch.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
         batch_size = run.config.trainer.batch_size * max(lengths) // length
@@ -108,7 +111,7 @@ def _count_answers(run: InferenceRun, batch_size: int) -> Tensor:
     offset = dp.get_local_rank() * batch_size
     # Every batch requires communication between all ranks, so all ranks process the same number of batches. The last batches
     # may contain documents that must not be counted.
-    for start in range(offset, offset + count, dp.size() * batch_size):
+    for start in until_stopped(run, range(offset, offset + count, dp.size() * batch_size)):
         batch, positions = grid_batch(length, range(start, start + batch_size))
         batch.labels[max(count - start, 0) :] = IGNORE
         mask = mask_of(run.config, batch)

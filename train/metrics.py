@@ -48,7 +48,7 @@ class Recorder:
         self,
         config: Config,
         directory: Path,
-        done: int = 0,
+        done: float = 0,
         peak_flops: float | None = None,
         wandb_run: WandbRun | None = None,
     ) -> None:
@@ -57,7 +57,8 @@ class Recorder:
         Args:
             config: the settings of the run.
             directory: the directory of the run. The recorder writes metrics.jsonl to this directory.
-            done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl.
+            done: the number of steps that the run has completed. Records of later steps are removed from metrics.jsonl. With
+                math.inf, all records are kept.
             peak_flops: the peak FLOP/s of one device, from which MFU is computed; None to leave MFU out.
             wandb_run: the W&B run, which receives all records as well. The recorder does not close it.
         """
@@ -65,6 +66,7 @@ class Recorder:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         self._done, self._steps, self._every = done, config.trainer.steps, config.trainer.log_every
         self._last_shown = -math.inf  # the time of the latest line on the console
+        self._latest: dict[str, float] = {}  # the record of the latest step of this launch
         self._peak_flops = peak_flops
         self._seconds: deque[float] = deque(maxlen=20)
         self._wandb = wandb_run
@@ -73,7 +75,9 @@ class Recorder:
             self._path = directory / "metrics.jsonl"
             self._rewrite(read(self._path, until=done))
 
-    def log(self, step: int, *, tokens: int, seconds: float, flops: float | None = None, **values: float | None) -> None:
+    def log(
+        self, step: int, *, tokens: int, seconds: float, flops: float | None = None, show: bool = True, **values: float | None
+    ) -> None:
         """Record one step.
 
         Args:
@@ -81,7 +85,8 @@ class Recorder:
             tokens: the number of tokens of the step, on all ranks together.
             seconds: the time that the step took.
             flops: the model FLOPs of the step, on all ranks together.
-            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, `data_wait_s`, `evaluation_s` and
+            show: whether the console may show the step now. If False, `extend` shows it together with the evaluation.
+            values: all other metrics, such as `loss`, `grad_norm`, `lr`, `peak_memory_gib`, `data_wait_s` and
                 `total_tokens`. The value of `total_tokens` is the number of tokens that the run has consumed so far. The plot
                 of the loss has `total_tokens` on its x axis. Metrics that are None are left out.
         """
@@ -90,14 +95,13 @@ class Recorder:
         values |= {"seconds": seconds, "tokens_per_s_per_rank": tokens / seconds / self._ranks}
         if flops is not None:
             values |= utilisation(flops / seconds / self._ranks, self._peak_flops)
-        record = {"step": step} | {name: value for name, value in values.items() if value is not None}
-        self._file.write(_to_json(record))
+        self._latest = {"step": step} | {name: value for name, value in values.items() if value is not None}
+        self._file.write(_to_json(self._latest))
         self._file.flush()
         self._seconds.append(seconds)
-        if step == self._steps or "eval_loss" in record or self._is_due(step):
-            log.info(self._format(record))
-            self._last_shown = time.monotonic()
-        self._log_to_wandb(record)
+        if show and (step == self._steps or self._is_due(step)):
+            self._show_latest()
+        self._log_to_wandb(self._latest)
 
     def extend(self, step: int, **values: float) -> None:
         """Add metrics to the record of `step`, which must be the latest step that this recorder has recorded."""
@@ -108,6 +112,9 @@ class Recorder:
         self._file.seek(self._file.tell() - len("}\n"))
         self._file.write(", " + _to_json(values).removeprefix("{"))
         self._file.flush()
+        self._latest |= values
+        if "eval_loss" in values:
+            self._show_latest()
         self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
@@ -136,6 +143,10 @@ class Recorder:
         """Close metrics.jsonl."""
         if self._is_active:
             self._file.close()
+
+    def _show_latest(self) -> None:
+        log.info(self._format(self._latest))
+        self._last_shown = time.monotonic()
 
     def _is_due(self, step: int) -> bool:
         """Return whether the console shows a step. The last step and evaluated steps are always shown, without this check."""

@@ -1,7 +1,7 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, on Ctrl-C or at its time limit. The run then completes its current step, saves a checkpoint and exits.
-If the run is launched again, it resumes from this checkpoint.
+A run stops on SIGTERM, on Ctrl-C or at its time limit. The run then completes its current step, or leaves its evaluation, saves
+a checkpoint and exits. If the run is launched again, it resumes from this checkpoint and repeats the evaluation.
 """
 
 import os
@@ -53,6 +53,10 @@ class TrainingStopped(SystemExit):
 
     Stopping in this way is not an error. This exception is a SystemExit without a code, so the process ends with exit status 0.
     """
+
+
+class EvaluationStopped(Exception):
+    """Any rank was asked to stop during an evaluation. All ranks have left the evaluation, and its results are lost."""
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -211,6 +211,26 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
     )
     attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recompute)
     return run.model(shard.tokens, shard.positions, attend, finish)
+
+
+def until_stopped(run: InferenceRun, batches: Iterable[int]) -> Iterator[int]:
+    """Yield the batches of an evaluation in a training run. All ranks must yield the same number of batches.
+
+    A request to stop ends the evaluation after at most two further batches, which together take less time than a training step.
+
+    Raises:
+        EvaluationStopped: on every rank before the same batch, if any rank should stop.
+    """
+    read_request = None
+    for batch in batches:
+        # The result is read one batch late. The CPU can thus launch a batch while the GPU computes the previous one, but the
+        # CPU cannot launch all batches ahead, before the request comes.
+        if read_request is not None and any(read_request()):
+            raise preemption.EvaluationStopped
+        request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        read_request = start_reading(request)
+        yield batch
 
 
 def forward(run: InferenceRun, batch: Batch, mask: Mask, layout: Layout, loss_fn: Callable[..., Tensor]) -> Tensor:

@@ -121,11 +121,10 @@ def _describe(name: str, summary: dict[str, Any]) -> str:
     return f"{name} {summary[name]:.6g}{steps}"
 
 
-def complete_summary(run: Run, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
+def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     """Return the summary of a run that has no steps left, and sample text from its model again.
 
-    If the run was killed after its last step and before it wrote its summary, this function writes the summary. Only in this
-    case, it continues the W&B run. `facts` is the result of `ringattn.train.description.run_facts`.
+    If no launch has written the summary of all steps, return None.
 
     Raises:
         ConfigError: on every rank, if summary.json is damaged or the run has no metrics. A run has no metrics if it branched
@@ -142,10 +141,7 @@ def complete_summary(run: Run, directory: Path, facts: dict[str, Any]) -> dict[s
         return summary
     if not broadcast_object(metrics.read(directory / "metrics.jsonl")):
         raise ConfigError(f"no steps are left to train, because the checkpoint has completed all {steps}: raise trainer.steps")
-    with sync_errors():
-        wandb_run = WandbRun(run.config, directory, facts)
-    with wandb_run:
-        return write_results(run, directory, 0, wandb_run)
+    return None
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:

@@ -2,11 +2,12 @@
 
 import gc
 import logging
+import math
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -74,7 +75,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
             is_continued = run.init_from is not None
             config.optim.lr = optim.default_lr(run.num_parameters, config.model.qk_norm, continued=is_continued)
         if done >= config.trainer.steps:
-            return complete_summary(run, directory, facts)
+            return complete_run(run, directory, done, facts)
         startup.end_part("model")
         log.info(f"{'optimizer':<12}AdamW, peak learning rate {config.optim.lr:.3g}")
         prepare_directory(run, directory, done)
@@ -84,6 +85,25 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         with wandb_run:
             take_steps(run, directory, done, consumed, wandb_run)
             return write_results(run, directory, done, wandb_run)
+
+
+def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of a run that has no steps left.
+
+    If the run was stopped or killed after its last step and before it wrote its summary, this function runs the evaluation if
+    it is missing, and writes the summary. Only in this case, it continues the W&B run. `facts` is the result of `run_facts`.
+    """
+    if (summary := complete_summary(run, directory)) is not None:
+        return summary
+    with sync_errors():
+        wandb_run = WandbRun(run.config, directory, facts)
+    with wandb_run:
+        with sync_errors():
+            # If the run went back to fewer steps, the records of the later steps are kept, because their checkpoints are kept.
+            recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
+        with closing(recorder), preemption.handle_stop_signals():
+            repeat_evaluation(run, directory, done, recorder, wandb_run)
+        return write_results(run, directory, 0, wandb_run)
 
 
 def prepare_directory(run: Run, directory: Path, done: int) -> None:
@@ -118,7 +138,8 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
         wandb_run: the W&B run, which this function does not close.
 
     Raises:
-        TrainingStopped: on every rank, if any rank was asked to stop before the last step. A checkpoint is saved.
+        TrainingStopped: on every rank, if any rank was asked to stop before the last step or before the end of its evaluation.
+            A checkpoint is saved.
     """
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
@@ -126,10 +147,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
     with closing(recorder), closing(profiler), preemption.handle_stop_signals():
-        evaluates = run.held_out and runs_after_step(done, trainer.eval_every, trainer.steps)
-        if evaluates and broadcast_object(recorder.lacks_evaluation(done)):
-            # The earlier launch had to stop, and therefore skipped this evaluation.
-            recorder.amend(done, **timed_evaluation(run))
+        repeat_evaluation(run, directory, done, recorder, wandb_run)
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
             with profiler.profile_step(step):
@@ -137,36 +155,77 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             seconds = time.perf_counter() - start
             if step == done + 1:
                 startup.end_part("first step")
-            stop = stop and step < trainer.steps
+            evaluates = is_evaluated(run, step)
+            # After the last step, a request can only stop the evaluation.
+            stop = stop and (step < trainer.steps or evaluates)
             consumed += run.sequences_per_step
             record["total_tokens"] = consumed * run.config.data.seq_len
             record["peak_memory_gib"] = peak_memory_gib(run.device, run.uncounted_bytes)
-            # If the run must stop, it skips the evaluation, because the process may be killed soon. The next launch then runs
-            # this evaluation.
-            if run.held_out and not stop and runs_after_step(step, trainer.eval_every, trainer.steps):
-                record |= timed_evaluation(run)
-            recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, **record)
+            recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, show=stop or not evaluates, **record)
             if step == done + 1:
                 log.info(f"{'start-up':<12}{startup.describe()}")
                 wandb_run.add_facts(communication_facts(run))
-            if stop or saves_after_step(step, trainer):
-                start = time.perf_counter()
-                save_checkpoint(run, directory, step, consumed)
-                recorder.extend(step, checkpoint_s=time.perf_counter() - start)
-                # If the request to stop came during the save, the run must not take another step and save again.
-                stop = step < trainer.steps and (stop or preemption.any_rank_stop_requested(trainer.time_limit_s))
+            # The checkpoint is saved before the evaluation, so that a crash or a kill in the evaluation does not lose the step.
+            is_saved = stop or saves_after_step(step, trainer)
+            if is_saved:
+                timed_save(run, directory, step, consumed, recorder)
+            # If the run must stop, it skips or leaves the evaluation, because the process may be killed soon. The next launch
+            # then runs this evaluation.
+            if evaluates and not stop:
+                try:
+                    recorder.extend(step, **timed_evaluation(run))
+                except preemption.EvaluationStopped:
+                    stop = True
+            if step < trainer.steps and (is_saved or evaluates) and not stop:
+                # If the request came during the save or the last batches, the run must not take another step and save again.
+                stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
-                log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
-                if dist.get_rank() == 0:
-                    metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
-                    wandb_run.log_picture("loss_curve", step, directory / "loss.png")
-                raise preemption.TrainingStopped
+                if not is_saved:
+                    timed_save(run, directory, step, consumed, recorder)
+                end_stopped_run(directory, step, wandb_run)
+
+
+def is_evaluated(run: Run, step: int) -> bool:
+    """Return whether the model is evaluated after `step`."""
+    return bool(run.held_out) and runs_after_step(step, run.config.trainer.eval_every, run.config.trainer.steps)
+
+
+def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Recorder, wandb_run: WandbRun) -> None:
+    """Run the evaluation after `step`, which an earlier launch has saved, if that launch skipped or did not complete it.
+
+    Raises:
+        TrainingStopped: on every rank, if any rank was asked to stop before the end of the evaluation.
+    """
+    if is_evaluated(run, step) and broadcast_object(recorder.lacks_evaluation(step)):
+        try:
+            recorder.amend(step, **timed_evaluation(run))
+        except preemption.EvaluationStopped:
+            end_stopped_run(directory, step, wandb_run)
+
+
+def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder) -> None:
+    """Call `save_checkpoint`, and add the seconds that it took to the record of `step`, as `checkpoint_s`."""
+    start = time.perf_counter()
+    save_checkpoint(run, directory, step, consumed)
+    recorder.extend(step, checkpoint_s=time.perf_counter() - start)
+
+
+def end_stopped_run(directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
+    """Plot the losses of a run whose `step` is saved, and raise TrainingStopped."""
+    log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
+    if dist.get_rank() == 0:
+        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+        wandb_run.log_picture("loss_curve", step, directory / "loss.png")
+    raise preemption.TrainingStopped
 
 
 def timed_evaluation(run: Run) -> dict[str, float]:
     """Return the losses of `evaluate`, together with the seconds that the evaluation took, as `evaluation_s`.
 
     With data.source=recall, the result also contains the accuracies of `evaluate_recall`.
+
+    Raises:
+        EvaluationStopped: on every rank, if any rank was asked to stop.
     """
     start = time.perf_counter()
     results = evaluate(run)

@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ringattn.train import preemption
 from ringattn.train import setup as run_setup
 from ringattn.train.config import Config
 from ringattn.train.data.recall import FIRST_KEY, FIRST_VALUE, NUM_VALUES, grid_batch
 from ringattn.train.evaluate_recall import count_correct, evaluate_recall
 from ringattn.train.model.loss import IGNORE
+from ringattn.train.preemption import EvaluationStopped
 from ringattn.train.recall_results import from_metrics
 from ringattn.train.wandb_run import WandbRun
 from tests.distributed import run_ranks
@@ -78,6 +80,19 @@ def test_cells_show_where_a_predictor_finds_the_answers():
     assert all(accuracies[550, position] == 1 for position in range(0, 101, 10))
     found = [accuracies[1100, position] for position in range(0, 101, 10)]
     assert found[0] == 0 and found[-1] == 1 and found == sorted(found)
+
+
+@pytest.mark.parametrize("batch_size", [1, 44], ids=["between batches", "between lengths"])
+def test_request_to_stop_ends_the_evaluation(batch_size, monkeypatch):
+    config, calls = recall_job(), []
+    config.trainer.batch_size = batch_size
+    with one_rank():
+        run = run_setup.build(config)
+        run.model = predictor(lambda tokens: calls.append(len(tokens)) or tokens)
+        monkeypatch.setattr(preemption, "stop_requested", lambda time_limit_s: bool(calls))
+        with pytest.raises(EvaluationStopped):
+            evaluate_recall(run, [64, 64, 64])
+    assert calls == [batch_size] * 2
 
 
 def fixed_values(tokens: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,9 @@ def test_console_shows_the_first_steps_and_then_a_step_every_few_seconds(tmp_pat
     caplog.set_level(logging.INFO)
     for step in range(3, 21):
         monkeypatch.setattr(time, "monotonic", lambda step=step: float(step))
-        record(recorder, step, **({"eval_loss": 1.0} if step == 12 else {}))
+        record(recorder, step, show=step != 12)
+        if step == 12:
+            recorder.extend(step, eval_loss=1.0)
     shown = [int(re.match(r"step +(\d+)/20", message)[1]) for message in caplog.messages]
     assert shown == [3, 4, 5, 10, 12, 17, 20]
     assert steps_of(tmp_path) == list(range(3, 21))
@@ -184,7 +186,9 @@ def test_plot_shows_held_out_losses_over_steps_and_by_length(tmp_path, monkeypat
             if step % 3 == 0
             else {}
         )
-        recorder.log(step, tokens=10, seconds=1.0, loss=5 / step, **evaluated)
+        recorder.log(step, tokens=10, seconds=1.0, show=not evaluated, loss=5 / step)
+        if evaluated:
+            recorder.extend(step, **evaluated)
     assert [re.search(r"step +(\d).* eval loss (\S+)", message).groups() for message in caplog.messages] == [
         ("3", "2.0000"),
         ("6", "1.0000"),

@@ -11,15 +11,24 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import filelock
 import pytest
+import torch
 import torch.distributed as dist
 
 from ringattn.train import metrics, preemption, trainer
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.preemption import TrainingStopped, acquire_run_directory, handle_stop_signals, stop_requested
+from ringattn.train.preemption import (
+    EvaluationStopped,
+    TrainingStopped,
+    acquire_run_directory,
+    handle_stop_signals,
+    stop_requested,
+)
+from ringattn.train.step import until_stopped
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 from tests.train.launch import ROOT, SMALL, descendants, start, wait_until, write_corpus
@@ -111,11 +120,32 @@ def test_sigterm_to_one_rank_stops_all_and_resuming_is_exact(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_in_the_last_step_does_not_stop_the_run(corpus, tmp_path, monkeypatch):
+def test_sigterm_in_the_last_step_only_stops_the_evaluation(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "take_step", receive_sigterm(4, rank=0))
+    config = small_job(corpus, 1)
     with one_rank():
-        summary = trainer.train(small_job(corpus, 1), tmp_path / "run")
-    assert summary["steps"] == 4 and (tmp_path / "run" / "summary.json").exists()
+        with pytest.raises(TrainingStopped):
+            trainer.train(config, tmp_path / "run")
+        preemption._received_signals.clear()
+        monkeypatch.setattr(trainer, "is_evaluated", lambda run, step: False)
+        summary = trainer.train(config, tmp_path / "without evaluation")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000004"]
+    assert summary["steps"] == 4 and (tmp_path / "without evaluation" / "summary.json").exists()
+
+
+def leave_evaluation() -> None:
+    """On every rank: rank 1 is asked to stop in the first batch."""
+    run, batches = SimpleNamespace(device=torch.device("cpu"), config=Config()), []
+    with pytest.raises(EvaluationStopped):
+        for batch in until_stopped(run, range(9)):
+            batches.append(batch)
+            if dist.get_rank() == 1:
+                preemption._received_signals.add(signal.SIGTERM)
+    assert batches == [0, 1]
+
+
+def test_all_ranks_leave_an_evaluation_before_the_same_batch(tmp_path):
+    run_ranks(leave_evaluation, 2, tmp_path / "store")
 
 
 def exceed_time_limit(step: int):

@@ -68,7 +68,7 @@ def test_single_step_has_rates(run):
 def test_run_without_steps_and_metrics_is_an_error(run, tmp_path):
     """Such a run branched from a checkpoint that has completed all steps."""
     with pytest.raises(ConfigError, match="20.*trainer.steps"):
-        summary.complete_summary(run, tmp_path, {})
+        summary.complete_summary(run, tmp_path)
 
 
 def test_console_says_that_the_final_loss_is_a_mean(run, tmp_path, caplog):

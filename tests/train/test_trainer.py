@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ringattn.train import config as train_config
-from ringattn.train import metrics, preemption, run, trainer
+from ringattn.train import evaluate, metrics, preemption, run, trainer
 from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import ConfigError, TrainerConfig
@@ -414,6 +414,70 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
     assert run_command_line(*settings, "name=a", "trainer.checkpoint_every=2", "trainer.steps=9") == 0
     assert "step 2 is saved" in capfd.readouterr().out
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def stop_in_batch(number: int, how: str):
+    """A replacement for `forward` in which the process receives SIGTERM, or its time limit passes, in one batch."""
+    forward, batches = evaluate.forward, []
+
+    def forward_with_request(*arguments):
+        batches.append(len(batches) + 1)
+        if batches[-1] == number and how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif batches[-1] == number:
+            preemption.LAUNCH_TIME -= 1e6
+        return forward(*arguments)
+
+    return forward_with_request, batches
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "overrides"),
+    [
+        ("signal", 2, ["trainer.checkpoint_every=0", "trainer.steps=3"]),
+        ("time limit", 2, ["trainer.checkpoint_every=2", "trainer.steps=3"]),
+        ("signal", 2, ["trainer.steps=2"]),
+        ("time limit", 2, ["trainer.steps=2", "trainer.save_final=false"]),
+    ],
+    ids=["without a checkpoint", "after a checkpoint", "after the last step", "without the final checkpoint"],
+)
+def test_request_during_an_evaluation_stops_it(how, step, overrides, settings, outputs, run_command_line, monkeypatch, capfd):
+    """The step is saved, and the next launch repeats the evaluation, and changes nothing else."""
+    settings = [*settings, "data.eval_fraction=0.2", "trainer.eval_every=2", "trainer.eval_tokens=320", *overrides]
+    with monkeypatch.context() as patched:
+        patched.setattr(preemption, "_received_signals", set())
+        patched.setattr(preemption, "LAUNCH_TIME", preemption.LAUNCH_TIME)
+        forward, batches = stop_in_batch(2, how)
+        patched.setattr(evaluate, "forward", forward)
+        assert run_command_line(*settings, "name=a", "trainer.time_limit_s=1e5") == 0
+    assert batches == [1, 2, 3] and f"step {step} is saved" in capfd.readouterr().out
+    assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == [f"step_0000000{step}"]
+    records = metrics.read(outputs / "a" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [*range(1, step + 1)] and "eval_loss" not in records[-1]
+    for name in ("a", "b"):
+        assert run_command_line(*settings, f"name={name}") == 0
+    stopped, whole = (
+        [
+            {key: value for key, value in record.items() if "loss" in key}
+            for record in metrics.read(outputs / name / "metrics.jsonl")
+        ]
+        for name in ("a", "b")
+    )
+    assert stopped == whole and "eval_loss" in stopped[step - 1]
+    assert summary_of(outputs / "a")["eval_loss"] == summary_of(outputs / "b")["eval_loss"]
+
+
+def test_crash_in_the_last_evaluation_does_not_lose_the_step(settings, outputs, run_command_line, monkeypatch):
+    settings = [*settings, "name=a", "data.eval_fraction=0.2", "trainer.steps=2"]
+    with monkeypatch.context() as patched:
+        patched.setattr(evaluate, "forward", Mock(side_effect=Killed))
+        with pytest.raises(Killed):
+            run_command_line(*settings)
+    disconnect_ranks()
+    assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000002"]
+    assert [record["step"] for record in metrics.read(outputs / "a" / "metrics.jsonl")] == [1, 2]
+    assert run_command_line(*settings) == 0
+    assert summary_of(outputs / "a")["eval_loss"] > 0
 
 
 def test_parts_of_the_start_are_shown_and_in_the_summary(settings, outputs, run_command_line, capfd):
