@@ -1,7 +1,7 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, on Ctrl-C or at its time limit. The run then completes its current step, or leaves its evaluation, saves
-a checkpoint and exits. If the run is launched again, it resumes from this checkpoint and repeats the evaluation.
+A run stops on SIGTERM, SIGHUP, Ctrl-C or at its time limit. The run then completes its current step, or leaves its evaluation,
+saves a checkpoint and exits. If the run is launched again, it resumes from this checkpoint and repeats the evaluation.
 """
 
 import os
@@ -24,7 +24,7 @@ _received_signals: set[int] = set()
 # Python writes the number of each signal to this pipe at once. It calls the handler of a signal later, when the main thread
 # returns to Python. During a save, this may take longer than torchrun waits, because fsync writes many gigabytes.
 _signal_pipe: int | None = None
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 INTERRUPTED = "Ctrl-C: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it without saving\n"
 
 
@@ -61,10 +61,12 @@ class EvaluationStopped(Exception):
 
 @contextmanager
 def handle_stop_signals() -> Iterator[None]:
-    """Record SIGTERM and SIGINT in this context, so that `stop_requested` can return them.
+    """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
-    Outside this context, the two signals end the process at once. SIGTERM may arrive several times, because torchrun forwards
-    the signal to ranks that have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
+    Outside this context, these signals end the process at once. A closed terminal sends SIGHUP. If the process was started with
+    SIGHUP ignored, as nohup does, it remains ignored. Under torchrun, nohup has no effect: torchrun handles SIGHUP, passes it
+    on, and kills the ranks 30 s later. SIGTERM may arrive several times, because torchrun forwards the signal to ranks that
+    have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
     process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM also ends the process at
     once, because torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
     """
@@ -72,14 +74,15 @@ def handle_stop_signals() -> Iterator[None]:
     def record(number: int, _: object) -> None:
         _received_signals.add(number)
         if number == signal.SIGINT:
-            for each in HANDLED_SIGNALS:
+            for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_DFL)
             if dist.get_rank() == 0:
                 # print() must not be used here, because the signal may have interrupted another print().
                 os.write(2, INTERRUPTED.encode())
 
     global _signal_pipe
-    previous = {number: signal.signal(number, record) or signal.SIG_DFL for number in HANDLED_SIGNALS}
+    handled = [each for each in HANDLED_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, record) or signal.SIG_DFL for number in handled}
     _signal_pipe, end = os.pipe()
     for each in (_signal_pipe, end):
         os.set_blocking(each, False)

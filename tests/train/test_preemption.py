@@ -52,6 +52,21 @@ def test_repeated_sigterm_is_one_request():
     assert stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
 
 
+def ignore(number: int, frame: object) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("handler", "stops"), [(ignore, True), (signal.SIG_IGN, False)], ids=["closed terminal", "nohup"])
+def test_sighup_is_a_request_unless_it_was_ignored(handler, stops):
+    previous = signal.signal(signal.SIGHUP, handler)
+    try:
+        with handle_stop_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert stop_requested(None) == stops and signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
 def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
     """During a save, fsync may take longer than torchrun waits. Python calls the handler only afterwards."""
     noticed, in_call = [], threading.Event()
@@ -183,6 +198,7 @@ def test_time_limit_stops_a_sweep(step, message, corpus, tmp_path, run_command_l
     [
         pytest.param(signal.SIGTERM, True, id="SIGTERM to torchrun and its ranks"),
         pytest.param(signal.SIGINT, False, id="Ctrl-C"),
+        pytest.param(signal.SIGHUP, False, id="SIGHUP to torchrun"),
         pytest.param(signal.SIGKILL, False, id="torchrun is killed"),
     ],
 )

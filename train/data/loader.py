@@ -300,8 +300,8 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue) -> None
 
 def run_loader_process(output: BinaryIO) -> None:
     """Prepare the steps that the training process requests, until the input ends, and write them to `output`."""
-    # Ctrl-C and SIGTERM of a cluster also reach this process, but the training process completes its step first.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    # Ctrl-C, a closed terminal and SIGTERM of a cluster also reach this process, but the training process completes its step.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
     # A plan of 64 ranks consists of thousands of small objects, and each collection would visit all of them.
