@@ -25,7 +25,7 @@ _received_signals: set[int] = set()
 # returns to Python. During a save, this may take longer than torchrun waits, because fsync writes many gigabytes.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-INTERRUPTED = "Ctrl-C: the run saves a checkpoint after this step and ends; a second Ctrl-C ends it without saving\n"
+REQUESTED = "{}: the run saves a checkpoint after this step and ends{}\n"
 
 
 def _launch_time() -> float:
@@ -64,21 +64,28 @@ def handle_stop_signals() -> Iterator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context, so that `stop_requested` can return them.
 
     Outside this context, these signals end the process at once. A closed terminal sends SIGHUP. If the process was started with
-    SIGHUP ignored, as nohup does, it remains ignored. Under torchrun, nohup has no effect: torchrun handles SIGHUP, passes it
-    on, and kills the ranks 30 s later. SIGTERM may arrive several times, because torchrun forwards the signal to ranks that
+    SIGHUP ignored, as nohup does, it remains ignored. By default, torchrun handles SIGHUP even under nohup, passes it on, and
+    kills the ranks 30 s later. SIGTERM may arrive several times, because torchrun forwards the signal to ranks that
     have already received it. Ctrl-C sends SIGINT. After the first SIGINT, a second SIGINT ends the
     process at once, even if the process is waiting for another rank. After the first SIGINT, SIGTERM also ends the process at
     once, because torchrun dies if it is interrupted twice, and the death of torchrun sends SIGTERM to the ranks.
     """
+
+    announced: set[int] = set()
 
     def record(number: int, _: object) -> None:
         _received_signals.add(number)
         if number == signal.SIGINT:
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_DFL)
-            if dist.get_rank() == 0:
-                # print() must not be used here, because the signal may have interrupted another print().
-                os.write(2, INTERRUPTED.encode())
+        if number not in announced and dist.get_rank() == 0:
+            announced.add(number)
+            is_interrupt = number == signal.SIGINT
+            name = "Ctrl-C" if is_interrupt else signal.Signals(number).name
+            text = REQUESTED.format(name, "; a second Ctrl-C ends it without saving" if is_interrupt else "")
+            # print() must not be used here, because the signal may have interrupted another print().
+            with suppress(OSError):  # The terminal may be closed.
+                os.write(2, text.encode())
 
     global _signal_pipe
     handled = [each for each in HANDLED_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]

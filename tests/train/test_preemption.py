@@ -42,14 +42,15 @@ def no_request(monkeypatch):
     monkeypatch.setattr(preemption, "_received_signals", set())
 
 
-def test_repeated_sigterm_is_one_request():
-    """torchrun forwards a SIGTERM that its ranks may have received themselves."""
+def test_repeated_sigterm_is_one_request(capfd):
+    """torchrun forwards a SIGTERM that its ranks may have received themselves. The console shows it at once."""
     previous = signal.getsignal(signal.SIGTERM)
-    with handle_stop_signals():
+    with one_rank(), handle_stop_signals():
         assert not stop_requested(None)
         os.kill(os.getpid(), signal.SIGTERM)
+        assert capfd.readouterr().err == "SIGTERM: the run saves a checkpoint after this step and ends\n"
         os.kill(os.getpid(), signal.SIGTERM)
-    assert stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
+    assert capfd.readouterr().err == "" and stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
 
 
 def ignore(number: int, frame: object) -> None:
@@ -60,7 +61,7 @@ def ignore(number: int, frame: object) -> None:
 def test_sighup_is_a_request_unless_it_was_ignored(handler, stops):
     previous = signal.signal(signal.SIGHUP, handler)
     try:
-        with handle_stop_signals():
+        with one_rank(), handle_stop_signals():
             os.kill(os.getpid(), signal.SIGHUP)
         assert stop_requested(None) == stops and signal.getsignal(signal.SIGHUP) is handler
     finally:
@@ -77,7 +78,7 @@ def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
         time.sleep(0.02)
         noticed.append((stop_requested(None), in_call.is_set()))
 
-    with handle_stop_signals():
+    with one_rank(), handle_stop_signals():
         sender = threading.Thread(target=send_signal)
         in_call.set()
         sender.start()
@@ -222,7 +223,8 @@ def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
     steps = len(metrics.read(directory / "metrics.jsonl"))
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
     assert f"step {steps} is saved" in log.read_text() and (directory / "loss.png").exists()
-    assert log.read_text().count("Ctrl-C:") == (number == signal.SIGINT)
+    name = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}.get(number, "SIGTERM")
+    assert log.read_text().count(f"{name}: the run saves") == 1
 
 
 @pytest.mark.slow
