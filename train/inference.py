@@ -5,7 +5,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.config import Config, ConfigError, DataConfig, TrainerConfig
 from ringattn.train.errors import USER_ERRORS, report_error, terminate, terminate_on_error
+from ringattn.train.literal import literal_settings
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
 
 RUN_HELP = (
@@ -139,7 +140,7 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
     Raises:
         OmegaConfBaseException: a setting is unknown, or its value has the wrong type.
     """
-    settings = OmegaConf.structured(config)
+    settings = literal_settings(asdict(config))
     for name, value in overrides.items():
         OmegaConf.update(settings, name, None if value == "null" else value)
     return OmegaConf.to_object(settings)

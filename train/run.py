@@ -49,6 +49,7 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.errors import USER_ERRORS, exit_process, is_out_of_memory, report_error, terminate, terminate_on_error
 from ringattn.train.help import common_settings
+from ringattn.train.literal import literal_settings
 from ringattn.train.overrides import check_options, check_overrides, checked_name
 from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
@@ -246,7 +247,7 @@ def select_recipe() -> None:
 
 def to_config(settings: DictConfig) -> Config:
     """Convert the settings to dataclasses. An unknown option is an error, even if the user has added it with Hydra's `+`."""
-    return OmegaConf.to_object(OmegaConf.merge(Config, OmegaConf.to_container(settings, resolve=True)))
+    return OmegaConf.to_object(literal_settings(OmegaConf.to_container(settings, resolve=True)))
 
 
 def check_name(name: str | None, context: HydraConf) -> None:

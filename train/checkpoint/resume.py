@@ -12,6 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
+from ringattn.train.literal import literal_settings
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 
 # The prefixes of settings that must not change within a run. These settings determine what the weights mean.
@@ -41,12 +42,12 @@ def saved_config(meta: dict[str, Any]) -> Config:
         ConfigError: a setting has an invalid type, or another version of the program has saved a setting that does not exist in
             this version. A setting that does not exist is ignored if its value is None.
     """
-    schema, stored = OmegaConf.structured(Config), meta.get("config")
+    stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
         raise ConfigError("meta.json of the checkpoint is damaged: it contains no settings; restore the file")
     saved = {"name": stored.get("name")}
     for group in GROUPS:
-        values, known = stored.get(group, {}), schema[group]
+        values, known = stored.get(group, {}), vars(getattr(Config(), group))
         saved[group] = {name: value for name, value in values.items() if name in known}
         if unknown := [f"{group}.{name}={value}" for name, value in values.items() if name not in known and value is not None]:
             raise ConfigError(
@@ -54,7 +55,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
                 "saved the checkpoint"
             )
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(schema, saved))
+        config = OmegaConf.to_object(literal_settings(saved))
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"meta.json of the checkpoint is damaged: {error.full_key}: {reason}; restore the file") from error
