@@ -99,6 +99,11 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
         is_own: whether the checkpoint belongs to this run and not to a run from which this run branches.
     """
     config = deepcopy(composed if given & {"experiment", "recipe"} else saved)
+    # The checkpoint may come from somebody else. Therefore it may keep data on this machine, but it may not send data to W&B.
+    if not is_own:
+        config.logger = deepcopy(composed.logger)
+    elif config.logger.wandb == "online":
+        config.logger.wandb = composed.logger.wandb
     for group in resume.GROUPS:
         if group in given:
             setattr(config, group, deepcopy(getattr(composed, group)))

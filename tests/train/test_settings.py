@@ -123,6 +123,25 @@ def test_a_branch_has_the_settings_of_the_other_run(directory, tmp_path):
     assert (config.trainer.seed, config.trainer.init_from, config.trainer.resume) == (8, None, str(path))
 
 
+@pytest.mark.parametrize("saved", ["auto", "online", "offline", "off"])
+@pytest.mark.parametrize("mode", ["auto", "online", "offline", "off"])
+def test_a_checkpoint_never_sends_data_to_wandb(saved, mode, tmp_path):
+    """A run stays off or offline by itself. The checkpoint of another run decides nothing."""
+    path = write_checkpoint(tmp_path / "a", config_with(logger__wandb=saved, logger__project="theirs"))
+    composed = config_with(logger__wandb=mode)
+    own = resolve_settings(composed, [], tmp_path / "a").logger
+    assert own.wandb == (saved if saved in ("offline", "off") else mode if saved == "online" else "auto")
+    composed.trainer.resume = str(path)
+    branch = resolve_settings(composed, [f"trainer.resume={path}"], tmp_path / "b").logger
+    assert (branch.wandb, branch.project) == (mode, None)
+
+
+@pytest.mark.parametrize("overrides", [["logger.wandb=online"], ["logger=online"]], ids=str)
+def test_the_command_line_chooses_the_mode_of_wandb(overrides, tmp_path):
+    write_checkpoint(tmp_path, config_with(logger__wandb="off"))
+    assert resolve_settings(config_with(logger__wandb="online"), overrides, tmp_path).logger.wandb == "online"
+
+
 def test_a_run_keeps_its_initial_weights(tmp_path):
     write_checkpoint(tmp_path, config_with(trainer__init_from="/weights"))
     assert resolve_settings(Config(), [], tmp_path).trainer.init_from == "/weights"
