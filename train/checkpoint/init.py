@@ -7,6 +7,7 @@ replaces the random weights.
 from pathlib import Path
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.resume import compare_model_settings, read_run_meta
@@ -55,10 +56,16 @@ def load(path: Path, model: nn.Module) -> None:
     """Load the weights at `path` into `model`. All ranks call this function after `compare_settings` has accepted `path`.
 
     Raises:
-        ConfigError: on every rank, if a weight is missing or has another shape, or if a file cannot be read.
+        ConfigError: on every rank, if a weight is missing, has another shape or is not finite, or if a file cannot be read.
     """
     if huggingface.is_model(path):
         with sync_errors():
             huggingface.load(path, model)
     else:
         storage.load(path, state_dict.model_state(model))
+    with sync_errors():
+        for name, weight in model.state_dict().items():
+            own = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not own.isfinite().all():
+                shown = huggingface.hugging_face_name(name) if huggingface.is_model(path) else name
+                raise ConfigError(f"{path}: {shown} contains NaN or infinity: download or export the model again")

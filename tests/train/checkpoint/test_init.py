@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ringattn.train.checkpoint import init, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
@@ -81,3 +82,22 @@ def test_a_hugging_face_model_with_another_tokenizer_is_an_error(tmp_path):
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*its own tokenizer, .*hf/tokenizer.json"):
         init.compare_settings(folder, Config(model=settings_of(folder)), BytesTokenizer())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["checkpoint", "Hugging Face"])
+def test_weights_that_are_not_finite_are_an_error(value, kind, tmp_path):
+    """Otherwise the first step would fail, and the error would advise a lower learning rate."""
+    model, name = build(), "norm"
+    if kind == "checkpoint":
+        model.norm.data[3] = value
+        path = storage.save(tmp_path, 1, state_dict.model_state(model), {"config": asdict(Config(model=MODEL))}, keep=1)
+    else:
+        path, name = write_folder(tmp_path / "hf"), "model.norm.weight"
+        tensors = read_tensors(path)
+        tensors[name][3] = value
+        for file in path.glob("model*"):
+            file.unlink()
+        save_file(tensors, path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"{path}: {name} contains NaN or infinity"):
+        init.load(path, build())
