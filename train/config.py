@@ -443,6 +443,9 @@ def check_values(config: Config) -> None:
 
 
 def _find_invalid_values(config: Config) -> Iterator[str]:
+    prompt = config.trainer.sample_prompt
+    if prompt is not None and (decodable := prompt.encode(errors="replace").decode()) != prompt:
+        yield f"trainer.sample_prompt={decodable}: must be UTF-8, but some characters (shown as ?) are not: encode it again"
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
         if value not in allowed:

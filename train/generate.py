@@ -60,6 +60,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, bound, is_valid in (
+            ("prompt", "UTF-8", self.prompt.encode(errors="replace").decode() == self.prompt),
             ("tokens", "at least 1", self.tokens >= 1),
             ("temperature", "at least 0 and finite", 0 <= self.temperature < math.inf),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),

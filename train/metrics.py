@@ -176,8 +176,8 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
     line.
     """
     records = []
-    for text in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError, LookupError, TypeError):
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        with suppress(ValueError, LookupError, TypeError, RecursionError):
             record = json.loads(text)
             if record["step"] <= until:
                 records.append(record)

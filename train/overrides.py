@@ -1,7 +1,7 @@
 """Check the command line for mistakes that Hydra would not report, or would report in several lines."""
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -45,7 +45,8 @@ def check_overrides(overrides: Iterable[str]) -> None:
             raise ConfigError(f"~{key} deletes settings that every run needs: remove this override, or set {key} to a value")
         group, _, option = key.partition(".")
         # OmegaConf converts every number other than 0 to true.
-        kinds = {field.name: field.type for field in fields(getattr(Config(), group, None))} if option else {}
+        settings = getattr(Config(), group, None)
+        kinds = {field.name: field.type for field in fields(settings)} if is_dataclass(settings) else {}
         if "bool" in str(kinds.get(option)) and isinstance(value, int) and value not in (0, 1):
             raise ConfigError(f"{key}={value}: must be true or false")
 

@@ -15,7 +15,7 @@ from ringattn.train import metrics, optim, preemption, startup
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint import resume as resume_rules
 from ringattn.train.checkpoint import state_dict, storage
-from ringattn.train.config import Config, TrainerConfig, check
+from ringattn.train.config import Config, ConfigError, TrainerConfig, check
 from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.description import communication_facts, describe, run_facts
 from ringattn.train.evaluate import evaluate
@@ -60,6 +60,8 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         log.info(f"{'stopped':<12}on request, before {directory} was started")
         raise preemption.TrainingStopped
     with preemption.acquire_run_directory(directory), ExitStack() as stack:
+        with sync_errors():
+            check_results(directory)
         checkpoint, parent = resume_rules.find_checkpoint(directory / "checkpoints", config.trainer)
         if checkpoint is None and config.data.group_size is None:
             config.data.group_size = default_group_size(config, dist.get_world_size())
@@ -104,6 +106,17 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
         return write_results(run, directory, 0, wandb_run)
+
+
+def check_results(directory: Path) -> None:
+    """Check that the run can write its results. Otherwise, it would fail after its last step.
+
+    Raises:
+        ConfigError: a folder has the name of a file that the run writes.
+    """
+    for name in ("metrics.jsonl", "metrics.tmp", "loss.png", "recall.png", "sample.txt", "summary.json", "summary.tmp"):
+        if (directory / name).is_dir():
+            raise ConfigError(f"{directory / name} is a folder, but the run writes a file of this name: rename the folder")
 
 
 def prepare_directory(run: Run, directory: Path, done: int) -> None:

@@ -203,6 +203,7 @@ INVALID = {
         1,
         ["trainer.sample_prompt=a", "trainer.sample_tokens"],
     ),
+    "prompt that is not UTF-8": (dict(trainer__sample_prompt="a\udcffb"), 1, ["trainer.sample_prompt=a?b: must be UTF-8"]),
     "project without W&B": (dict(logger__project="p", logger__wandb="off"), 1, ["logger.project=p", "logger.wandb"]),
     "window below 1": (dict(model__window=0), 1, ["model.window=0", "from 1 to"]),
     "ring that does not divide the ranks": (dict(parallel__ring=3), 4, ["parallel.ring=3", "4", "1, 2, 4"]),

@@ -167,6 +167,7 @@ MISTAKES = {
     "unknown setting": (generate, ["run=done", "model.width=3"], ["model.width", "dim"]),
     "wrong type": (generate, ["run=done", "tokens=many"], ["tokens=many", "integer"]),
     "wrong type of a setting": (generate, ["run=done", "trainer.compile=maybe"], ["trainer.compile", "maybe"]),
+    "prompt that is not UTF-8": (generate, ["run=done", "prompt=a\udcff"], ["prompt=a", "UTF-8"]),
     "no tokens": (generate, ["run=done", "tokens=0"], ["tokens=0", "at least 1"]),
     "nan": (generate, ["run=done", "temperature=nan"], ["temperature=nan", "finite"]),
     "no nucleus": (generate, ["run=done", "top_p=0"], ["top_p=0", "above 0"]),

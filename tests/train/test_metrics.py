@@ -143,6 +143,15 @@ def test_text_that_is_not_a_record_is_skipped(tmp_path):
     assert metrics.read(tmp_path / "missing.jsonl") == []
 
 
+def test_damaged_file_loses_only_the_damaged_lines(tmp_path):
+    """After a power failure, a file may contain NULs or the bytes of another file."""
+    (tmp_path / "metrics.jsonl").write_bytes(
+        b'\xff\xfe\x00\n{"step": 1}\n' + b"[" * 3000 + b'\n\x00\x00{"step": 2}\n{"step": 3}\n'
+    )
+    record(Recorder(config(), tmp_path, done=3), 4)
+    assert steps_of(tmp_path) == [1, 3, 4]
+
+
 def test_loss_that_is_not_finite_is_valid_json(tmp_path):
     Recorder(config(), tmp_path).log(1, tokens=1, seconds=1.0, loss=float("nan"))
     entry = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)

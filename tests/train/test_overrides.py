@@ -15,7 +15,8 @@ def test_overrides_without_meaning_are_errors(override):
 
 
 @pytest.mark.parametrize(
-    "override", ["model=8b", "model.qkv_bias=1", "model.qkv_bias=true", "trainer.steps=2", "data.column=${a}"]
+    "override",
+    ["model=8b", "model.qkv_bias=1", "model.qkv_bias=true", "trainer.steps=2", "data.column=${a}", "+x.y=1"],
 )
 def test_other_overrides_are_valid(override):
     check_overrides([override])

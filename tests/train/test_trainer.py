@@ -309,6 +309,13 @@ def test_weights_are_checked_before_the_text_is_read(settings, tmp_path, run_com
     assert str(folder) in error and "model.layers=2 (now 1)" in error
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "sample.txt", "summary.json"])
+def test_folder_in_place_of_a_result_is_reported_before_the_first_step(name, settings, outputs, run_command_line, only_error):
+    (outputs / "a" / name).mkdir(parents=True)
+    assert run_command_line(*settings, "name=a", "trainer.sample_tokens=1") == 1
+    assert f"{name} is a folder" in only_error()
+
+
 def test_divergence_is_reported_without_a_traceback(settings, run_command_line, only_error, monkeypatch):
     monkeypatch.setitem(train_config.RANGES, "optim.lr", (0, 1e30))
     assert run_command_line(*settings, "trainer.steps=5", "optim.warmup_steps=0", "optim.lr=1e30") == 1

@@ -97,7 +97,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         settings = _settings(config, rope, kind)
     except ConfigError as error:
         raise ConfigError(f"{path}/config.json does not describe a supported model: {error}; {OTHER_MODELS}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
     return settings | {"tie_embeddings": _has_tied_embeddings(_open_tensors(path), settings["tie_embeddings"])}
@@ -120,15 +120,15 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         "dim": operator.index(config["hidden_size"]),
         "heads": operator.index(config["num_attention_heads"]),
         "kv_heads": operator.index(config.get("num_key_value_heads") or config["num_attention_heads"]),
-        "resolved_head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        "resolved_head_dim": operator.index(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
         "resolved_ffn_dim": operator.index(config["intermediate_size"]),
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
         "rope_factor": None,
         "qkv_bias": config["model_type"] == "qwen2",
         "qk_norm": config["model_type"] == "qwen3",
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
-        "window": config["sliding_window"] if "sliding_attention" in _layer_types(config) else None,
+        "window": _window(config),
     }
     if kind != "default":
         factor = _rope_factor(config, rope) if kind == "yarn" else float(rope["factor"])
@@ -139,7 +139,7 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
     """Return the sequence length of the training. As in transformers, config.json may contain the length in three places."""
     name = "original_max_position_embeddings"
-    return config.get(name) or rope.get(name) or config["max_position_embeddings"]
+    return operator.index(config.get(name) or rope.get(name) or config["max_position_embeddings"])
 
 
 def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
@@ -199,16 +199,22 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
             raise ConfigError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
 
 
+def _window(config: dict[str, Any]) -> int | None:
+    return operator.index(config["sliding_window"]) if "sliding_attention" in _layer_types(config) else None
+
+
 def _layer_types(config: dict[str, Any]) -> list[str]:
-    """Return the type of each layer: "sliding_attention" (with a window) or "full_attention" (without a window)."""
-    kind, layers = config["model_type"], range(config["num_hidden_layers"])
+    """Return the types of layers in the model: "sliding_attention" (with a window) and "full_attention" (without a window)."""
+    kind = config["model_type"]
     if kind == "llama" or (kind != "mistral" and not config.get("use_sliding_window")):
-        return ["full_attention" for _ in layers]
+        return ["full_attention"]
     # transformers loads a model of the type "mistral" with layer_types as a Ministral model.
     if config.get("layer_types") is not None:
         return config["layer_types"]
     first = 0 if kind == "mistral" else config["max_window_layers"]
     has_window = config["sliding_window"] is not None
+    # The types of all layers between the first and the last one are those of the two.
+    layers = 0, config["num_hidden_layers"] - 1
     return ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in layers]
 
 

@@ -56,9 +56,9 @@ def saved_config(meta: dict[str, Any]) -> Config:
             )
     try:
         config = OmegaConf.to_object(literal_settings(saved))
-    except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"meta.json of the checkpoint is damaged: {error.full_key}: {reason}; restore the file") from error
+    except (OmegaConfBaseException, RecursionError) as error:
+        key, reason = getattr(error, "full_key", "settings"), str(error).splitlines()[0]
+        raise ConfigError(f"meta.json of the checkpoint is damaged: {key}: {reason}; restore the file") from error
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         config.data.eval_fraction = 0.0  # Earlier versions trained on the whole text.
     if config.data.held_out is None and config.data.eval_fraction == 0:

@@ -102,7 +102,14 @@ class JsonTokenizer:
         if not config.get("add_bos_token"):
             return None
         token = config.get("bos_token")
-        return self._tokenizer.token_to_id(token["content"] if isinstance(token, dict) else str(token))
+        name = token.get("content") if isinstance(token, dict) else token
+        index = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        if index is None:
+            raise ConfigError(
+                f"tokenizer_config.json sets add_bos_token, but its bos_token={token} is not a token of tokenizer.json: "
+                "correct bos_token, or remove add_bos_token"
+            )
+        return index
 
     def token(self, index: int) -> str:
         """Return the name of a token, such as "<|endoftext|>"."""
@@ -148,7 +155,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
         config = json.loads(path.read_text()) if path.is_file() else {}
         if not isinstance(config, dict):
             raise ValueError("it must contain a dict")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; download it again, or remove it") from error
     return config
 

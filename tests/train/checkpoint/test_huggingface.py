@@ -206,6 +206,10 @@ UNSUPPORTED = {
         "supported model: factor is None, but only a number is supported",
     ),
     "a size that is no integer": ({"vocab_size": "259"}, "supported model: TypeError"),
+    "a number that is text": ({"rms_norm_eps": "x"}, "supported model: ValueError"),
+    "a size that is a fraction": ({"head_dim": 16.5}, "supported model: TypeError"),
+    "a window that is text": ({"model_type": "mistral", "sliding_window": "x"}, "supported model: TypeError"),
+    "a length that is text": ({"rope_parameters": YARN | {"original_max_position_embeddings": "x"}}, "model: TypeError"),
     "no heads": ({"num_attention_heads": 0, "head_dim": None}, "supported model: ZeroDivisionError"),
     "another scaling": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
     "yarn with another beta": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
@@ -284,6 +288,22 @@ DEFAULTS = {
 def test_missing_settings_have_the_defaults_of_transformers(changes, name, value, tmp_path):
     write_config(tmp_path / "hf", **changes)
     assert huggingface.read_settings(tmp_path / "hf")[name] == value
+
+
+def test_nested_lists_are_an_error(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": ' + "[" * 3000 + "]" * 3000 + "}")
+    with pytest.raises(ConfigError, match="config.json does not describe a supported model: RecursionError"):
+        huggingface.read_settings(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("first", "types"), [(0, {"sliding_attention"}), (1, {"sliding_attention", "full_attention"}), (2, {"full_attention"})]
+)
+def test_types_of_layers_follow_from_the_first_layer_with_a_window(first, types):
+    config = CONFIG | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": first}
+    assert huggingface._layer_types(config) == types
+    # The number is invalid, and is rejected later. A loop over all layers would never end.
+    assert huggingface._layer_types(config | {"num_hidden_layers": 10**30, "max_window_layers": 0}) == {"sliding_attention"}
 
 
 def test_null_is_read_like_a_missing_setting(tmp_path):

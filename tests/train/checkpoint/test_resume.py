@@ -45,6 +45,12 @@ def another_run(tmp_path) -> Path:
     return write_checkpoint(tmp_path / "another" / "checkpoints", 3)
 
 
+@pytest.mark.parametrize("value", [[[]], {"a": 1}, json.loads("[" * 400 + "]" * 400)], ids=["list", "dict", "nested"])
+def test_a_setting_of_a_wrong_type_is_an_error(value):
+    with pytest.raises(ConfigError, match="meta.json of the checkpoint is damaged"):
+        saved_config({"config": {"trainer": {"sample_prompt": value}}})
+
+
 def find(directory: Path, **settings: object) -> tuple[Path | None, str | None]:
     return find_checkpoint(directory, TrainerConfig(**settings))
 

@@ -151,7 +151,15 @@ def test_tokenizer_config_may_ask_for_the_first_token(token, added, bos, tmp_pat
     assert load_tokenizer(str(path)).bos == bos
 
 
-@pytest.mark.parametrize("content", ["{", "[]"])
+@pytest.mark.parametrize("token", [{}, {"content": 3}, {"content": None}, 3, None, [], "missing"], ids=str)
+def test_a_first_token_that_does_not_exist_is_an_error(token, tmp_path):
+    path = save_words(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "bos_token": token}))
+    with pytest.raises(ConfigError, match="add_bos_token, but its bos_token=.* is not a token"):
+        load_tokenizer(str(path))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 3000])
 def test_a_damaged_tokenizer_config_is_an_error(content, tmp_path):
     path = save_words(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
