@@ -159,7 +159,7 @@ def test_hugging_face_folder_is_inspected(corpus, run_script, capfd, tmp_path):
 
 
 MISTAKES = {
-    "missing run": (generate, ["run=missing"], ["run=missing", "outputs/", "config.json"]),
+    "missing run": (generate, ["run=missing"], ["run=missing", "the runs in outputs/ are done)", "config.json"]),
     "no run": (generate, [], ["run=", "--help"]),
     "no value": (generate, ["run=done", "seed"], ["seed", "name=value"]),
     "unknown option": (generate, ["run=done", "length=3"], ["length", "prompt, tokens"]),
