@@ -10,6 +10,7 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,12 +21,14 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, Interpolation
 
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
-from ringattn.train.config import ConfigError
+from ringattn.train.config import Config, ConfigError
 from ringattn.train.data.loader import LoaderError
 from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
+# The names that other programs give to our settings.
+OTHER_NAMES = {"learning_rate": "optim.lr", "max_steps": "trainer.steps", "max_lr": "optim.lr"}
 # Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
@@ -73,6 +76,8 @@ def describe_error(error: Exception) -> str:
         return str(error.__cause__)  # A resolver, such as the one that checks the name of the run, has raised this error.
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(cause, ConfigAttributeError | ConfigKeyError) and is_dataclass(cause.object_type):
+        if nearest := nearest_setting(cause.full_key):
+            return f"unknown option {cause.full_key}: did you mean {nearest}?"
         known = ", ".join(field.name for field in fields(cause.object_type))
         return f"unknown option {cause.full_key}: choose one of {known}"
     if isinstance(error, OverrideParseException):
@@ -86,6 +91,18 @@ def describe_error(error: Exception) -> str:
         return prefix + str(cause).splitlines()[0]
     text = " ".join(re.split("Config search path|See https", str(error))[0].split())
     return text + ("; start the file with # @package _global_" if text.startswith("In 'experiment/") else "")
+
+
+def nearest_setting(name: str) -> str | None:
+    """Return the setting that a user probably meant by an unknown name such as "lr", or None if no setting is similar."""
+    group, _, option = name.rpartition(".")
+    if option in OTHER_NAMES:
+        return OTHER_NAMES[option]
+    groups = {field.name: getattr(Config(), field.name) for field in fields(Config) if field.name != "name"}
+    names = [f"{each}.{setting}" for each, settings in groups.items() for setting in vars(settings)]
+    exact = [each for each in names if each.endswith(f".{option}")]
+    own = [each for each in names if each.startswith(f"{group}.")] if group in groups else []
+    return next(iter(exact or get_close_matches(name, own, 1, cutoff=0.8)), None)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

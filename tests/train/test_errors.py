@@ -90,3 +90,20 @@ def test_last_lines_of_torchrun_contain_the_error(tmp_path):
     result = launch(1, tmp_path, "model.window=0", "trainer.device=cpu")
     assert result.returncode == 1 and "model.window=0: must be" in "".join(result.stderr.splitlines()[-3:])
     assert "To enable traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("lr", "optim.lr"),
+        ("trainer.learning_rate", "optim.lr"),
+        ("trainer.max_steps", "trainer.steps"),
+        ("trainer.lr", "optim.lr"),
+        ("trainer.step", "trainer.steps"),
+        ("data.seqlen", "data.seq_len"),
+        ("model.width", None),
+        ("nonsense", None),
+    ],
+)
+def test_unknown_option_names_the_nearest_setting(name, setting):
+    assert errors.nearest_setting(name) == setting

@@ -62,6 +62,7 @@ MISTAKES = {
     "unknown option of the command": (["--nonsense"], ["--nonsense", "--hydra-help"]),
     "empty name": (["name="], ["name="]),
     "file in place of the directory": (["hydra.run.dir=corpus/00.txt"], ["directory", "corpus/00.txt"]),
+    "mistyped option": (["lr=3"], ["unknown option lr: did you mean optim.lr?"]),
     "option of an unknown group": (["+x.y=1"], ["x"]),
     "prompt that is not UTF-8": (["trainer.sample_tokens=1", "trainer.sample_prompt='a\udcff'"], ["sample_prompt=a?", "UTF-8"]),
     "W&B without a login": (["logger.wandb=online"], ["logger.wandb=online", "wandb login"]),
