@@ -71,18 +71,17 @@ class JsonTokenizer:
         """Return the id of the end-of-text token. `config` is the content of `tokenizer_config.json`."""
         name, source = given, "data.eos_token"
         if name is None:
-            name, source = config.get("eos_token"), "tokenizer_config.json"
-            name = name.get("content") if isinstance(name, dict) else name
+            name, source = _name_of(config.get("eos_token")), "tokenizer_config.json"
         if name is None:
             name, source = read_config(Path(path).expanduser().parent, "config.json").get("eos_token_id"), "config.json"
             name = name[0] if isinstance(name, list) and name else name
             if type(name) is int and 0 <= name < 2**32:
                 name = self._tokenizer.id_to_token(name) or name
         if name is None:
-            name = next((each for each in END_OF_TEXT if self._tokenizer.token_to_id(each) is not None), None)
+            name = next((each for each in END_OF_TEXT if self._find(each) is not None), None)
         if name is None:
             raise ConfigError(f"data.tokenizer={path} has no end-of-text token: set data.eos_token to the name of a token")
-        index = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        index = self._find(name)
         if index is None:
             raise ConfigError(
                 f"data.tokenizer={path} does not contain the end-of-text token {name!r:.60} of {source}: set data.eos_token to "
@@ -102,14 +101,17 @@ class JsonTokenizer:
         if not config.get("add_bos_token"):
             return None
         token = config.get("bos_token")
-        name = token.get("content") if isinstance(token, dict) else token
-        index = self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        index = self._find(_name_of(token))
         if index is None:
             raise ConfigError(
                 f"tokenizer_config.json sets add_bos_token, but its bos_token={token} is not a token of tokenizer.json: "
                 "correct bos_token, or remove add_bos_token"
             )
         return index
+
+    def _find(self, name: Any) -> int | None:
+        """Return the id of the token with this name, or None if `name` is not the name of a token."""
+        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
 
     def token(self, index: int) -> str:
         """Return the name of a token, such as "<|endoftext|>"."""
@@ -142,6 +144,11 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
     if eos_token is not None:
         raise ConfigError(f"data.eos_token={eos_token} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
     return BytesTokenizer()
+
+
+def _name_of(token: Any) -> Any:
+    """Return the name of a token in `tokenizer_config.json`, which contains either the name or a dict with the name."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:
