@@ -51,6 +51,12 @@ class Choice:
     reads_fp8: bool = False  # whether the kernel reads FP8 inputs
 
 
+def check_backend(backend: object) -> None:
+    """Raise ValueError unless `backend` is a text. `choose_backend` checks the text, but its cache needs a hashable value."""
+    if not isinstance(backend, str):
+        raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
+
+
 @cached(maxsize=256)
 def choose_backend(
     device: torch.device,

@@ -392,8 +392,7 @@ def _check(
     else:
         check_tensors(q, *(x[:1].expand(len(page_table), *x.shape[1:]) for x in (k, v)))
     check_scale(scale)
-    if not isinstance(backend, str):
-        raise ValueError(f"backend={shown(backend)}: it must be one of {', '.join(dispatch.BACKENDS)}")
+    dispatch.check_backend(backend)
 
 
 def _check_kinds(bounds: Bounds, window: int | None, sinks: Tensor | None) -> None:

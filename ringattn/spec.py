@@ -175,6 +175,5 @@ def check_attention(q, k, v, *, mask, seq_len, scale, dropout_p, seed, backend, 
     validation.check_precision(precision)
     if precision == "fp8":
         validation.check_fp8(has_dropout=dropout_p > 0)
-    if not isinstance(backend, str):
-        raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(dispatch.BACKENDS)}")
+    dispatch.check_backend(backend)
     dispatch.choose_backend(q.device, q.dtype, backend, (q.shape[3], v.shape[3]), dropout_p == 0, precision)
