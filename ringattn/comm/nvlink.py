@@ -422,6 +422,8 @@ class _NvlinkPass:
 def _copy_message(x: Tensor, target: int, rows: range, stream: int) -> None:
     """Copy the given rows of x (B, N, ...) to address `target`. If x has no other rows, copy the whole tensor at once."""
     assert x.is_contiguous(), "copy engines copy contiguous rows"
+    if not x.numel():
+        return  # A message of an empty batch consists of its flag.
     if x.shape[1] == len(rows):
         return cuda_driver.copy(target, x.data_ptr(), x.nbytes, stream)
     entry_bytes = x.nbytes // x.shape[0]

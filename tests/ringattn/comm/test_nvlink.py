@@ -26,7 +26,7 @@ def test_passes_one_after_the_other(
     kinds += [("documents", 33, "striped"), ("window+documents", 50, "contiguous"), ("causal", 9, "zigzag")]
     calls = [
         (
-            Case.random(seq_len=seq_len, batch=1 + i % 2, seed=i, dtype=torch.float32),
+            Case.random(seq_len=seq_len, batch=(1, 2, 0)[i % 3], seed=i, dtype=torch.float32),
             masks(seq_len)[mask],
             Layout(kind, seq_len, ranks),
         )
