@@ -193,8 +193,8 @@ class ParallelConfig:
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto" (the fastest kernels that support the
     # device and the shapes).
     kernel: str = "auto"
-    # Whether the backward pass recomputes the blocks, except for attention. Recomputation saves memory. None: the blocks are
-    # recomputed only if a GPU would otherwise be short of memory.
+    # Whether the backward pass recomputes the blocks, except for attention. Recomputation saves memory. None: no more blocks
+    # are recomputed than necessary to leave 15% of a GPU's memory free.
     activation_checkpointing: bool | None = None
     # The timeout of a collective in seconds. The timeout also applies to each hop of the ring, unless the environment variable
     # RINGATTN_TIMEOUT is set.

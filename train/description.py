@@ -58,7 +58,7 @@ def run_facts(run: Run) -> dict[str, Any]:
         "deterministic": config.trainer.deterministic,
         "compiled": run.compiled,
         "cuda_graphs": run.graphs is not None,
-        "recompute": run.recompute,
+        "recomputed_blocks": run.recomputed_blocks,
         "parameters": run.num_parameters,
         "vocab_size": run.tokenizer.vocab_size,
         "sequences_per_epoch": run.data.sequences_per_epoch,
@@ -94,9 +94,10 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
         "kernel": f"{facts['kernel']}: {facts['kernel_reason']}" + (", deterministic" if facts["deterministic"] else ""),
         "precision": facts["precision"] + FP8_DESCRIPTIONS[facts["fp8_attention"]],
         "FLOPs": f"{facts['flops_per_token']:.3g} per token, for a sequence of one document",
-        "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank"
-        + (", with blocks except attention recomputed in the backward pass" if facts["recompute"] else ""),
+        "memory": f"about {facts['estimated_memory_gib']:.2f} GiB per rank",
     }
+    if count := facts["recomputed_blocks"]:
+        entries["memory"] += f", the backward pass recomputes {count} of {config.model.layers} blocks except for attention"
     if facts["cuda_graphs"]:
         entries["CUDA graphs"] = "replay the forward and the backward pass of every training step"
     if (machine := machine_of(config, run.device, run.tokenizer.vocab_size, run.bf16)) and dist.get_rank() == 0:

@@ -50,7 +50,7 @@ class InferenceRun:
     kernel: dispatch.Choice  # the attention kernels, and the reason for choosing these kernels
     bf16: bool  # whether the model computes in bf16
     compiled: bool  # whether torch.compile fuses the loss and the operations before and after attention
-    recompute: bool  # whether the backward pass recomputes the blocks, except for attention
+    recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
     model: GPT
 
 
@@ -111,10 +111,10 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
     chosen = memory.choose_recomputation(config, mesh.shape, tokenizer.vocab_size, bf16, compiled, device)
-    recompute, needed = broadcast_object(chosen)
+    recomputed_blocks, needed = broadcast_object(chosen)
     with sync_errors():
         memory.check(needed, device)
-        situation = config, mesh.shape, device, compiled and not recompute, bf16
+        situation = config, mesh.shape, device, compiled and not recomputed_blocks, bf16
         chosen = choose_graphs(*situation, tokenizer.vocab_size, needed)
     graphed, needed = broadcast_object(chosen)
     with sync_errors():
@@ -137,8 +137,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         model = GPT(config.model, tokenizer.vocab_size)
     if compiled:
         compile_blocks(model)
-    if recompute:
-        checkpoint_activations(model)
+    checkpoint_activations(model, recomputed_blocks)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     graphs = None
     if graphed:
@@ -146,7 +145,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         loader.learn(graphs.slots.requests)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recompute, model
+    parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recomputed_blocks, model
     return Run(*parts, data, needed, optimizer, peak_flops, init_from, loader, graphs, init_from_changes)
 
 
@@ -175,7 +174,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
-    return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recompute=False, model=model)
+    return InferenceRun(config, device, mesh, tokenizer, None, kernel, bf16, compiled, recomputed_blocks=0, model=model)
 
 
 def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, dispatch.Choice]:

@@ -209,7 +209,7 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
         num_valid=num_valid,
         compiled=run.compiled,
     )
-    attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recompute)
+    attend = attention(run.config, run.mesh, mask, layout, training=True, recompute=run.recomputed_blocks > 0)
     return run.model(shard.tokens, shard.positions, attend, finish)
 
 

@@ -113,7 +113,7 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
     with one_rank():
         run = run_setup.build(config)
     assert (run.sequences_per_step, run.tokens_per_step, run.peak_flops) == (6, 6 * 61, 0.5e12)
-    assert (run.bf16, run.recompute, run.init_from, run.init_from_changes) == (False, False, None, "")
+    assert (run.bf16, run.recomputed_blocks, run.init_from, run.init_from_changes) == (False, 0, None, "")
     assert (run.data.seed, run.held_out.seed) == (7, 0), "all runs are evaluated on the same text"
 
 
@@ -121,8 +121,8 @@ def test_run_is_built_as_the_settings_say(corpus, monkeypatch):
 def test_blocks_are_recomputed_if_memory_is_short(corpus, monkeypatch):
     monkeypatch.setattr(memory, "is_tight", lambda needed, device: True)
     with one_rank():
-        assert run_setup.build(job(corpus, 1)).recompute
-        assert not run_setup.build(job(corpus, 1, activation_checkpointing=False)).recompute
+        assert run_setup.build(job(corpus, 1)).recomputed_blocks == 2
+        assert run_setup.build(job(corpus, 1, activation_checkpointing=False)).recomputed_blocks == 0
 
 
 def test_error_names_the_vocabulary_of_the_tokenizer(corpus):

@@ -58,7 +58,7 @@ def tokens_per_rank(config: Config, shape: MeshShape) -> int:
 
 
 def estimate(
-    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, recompute: bool
+    config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, recomputed_blocks: int = 0
 ) -> dict[str, float]:
     """Estimate the peak of torch's allocator on a rank.
 
@@ -75,7 +75,8 @@ def estimate(
         bf16: whether the model computes in bf16.
         compiled: whether torch.compile fuses the operations before and after attention. Compiled code saves only the inputs of
             matrix products, and recomputes the other intermediate results.
-        recompute: whether the blocks save only their input and their attention output for the backward pass.
+        recomputed_blocks: the number of blocks that save only their input and their attention output for the backward pass.
+            They are the first blocks of the model.
 
     Returns:
         A dict that maps each purpose of memory to a number of bytes, at the moment of the peak.
@@ -97,8 +98,10 @@ def estimate(
     query_dim, key_value_dim = _attention_dims(model)
     saved, checkpointed = _saved_bytes_per_token(model, size, 2 if shape.ulysses > 1 else 1, compiled)
     # All layers share the cosines and sines of the rotary embedding (fp32), and the tokens, labels and positions (int64).
-    activations = tokens * (model.layers * (checkpointed if recompute else saved) + 4 * model.resolved_head_dim + 24)
-    recomputed = tokens * (saved - checkpointed) if recompute else 0
+    blocks_saved = model.layers * saved - recomputed_blocks * (saved - checkpointed)
+    activations = tokens * (blocks_saved + 4 * model.resolved_head_dim + 24)
+    # At its peak, a step computes the gradients of the last block.
+    recomputed = tokens * (saved - checkpointed) if recomputed_blocks == model.layers else 0
     feed_forward = size * tokens * (2 * model.dim + 3 * model.resolved_ffn_dim)
 
     chunk = min(tokens, chunk_size(logits_dim))
@@ -176,16 +179,19 @@ class InsufficientMemory(ConfigError):
 
 def choose_recomputation(
     config: Config, shape: MeshShape, vocab_size: int, bf16: bool, compiled: bool, device: torch.device
-) -> tuple[bool, dict[str, float]]:
-    """Return whether the blocks are recomputed in the backward pass, and the result of `estimate`.
+) -> tuple[int, dict[str, float]]:
+    """Return the number of blocks that are recomputed in the backward pass, and the result of `estimate`.
 
-    If `parallel.activation_checkpointing` is None, the blocks are recomputed if a GPU would otherwise have little free memory.
+    If `parallel.activation_checkpointing` is None, no more blocks are recomputed than necessary to leave some memory of a GPU
+    free.
     """
-    recompute = config.parallel.activation_checkpointing
-    needed = estimate(config, shape, vocab_size, bf16, compiled, bool(recompute))
-    if recompute is None and is_tight(needed, device):
-        return True, estimate(config, shape, vocab_size, bf16, compiled, True)
-    return bool(recompute), needed
+    recompute, layers = config.parallel.activation_checkpointing, config.model.layers
+    least, most = (0, layers) if recompute is None else (layers * recompute,) * 2
+    for count in range(least, most + 1):
+        needed = estimate(config, shape, vocab_size, bf16, compiled, count)
+        if not is_tight(needed, device):
+            break
+    return count, needed
 
 
 def is_tight(needed: dict[str, float], device: torch.device) -> bool:

@@ -72,7 +72,7 @@ def attention(config: Config, mesh: Mesh, mask: Mask, layout: Layout, training: 
         mesh: the mesh of all ranks.
         mask, layout: the mask of a batch, and its layout over the ranks that share a sequence.
         training: whether the attention belongs to a training step, see `trainer.fp8_attention`.
-        recompute: whether the backward pass recomputes the blocks, except for attention.
+        recompute: whether the backward pass recomputes blocks, except for attention.
     """
     return partial(
         ulysses_attention,

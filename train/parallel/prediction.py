@@ -90,8 +90,8 @@ class Machine(NamedTuple):
     bf16: bool
     compiled: bool
 
-    def recomputes(self, config: Config, shape: MeshShape) -> tuple[bool, dict[str, float]]:
-        """Return whether the blocks would be recomputed, and the memory that a rank would need, see `memory.estimate`."""
+    def recomputes(self, config: Config, shape: MeshShape) -> tuple[int, dict[str, float]]:
+        """Return how many blocks would be recomputed, and the memory that a rank would need, see `memory.estimate`."""
         return memory.choose_recomputation(config, shape, self.vocab_size, self.bf16, self.compiled, self.device)
 
 
@@ -106,7 +106,8 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
             one document.
     """
     model, trainer, gpu = config.model, config.trainer, machine.gpu
-    recompute, _ = machine.recomputes(config, shape)
+    recomputed, _ = machine.recomputes(config, shape)
+    share_recomputed = recomputed / model.layers
     size = 2 if machine.bf16 else 4
     tokens = trainer.batch_size * memory.tokens_per_rank(config, shape)
     logits_dim = padded_vocabulary(model, machine.vocab_size)
@@ -114,13 +115,13 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     vocab = head * (1 if model.tie_embeddings else 2)
 
     # The loss always recomputes its logits, which costs a fourth product.
-    matmul = tokens * ((8 if recompute else 6) * blocks + 8 * head) / gpu.matmul
+    matmul = tokens * ((6 + 2 * share_recomputed) * blocks + 8 * head) / gpu.matmul
     share = fmean(shares)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
     attention = share * model.layers * sum(_attention_seconds(config, shape, machine))
     if share < 1:
         attention /= DOCUMENT_EFFICIENCY
     per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * model.resolved_ffn_dim
-    elements = model.layers * per_layer * (4 / 3 if recompute else 1) + 7 * logits_dim
+    elements = model.layers * per_layer * (1 + share_recomputed / 3) + 7 * logits_dim
     gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
     # FSDP copies gathered parameters, and casts gradients to fp32.
     copied = (vocab + blocks) * (2 * gathers * size + size + 4)
@@ -136,7 +137,7 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     groups = -(-model.layers // memory.blocks_per_group(model, machine.bf16))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
     # Graphs may be impossible with another mesh, even if `trainer.cuda_graphs` is True.
-    situation = config, shape, machine.device, machine.compiled and not recompute, machine.bf16
+    situation = config, shape, machine.device, machine.compiled and not recomputed, machine.bf16
     graphed = can_capture(*situation) and uses_graphs(*situation)
     # The replay of a graph takes almost no time on the host.
     block = 0.0 if graphed else HOST_BLOCK + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)

@@ -62,13 +62,13 @@ def compile_blocks(model: GPT) -> None:
         block.before, block.after = torch.compile(block.before), torch.compile(block.after)
 
 
-def checkpoint_activations(model: GPT) -> None:
-    """Save only the input and the attention output of every block, and recompute all other activations in the backward pass.
+def checkpoint_activations(model: GPT, count: int) -> None:
+    """Save only the input and the attention output of the first `count` blocks, and recompute all else in the backward pass.
 
     Attention is expensive and communicates with other ranks, so attention is never computed twice. The all-to-alls of q, k and
     v may run twice (`recompute_all_to_all`). All-to-alls take little time, whereas saving their results would need much memory.
     """
-    for block in model.blocks:
+    for block in model.blocks[:count]:
         block.forward = partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=save_attention
         )

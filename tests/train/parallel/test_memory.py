@@ -27,12 +27,12 @@ def estimate(
     """Return the estimated bytes by purpose of a bf16 run whose ranks hold this many tokens each of one sequence."""
     config = Config(model=model, data=DataConfig(seq_len=tokens * ranks), trainer=TrainerConfig(accumulate=accumulate))
     shape = MeshShape(1, ranks // ulysses, ulysses)
-    return memory.estimate(config, shape, vocab_size, bf16=True, **({"compiled": False, "recompute": False} | options))
+    return memory.estimate(config, shape, vocab_size, bf16=True, **({"compiled": False} | options))
 
 
-def total(tokens: int, ranks: int, recompute: bool = False) -> float:
+def total(tokens: int, ranks: int, recomputed_blocks: int = 0) -> float:
     """Return the estimated GiB per rank."""
-    return sum(estimate(LLAMA, tokens, ranks, recompute=recompute).values()) / memory.GIB
+    return sum(estimate(LLAMA, tokens, ranks, recomputed_blocks=recomputed_blocks).values()) / memory.GIB
 
 
 def test_sharded_state_is_16_bytes_per_parameter():
@@ -44,7 +44,7 @@ def test_sharded_state_is_16_bytes_per_parameter():
 
 def test_more_ranks_and_recomputation_need_less_memory_and_longer_shards_more():
     assert total(8192, 8) < total(8192, 4) < total(16384, 4)
-    assert total(8192, 8, recompute=True) < total(8192, 8)
+    assert total(8192, 8, LLAMA.layers) < total(8192, 8, 1) < total(8192, 8)
 
 
 def test_few_parameters_stay_gathered():
@@ -83,6 +83,22 @@ def test_memory_is_tight_if_little_of_it_remains_free(needed, tight, gpu):
     assert memory.is_tight({"activations": needed * memory.GIB}, gpu) == tight
 
 
+@pytest.mark.parametrize(("tokens", "setting"), [(1024, None), (16_384, None), (131_072, None), (1024, True), (131_072, False)])
+def test_no_more_blocks_are_recomputed_than_necessary(tokens, setting, gpu):
+    config = Config(model=LLAMA, data=DataConfig(seq_len=8 * tokens))
+    config.parallel.activation_checkpointing = setting
+    count, needed = memory.choose_recomputation(config, MeshShape(1, 8, 1), 128_256, True, False, gpu)
+    assert needed == estimate(LLAMA, tokens, 8, recomputed_blocks=count)
+    if setting is not None:
+        assert count == LLAMA.layers * setting
+        return
+    expected = {1024: 0, 131_072: LLAMA.layers}
+    assert count == expected.get(tokens, count)
+    assert memory.is_tight(needed, gpu) == (tokens == 131_072)
+    if tokens == 16_384:
+        assert 0 < count < LLAMA.layers and memory.is_tight(estimate(LLAMA, tokens, 8, recomputed_blocks=count - 1), gpu)
+
+
 def test_memory_of_the_host_is_shared_by_its_ranks(monkeypatch):
     cpu, total = torch.device("cpu"), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory.check({"activations": 0.9 * total}, cpu)
@@ -96,7 +112,7 @@ def test_memory_of_a_host_is_never_tight():
 
 
 def test_ulysses_saves_one_more_attention_output():
-    without, ulysses = (estimate(LLAMA, 8192, 8, ulysses, recompute=True)["activations"] for ulysses in (1, 8))
+    without, ulysses = (estimate(LLAMA, 8192, 8, ulysses, recomputed_blocks=32)["activations"] for ulysses in (1, 8))
     assert ulysses - without == 8192 * LLAMA.layers * 2 * 4096
 
 
@@ -109,13 +125,13 @@ PEAKS = [
     ("1.4b", 32_768, 2, {"ulysses": 2}, 61.72),
     ("124m", 16_384, 2, {}, 6.28),
     ("124m", 16_384, 2, {"ulysses": 2}, 6.6),
-    ("124m", 16_384, 2, {"recompute": True}, 2.3),
+    ("124m", 16_384, 2, {"recomputed_blocks": 12}, 2.3),
     ("124m", 16_384, 1, {"accumulate": 16}, 7.43),
     ("124m", 65_536, 1, {"accumulate": 4}, 21.18),
     ("124m", 131_072, 1, {"accumulate": 2}, 39.53),
-    ("124m", 262_144, 1, {"recompute": True}, 17.58),
-    ("8b", 8192, 4, {"recompute": True}, 34.9),
-    ("8b", 32_768, 4, {"recompute": True}, 47.9),
+    ("124m", 262_144, 1, {"recomputed_blocks": 12}, 17.58),
+    ("8b", 8192, 4, {"recomputed_blocks": 32}, 34.9),
+    ("8b", 32_768, 4, {"recomputed_blocks": 32}, 47.9),
 ]
 
 

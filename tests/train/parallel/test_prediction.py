@@ -102,7 +102,7 @@ def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
         pytest.param("H200", 4, 8, "52m", 32_768, 6, 2, id="dp divides the sequences"),
         pytest.param("H200", 4, 8, "52m", 32_768, 1, 1, id="one sequence"),
         pytest.param("H100", 4, 8, "8b", 131_072, 4, 2, id="a sequence per rank does not fit"),
-        pytest.param("H100", 8, 8, "8b", 131_072, 4, 4, id="more ranks have more memory"),
+        pytest.param("H100", 8, 8, "8b", 131_072, 4, 1, id="longer rings recompute fewer blocks"),
         pytest.param("H200", 8, 4, "1.4b", 131_072, 2, 2, id="a sequence stays within a host"),
     ],
 )
@@ -122,7 +122,7 @@ def test_graphs_of_a_run_do_not_reject_other_meshes(machine):
     config.trainer.cuda_graphs = True
     gpus = machine("H100", 4)
     shapes = MeshShape(1, 4, 1), MeshShape(4, 1, 1)
-    assert [gpus.recomputes(config, shape)[0] for shape in shapes] == [False, True]
+    assert [gpus.recomputes(config, shape)[0] > 0 for shape in shapes] == [False, True]
     assert all(prediction.step_seconds(config, shape, gpus) > 0 for shape in shapes)
 
 

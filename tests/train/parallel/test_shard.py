@@ -114,3 +114,25 @@ def test_activation_checkpointing_never_computes_attention_twice(activation_chec
         step.take_step(run, 1, consumed=0)
     micro_steps, layers = SEQUENCES, 2
     assert calls == {"attention": micro_steps * layers, "rest": 2 * micro_steps * layers}
+
+
+@pytest.mark.slow
+def test_only_the_first_blocks_are_recomputed(corpus, monkeypatch):
+    """The loss and the gradients do not depend on the number of blocks that are recomputed."""
+    results, after, calls = [], Block.after, []
+
+    def count_after(block, *args):
+        calls.append(block)
+        return after(block, *args)
+
+    monkeypatch.setattr(Block, "after", count_after)
+    for count in range(3):
+        monkeypatch.setattr(memory, "choose_recomputation", lambda *_, count=count: (count, {"activations": 0}))
+        calls.clear()
+        with one_rank():
+            run = run_setup.build(job(corpus, 1))
+            record, _ = step.take_step(run, 1, consumed=0)
+        recomputed = [calls.count(block) - SEQUENCES for block in run.model.blocks]
+        assert recomputed == [SEQUENCES] * count + [0] * (2 - count)
+        results.append((record["loss"], record["grad_norm"]))
+    assert results[0] == results[1] == results[2]
