@@ -173,6 +173,7 @@ class ModelGraphs:
             with use_plan(self.slots.plan):
                 self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
         self.uncounted_bytes = _unused_bytes(device) - unused
+        self._copies = [x.detach() for x in parameters]
         if documents is None:
             # No step has another mask.
             self.slots.write(self.slots.pack(self._plan(mask, layout)))
@@ -215,7 +216,24 @@ class ModelGraphs:
         self._hops = []
 
     def _replay(self, *inputs: Tensor) -> Tensor:
-        return self._graphed(*inputs, *(getattr(owner, name) for owner, name in self._parameters.values()))
+        parameters = (getattr(owner, name) for owner, name in self._parameters.values())
+        return self._graphed(*inputs, *_Copy.apply(self._copies, *parameters))
+
+
+class _Copy(torch.autograd.Function):
+    """Copy the parameters into the memory that the graphs read.
+
+    If the graphs received the parameters, they would copy them one by one, and the GPU would wait for the host.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, copies: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        torch._foreach_copy_(copies, parameters)
+        return tuple(x.detach() for x in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.detach() for grad in grads)
 
 
 def _unused_bytes(device: torch.device) -> int:
