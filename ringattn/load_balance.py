@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ringattn.kernels.validation import as_integer
-from ringattn.layout import KINDS, Layout
+from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask, intervals_at
 from ringattn.runs import RowsBefore, positions_of_rows, reduce_by_rank
 
@@ -55,11 +55,11 @@ def work(mask: Mask, layout: Layout) -> Tensor:
 def balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     """Return the layout whose busiest rank has the least work under `mask`.
 
-    There are four candidates, in this order: the contiguous layout, the zigzag layout, the striped layout, and a layout of
-    chunks that are assigned for this mask. The function returns the first candidate whose busiest rank has at most 1.04 times
-    an equal share of the work. The candidates with the fewest pieces come first, because with fewer pieces fewer ranks need to
-    communicate. If no candidate is balanced this well, the function returns the candidate whose busiest rank has the least
-    work. The result depends only on the arguments, so all ranks compute the same layout.
+    There are four candidates, in this order: the contiguous layout, the zigzag layout, a layout of chunks that are assigned for
+    this mask, and the striped layout. The function returns the first candidate whose busiest rank has at most 1.04 times an
+    equal share of the work. The candidates with the fewest pieces come first, because with fewer pieces fewer ranks need to
+    communicate and fewer tiles are partly masked. If no candidate is balanced this well, the function returns the candidate
+    whose busiest rank has the least work. The result depends only on the arguments, so all ranks compute the same layout.
 
     The shards of an assigned layout differ in length by less than two chunks. The number of rows of a chunk is S / (64 P),
     rounded up to a multiple of 128. The computation takes a few milliseconds.
@@ -92,11 +92,11 @@ def _tiles_per_chunk(seq_len: int, ranks: int) -> int:
 @lru_cache(maxsize=8)
 def _balanced_layout(mask: Mask, seq_len: int, ranks: int) -> Layout:
     mask.check(seq_len)
-    candidates = [Layout(kind, seq_len, ranks) for kind in KINDS]
+    candidates = [Layout(kind, seq_len, ranks) for kind in ("contiguous", "zigzag", "striped")]
     if ranks == 1:
         return candidates[0]  # All candidates are equal.
     if seq_len >= MIN_CHUNKS * TILE * ranks:
-        candidates.append(_assign_chunks(mask, seq_len, ranks))
+        candidates.insert(2, _assign_chunks(mask, seq_len, ranks))
     tiles = [work(mask, layout) for layout in candidates]
     share = min(int(x.sum()) for x in tiles) / ranks
     busiest = [int(max(x.sum(1).max(), x.sum(0).max())) for x in tiles]

@@ -88,6 +88,8 @@ def test_the_simplest_of_equally_good_layouts_is_chosen() -> None:
     assert balanced_layout(Mask.causal(window=4096), S, 8).kind == "contiguous"
     assert balanced_layout(Mask.causal(documents=[S // 8] * 8), S, 8).kind == "contiguous"
     assert balanced_layout(Mask.causal(documents=packing(0)), S, 8).name == "assigned-128"
+    # The striped layout would also be balanced.
+    assert balanced_layout(Mask.causal(documents=[36_431, 23_700, 5405]), 65_536, 4).name == "assigned-256"
     assert balanced_layout(Mask.causal(), 1, 4) == Layout.contiguous(1, 4)
 
 
