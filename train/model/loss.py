@@ -35,8 +35,8 @@ def cross_entropy(
     """Return this rank's part of the cross-entropy: the sum of -log softmax(head hidden)[label] / num_valid over its labels.
 
     The sum of the parts over all ranks and micro-steps of an optimizer step is the mean loss of all valid tokens. The sum is
-    correct even if ranks have different numbers of tokens. The backward pass recomputes the logits. Recomputing the logits
-    costs a fourth matrix product in addition to the usual three matrix products.
+    correct even if ranks have different numbers of tokens. The gradients are computed together with the loss, because the
+    logits of a chunk are freed before the next chunk.
 
     Args:
         hidden: (B, N, dim).
@@ -52,8 +52,8 @@ def cross_entropy(
         The loss, an fp32 scalar.
     """
     chunk = chunk or chunk_size(len(head))
-    loss = _CrossEntropy.apply(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)
-    return loss / num_valid
+    arguments = hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled
+    return _CrossEntropy.apply(*arguments, torch.is_grad_enabled()) / num_valid
 
 
 def token_losses(
@@ -64,63 +64,66 @@ def token_losses(
     The loss of a token with the label IGNORE is 0. The arguments have the same meaning as those of `cross_entropy`.
     """
     chunk = chunk or chunk_size(len(head))
-    return _chunked_losses(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[1].view(labels.shape)
+    return _compute(hidden.flatten(0, 1), head, labels.flatten(), vocab_size, chunk, compiled)[0].view(labels.shape)
 
 
 class _CrossEntropy(torch.autograd.Function):
     """Computes the sum of lse_t - logit_t[label_t] over valid tokens t. The gradient of the logits is softmax - onehot."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled):
-        lse, losses = _chunked_losses(hidden, head, labels, vocab_size, chunk, compiled)
-        ctx.save_for_backward(hidden, head, labels, lse)
-        ctx.vocab_size, ctx.chunk, ctx.compiled = vocab_size, chunk, compiled
+    def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled, with_gradients):
+        losses, *gradients = _compute(hidden, head, labels, vocab_size, chunk, compiled, with_gradients)
+        ctx.save_for_backward(*gradients)
+        ctx.dtype = head.dtype
         # Groups of tokens are summed separately, because one fp32 sum over all tokens of a long sequence would be less
         # accurate.
         return sum(part.sum() for part in losses.split(min(chunk, CHUNK)))
 
     @staticmethod
     def backward(ctx, dloss):
-        hidden, head, labels, lse = ctx.saved_tensors
-        gradients = _compiled(_gradients) if ctx.compiled else _gradients
-        dhidden = torch.empty_like(hidden)
-        # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
-        dhead = torch.zeros_like(head, dtype=torch.float32)
-        for rows in _chunks(len(labels), ctx.chunk):
-            dlogits = gradients(hidden[rows] @ head.T, labels[rows], lse[rows], dloss, ctx.vocab_size)
-            dhidden[rows] = dlogits @ head
-            dhead += dlogits.T @ hidden[rows]
-        return dhidden, dhead.to(head.dtype), None, None, None, None
+        dhidden, dhead = ctx.saved_tensors
+        # The product is written in the dtype of the head, so that it needs no second fp32 matrix.
+        dhead = torch.mul(dhead, dloss, out=dhead.new_empty(dhead.shape, dtype=ctx.dtype))
+        return dhidden * dloss, dhead, None, None, None, None, None
 
 
-def _chunked_losses(
-    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the loss of every token, both fp32 (N,). Only the logits of one chunk exist at a time."""
+def _compute(
+    hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool, with_gradients: bool = False
+) -> list[Tensor]:
+    """Return the loss of every token, fp32 (N,), and with `with_gradients` the gradients of `hidden` and `head` for their sum.
+
+    Only the logits of one chunk exist at a time.
+    """
     compute = _compiled(_losses) if compiled else _losses
-    lse = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-    losses = torch.empty_like(lse)
-    for rows in _chunks(len(labels), chunk):
-        lse[rows], losses[rows] = compute(hidden[rows] @ head.T, labels[rows], vocab_size)
-    return lse, losses
+    losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+    results = [losses]
+    if with_gradients:
+        # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
+        results += torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
+    for start in range(0, len(labels), chunk):
+        rows = slice(start, start + chunk)
+        losses[rows], *dlogits = compute(hidden[rows] @ head.T, labels[rows], vocab_size, with_gradients)
+        if with_gradients:
+            results[1][rows] = dlogits[0] @ head
+            results[2] += dlogits.pop().T @ hidden[rows]
+    return results
 
 
-def _losses(logits: Tensor, labels: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the loss of every token, in fp32. The loss of an ignored token is 0."""
-    logits = _without_padding(logits, vocab_size)
-    lse = logits.logsumexp(-1)
-    picked = logits.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-    return lse, torch.where(labels == IGNORE, 0.0, lse - picked)
+def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> list[Tensor]:
+    """Return the loss of every token in fp32, and with `with_gradients` the gradient of the logits in their dtype.
 
-
-def _gradients(logits: Tensor, labels: Tensor, lse: Tensor, dloss: Tensor, vocab_size: int) -> Tensor:
-    """Return the gradient of the logits, in their dtype."""
-    scale = (labels != IGNORE)[:, None] * dloss
-    label = labels.clamp(min=0)[:, None]
-    lse = lse[:, None]
-    gradients = _without_padding(logits - lse, vocab_size).exp_().mul_(scale).to(logits.dtype)
+    The loss of an ignored token is 0.
+    """
+    label, is_valid = labels.clamp(min=0)[:, None], (labels != IGNORE)[:, None]
+    padded = _without_padding(logits, vocab_size)
+    lse = padded.logsumexp(-1, keepdim=True)
+    picked = padded.gather(1, label) - lse
+    losses = torch.where(is_valid, -picked, 0.0)[:, 0]
+    if not with_gradients:
+        return [losses]
+    gradients = (padded - lse).exp_().mul_(is_valid).to(logits.dtype)
     # Without torch.compile, subtracting a whole one-hot matrix would almost double the time.
-    return gradients.scatter_(1, label, ((torch.exp(logits.gather(1, label) - lse) - 1) * scale).to(logits.dtype))
+    return [losses, gradients.scatter_(1, label, ((picked.exp() - 1) * is_valid).to(logits.dtype))]
 
 
 def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
@@ -133,7 +136,3 @@ def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
 @lru_cache
 def _compiled(function: Callable) -> Callable:
     return torch.compile(function)
-
-
-def _chunks(num_rows: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, num_rows, chunk)]

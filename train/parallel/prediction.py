@@ -114,14 +114,13 @@ def step_seconds(config: Config, shape: MeshShape, machine: Machine, shares: Seq
     head, blocks = logits_dim * model.dim, model.layers * memory.block_parameters(model)
     vocab = head * (1 if model.tie_embeddings else 2)
 
-    # The loss always recomputes its logits, which costs a fourth product.
-    matmul = tokens * ((6 + 2 * share_recomputed) * blocks + 8 * head) / gpu.matmul
+    matmul = tokens * ((6 + 2 * share_recomputed) * blocks + 6 * head) / gpu.matmul
     share = fmean(shares)  # Data-parallel ranks read sequences of similar cost, see `data.group_size`.
     attention = share * model.layers * sum(_attention_seconds(config, shape, machine))
     if share < 1:
         attention /= DOCUMENT_EFFICIENCY
     per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * model.resolved_ffn_dim
-    elements = model.layers * per_layer * (1 + share_recomputed / 3) + 7 * logits_dim
+    elements = model.layers * per_layer * (1 + share_recomputed / 3) + 6 * logits_dim
     gathers = 2 if memory.reshard_after_forward(model, machine.bf16) else 1
     # FSDP copies gathered parameters, and casts gradients to fp32.
     copied = (vocab + blocks) * (2 * gathers * size + size + 4)
