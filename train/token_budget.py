@@ -41,13 +41,13 @@ def resolve_token_budget(config: Config, world_size: int) -> None:
         trainer.steps = -(-trainer.total_tokens // (tokens * trainer.accumulate))
 
 
-def by_ranks(value: int, power: float, ranks: int | None = None) -> int:
-    """Return `value` x `ranks` ** `power`, rounded. A recipe can therefore depend on the number of ranks.
+def by_ranks(value: int, ranks: int | None = None) -> int:
+    """Return `value` x `ranks`. A recipe can therefore depend on the number of ranks.
 
     If `ranks` is None, it is the number of ranks that were launched.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return round(value * (ranks or world_size) ** power)
+    return value * (ranks or world_size)
 
 
 def num_data_parallel_ranks(config: Config, world_size: int) -> int:

@@ -89,7 +89,7 @@ PROMISES = {
     "logger": {name: {"wandb": name} for name in ("auto", "off", "offline", "online")},
     "recipe": {
         "cpu": (0.435, {"trainer.steps": 1500}),
-        "gpu": (52, {"data.source": "packages", "data.seq_len": 32_768, "trainer.steps": 1000}),
+        "gpu": (52, {"data.source": "packages", "data.seq_len": 32_768, "trainer.steps": 500}),
     },
     "experiment": {
         "124m-64k": (124, {"data.seq_len": 65_536, "trainer.tokens_per_step": 8 * 65_536, "trainer.steps": 5000}),
