@@ -5,14 +5,19 @@
 The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
 tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
 
-The exported model usually has the Llama architecture. A model with a window becomes a Mistral model. A model with
-model.qkv_bias or model.qk_norm becomes a Qwen model. The export needs enough memory for all parameters.
+If the run started from a folder in this format, the export contains all files of this folder except its weights. Only entries
+of config.json and generation_config.json that the run has changed differ. Otherwise, the exported model usually has the Llama
+architecture. A model with a window becomes a Mistral model. A model with model.qkv_bias or model.qk_norm becomes a Qwen model.
+
+The export needs enough memory for all parameters.
 """
 
 import json
 import logging
 import shutil
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +27,8 @@ from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.init import initial_weights_path
 from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.config import ConfigError, ModelConfig
-from ringattn.train.data.tokenizer import JsonTokenizer, check_tokenizer, load_tokenizer
+from ringattn.train.config import Config, ConfigError, ModelConfig
+from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
 from ringattn.train.model.gpt import GPT
 from scripts import command
 
@@ -34,6 +39,30 @@ ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+}
+# The files next to a tokenizer.json that belong to the tokenizer.
+TOKENIZER_FILES = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
+)
+# The files of a published model that an export leaves out: weights in any format, their indices, and hidden files, which belong
+# to git or to the download.
+LEFT_OUT = (".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
+LEFT_OUT += ("*.onnx*", "*.ot", "*.tflite", "*.npz")
+# The settings of a published model that a run may change, each with the entries of config.json that determine the setting.
+ENTRIES = {
+    "vocab_size": ("vocab_size",),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "norm_eps": ("rms_norm_eps",),
+    # The types of models have different defaults of num_key_value_heads.
+    "window": (
+        *("model_type", "architectures", "num_key_value_heads"),
+        *("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    ),
+    **dict.fromkeys(
+        ("rope_theta", "rope_factor", "rope_trained_len", "rope_scaling"),
+        ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
+    ),
 }
 
 
@@ -59,24 +88,99 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     data, settings = saved.data, saved.model
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
+    published, rows = published_folder(saved, tokenizer), tokenizer.vocab_size
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
-    config = config_json(settings, tokenizer.vocab_size, max_positions(meta), special, dtype)
-    tensors = exported_tensors(path, settings, tokenizer.vocab_size, dtype)
+    written = {"config.json": config_json(settings, rows, data.seq_len, special, dtype), "generation_config.json": special}
+    if published is not None:
+        if published.resolve() in folder.resolve().parents:
+            raise ConfigError(f"{folder} is inside of {published}, whose files are copied: choose another folder")
+        written = changed_files(published, saved, written["config.json"], tokenizer)
+    tensors = exported_tensors(path, settings, rows, dtype)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         size = sum(tensor.nbytes for tensor in tensors.values())
         with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
             save_torch_state_dict(tensors, folder)
-        _write_json(folder / "config.json", config)
-        _write_json(folder / "generation_config.json", special)
+        if published is not None:
+            copy_files(published, folder, LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES)
+        for name, content in written.items():
+            _write_json(folder / name, content)
         if isinstance(tokenizer, JsonTokenizer):
             write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
     print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
+    if published is not None:
+        print(f"All other files are those of {published}" + (f", except {' and '.join(written)}" if written else ""))
+    elif saved.trainer.init_from is not None:
+        print(f"No other files were copied, because {saved.trainer.init_from} is not (or no longer) the folder of this model")
     if not isinstance(tokenizer, JsonTokenizer):
         print(f"The folder has no tokenizer: the token ids are the bytes of the text, and {tokenizer.eos} starts each document")
+
+
+def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
+    """Return the folder in Hugging Face's format of the model that a run has trained, or None if there is no such folder.
+
+    The folder is `trainer.init_from`. If a run started from a checkpoint of another run, the folder is the one that contains
+    the tokenizer. The sizes in config.json must be those of the run.
+    """
+    tokenizer_folder = Path(saved.data.tokenizer).expanduser().parent if isinstance(tokenizer, JsonTokenizer) else None
+    for folder in (initial_weights_path(saved), tokenizer_folder):
+        if folder is not None and huggingface.is_model(folder):
+            with suppress(ConfigError):
+                settings = huggingface.declared_settings(folder).items()
+                if all(name in ENTRIES or getattr(saved.model, name) == value for name, value in settings):
+                    return folder
+    return None
+
+
+def changed_files(published: Path, saved: Config, current: dict[str, Any], tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
+    """Return the new contents of config.json and generation_config.json of a published model, if the run has changed them.
+
+    Args:
+        published: the folder of the model.
+        saved: the settings of the run.
+        current: the result of `config_json` for the run.
+        tokenizer: the tokenizer of the run.
+    """
+    files = {name: read_config(published, name) for name in ("config.json", "generation_config.json")}
+    special = {name: current[name] for name in ("bos_token_id", "eos_token_id")}
+    config = special | files["config.json"]
+    length, trained = config.get("max_position_embeddings"), current["max_position_embeddings"]
+    config["max_position_embeddings"] = max(length, trained) if isinstance(length, int) else trained
+    config |= {name: current["torch_dtype"] for name in ("torch_dtype", "dtype") if name in config}
+    model = replace(saved.model, vocab_size=current["vocab_size"])
+    for name, value in huggingface.declared_settings(published, config).items():
+        if value != getattr(model, name):
+            config = {entry: value for entry, value in config.items() if entry not in ENTRIES[name]}
+            config |= {entry: current[entry] for entry in ENTRIES[name] if entry in current}
+    written = files | {"config.json": config}
+    for name, content in written.items():
+        if not isinstance(tokenizer, JsonTokenizer):
+            written[name] = content | special  # The published ids are those of another tokenizer.
+        elif saved.data.eos_token is not None and content:
+            written[name] = _with_stop_token(content, tokenizer.eos)
+    return {name: content for name, content in written.items() if content != files[name]}
+
+
+def _with_stop_token(config: dict[str, Any], token: int) -> dict[str, Any]:
+    """Add a token to the tokens at which generation stops."""
+    known = config.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    return config if token in known else config | {"eos_token_id": [token, *known] if known else token}
+
+
+def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
+    """Copy the files of a folder and of its subfolders, except those whose names match a pattern in `left_out`."""
+    for path in source.iterdir():
+        if any(path.match(pattern) for pattern in left_out):
+            continue
+        if path.is_dir():
+            copy_files(path, folder / path.name, left_out)
+        elif path.is_file():
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / path.name)  # Permissions are not copied, because the source may be read-only.
 
 
 def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -90,43 +194,21 @@ def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: 
     return tensors
 
 
-def max_positions(meta: dict[str, Any]) -> int:
-    """Return the number of tokens of the longest sequences for which the model of a checkpoint was trained.
-
-    If the run started from a Hugging Face model, the result is at least the `max_position_embeddings` of that model.
-
-    Args:
-        meta: the content of the checkpoint's meta.json.
-
-    Raises:
-        ConfigError: the config.json of the Hugging Face model cannot be read.
-    """
-    settings = saved_config(meta)
-    folder = initial_weights_path(settings)
-    if folder is None or not huggingface.is_model(folder):
-        return settings.data.seq_len
-    try:
-        published = json.loads((folder / "config.json").read_text()).get("max_position_embeddings") or 0
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{folder}/config.json cannot be read: {error}; download it again") from error
-    return max(settings.data.seq_len, published)
-
-
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json to a folder.
+    """Write the files of a tokenizer to a folder, unless the folder already contains them.
 
     Args:
-        path: the tokenizer.json of the training. If a tokenizer_config.json is next to it, that file is copied.
+        path: the tokenizer.json of the training. Files next to it that belong to a tokenizer are copied as well.
         tokenizer: the tokenizer that was loaded from `path`.
         folder: the folder.
     """
-    shutil.copy(path, folder / "tokenizer.json")
-    config = path.with_name("tokenizer_config.json")
-    if config.is_file():
-        shutil.copy(config, folder / "tokenizer_config.json")
-        return
-    names = {"bos_token": tokenizer.token(tokenizer.bos), "eos_token": tokenizer.token(tokenizer.eos)}
-    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+    shutil.copyfile(path, folder / "tokenizer.json")
+    for name in TOKENIZER_FILES:
+        if path.with_name(name).is_file() and not (folder / name).exists():
+            shutil.copyfile(path.with_name(name), folder / name)
+    if not (folder / "tokenizer_config.json").exists():
+        names = {"bos_token": tokenizer.token(tokenizer.bos), "eos_token": tokenizer.token(tokenizer.eos)}
+        _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -56,7 +57,8 @@ def write_folder(folder: Path, **changes: object) -> Path:
     """
     config = write_config(folder, **changes)
     generator = torch.Generator().manual_seed(0)
-    names = {"model.embed_tokens.weight": (259, 32), "model.norm.weight": (32,), "lm_head.weight": (259, 32)}
+    rows = config["vocab_size"] if isinstance(config["vocab_size"], int) else 259
+    names = {"model.embed_tokens.weight": (rows, 32), "model.norm.weight": (32,), "lm_head.weight": (rows, 32)}
     if config.get("tie_word_embeddings"):
         del names["lm_head.weight"]
     for layer in range(2):
@@ -76,6 +78,67 @@ def write_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
+    """Write a byte-pair tokenizer of 259 tokens, trained on a few words. With `adds_bos`, it adds a token as Llama 3 does."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    special = ["<|begin_of_text|>", "<|end_of_text|>"]
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the ring of the ranks"] * 9, trainer)
+    if adds_bos:
+        bos = special[0]
+        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+# The files of a chat model besides the weights, config.json and tokenizer.json, and entries of its config.json.
+CHAT_FILES = {
+    "generation_config.json": '{"eos_token_id": [1, 0, 7], "pad_token_id": 2, "temperature": 0.6, "top_p": 0.9}',
+    "tokenizer_config.json": '{"eos_token": "<|end_of_text|>",\n\t"pad_token": "!", "model_max_length": 4096}',
+    "special_tokens_map.json": '{"eos_token": {"content": "<|end_of_text|>"}}',
+    "added_tokens.json": '{"<|end_of_text|>": 1}',
+    "chat_template.jinja": "{% for message in messages %}é{{ message }}{% endfor %}",
+    "additional_chat_templates/tools.jinja": "{{ tools }}",
+    "vocab.json": "{}",
+    "merges.txt": "#version: 0.2\r\n",
+    "tokenizer.model": "\x00\x01",
+    "README.md": "# A chat model",
+    "LICENSE": "Apache-2.0",
+    "original/params.json": '{"dim": 32}',
+    "unknown": "",
+}
+CHAT_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "eos_token_id": [1, 7],
+    "bos_token_id": 0,
+    "pad_token_id": None,
+    "max_position_embeddings": 4096,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "path": {"unknown": "é"},
+}
+# Files that an export of a chat model leaves out.
+OLD_WEIGHTS = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.safetensors", "original/consolidated.00.pth")
+OLD_WEIGHTS += ("onnx/model.onnx", "onnx/model.onnx_data", "model-Q4.gguf", "optimizer.pt", ".gitattributes", ".git/HEAD")
+
+
+def write_chat_folder(folder: Path, **changes: object) -> Path:
+    """Write a chat model with weights in bf16, as `write_folder` does, and with all the files that published models have."""
+    write_folder(folder, **CHAT_CONFIG | changes)
+    for file in folder.glob("*.safetensors"):
+        save_file({name: x.bfloat16() for name, x in load_file(file).items()}, file, {"format": "pt"})
+    write_tokenizer(folder, adds_bos=False)
+    for name, text in CHAT_FILES.items() | dict.fromkeys(OLD_WEIGHTS, "old").items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, newline="")
+    return folder
+
+
 def change_folder(folder: Path, tensors: dict[str, Tensor | None], **changes: object) -> Path:
     """Replace tensors of a model by others, and settings in its config.json. None removes a tensor or a setting."""
     tensors = {name: x for name, x in (read_tensors(folder) | tensors).items() if x is not None}
@@ -88,7 +151,7 @@ def change_folder(folder: Path, tensors: dict[str, Tensor | None], **changes: ob
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {name: tensor for file in folder.glob("model*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:

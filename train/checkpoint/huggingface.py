@@ -87,20 +87,25 @@ def read_settings(path: Path) -> dict[str, Any]:
         ConfigError: config.json or a file of weights cannot be read, or config.json requires a feature that our model does not
             support.
     """
+    settings = declared_settings(path)
+    return settings | {"tie_embeddings": _has_tied_embeddings(_open_tensors(path), settings["tie_embeddings"])}
+
+
+def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Do the same as `read_settings`, without the weights. `changes` replaces entries of config.json."""
     try:
         config = json.loads((path / "config.json").read_text())
-        config = DEFAULTS.get(config["model_type"], {}) | config
+        config = DEFAULTS.get(config["model_type"], {}) | config | (changes or {})
         # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         kind = rope.get("rope_type") or rope.get("type") or "default"
         _check_supported(config, rope, kind)
-        settings = _settings(config, rope, kind)
+        return _settings(config, rope, kind)
     except ConfigError as error:
         raise ConfigError(f"{path}/config.json does not describe a supported model: {error}; {OTHER_MODELS}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
-    return settings | {"tie_embeddings": _has_tied_embeddings(_open_tensors(path), settings["tie_embeddings"])}
 
 
 def model_config(path: Path) -> ModelConfig:

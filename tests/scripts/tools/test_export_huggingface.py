@@ -1,13 +1,12 @@
 """Exported models: transformers loads them, they compute the same, and a failed export leaves nothing behind."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import datasets
 import pytest
-import tokenizers
 import torch
 import torch.distributed as dist
 
@@ -16,21 +15,25 @@ from ringattn.train import trainer as trainer_module
 from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import load_tokenizer
+from ringattn.train.inference import folder_config
 from ringattn.train.model.gpt import GPT
 from scripts.tools import export_huggingface
 from tests.distributed import run_ranks
 from tests.train.conftest import corpus as corpus
 from tests.train.conftest import run_command_line as run_command_line
 from tests.train.hub_models import (
+    CHAT_FILES,
     LLAMA3,
     LLAMA3_SCALING,
     SIZES,
+    YARN,
     logits,
     read_tensors,
     settings_of,
     transformers_logits,
-    write_config,
+    write_chat_folder,
     write_folder,
+    write_tokenizer,
 )
 from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
@@ -107,24 +110,6 @@ def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
     assert settings_of(out).window == config.model.window == 40
 
 
-def write_tokenizer(folder: Path, adds_bos: bool) -> Path:
-    """Write a small byte-pair tokenizer, trained on a few words. With `adds_bos`, it adds a token in the manner of Llama 3."""
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|begin_of_text|>", "<|end_of_text|>"]
-    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=259, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(["the ring of the ranks"] * 9, trainer)
-    if adds_bos:
-        bos = special[0]
-        tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder / "tokenizer.json"
-
-
 @pytest.mark.parametrize(
     "adds_bos", [pytest.param(True, id="with BOS"), pytest.param(False, id="without BOS", marks=pytest.mark.slow)]
 )
@@ -147,7 +132,7 @@ def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, 
     assert theirs(text)["input_ids"] == expected and theirs.eos_token_id == ours.eos
     assert theirs.decode(expected, skip_special_tokens=True) == ours.decode(expected) == text
     names = {"bos_token_id": 0 if adds_bos else 1, "eos_token_id": 1}
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == names
+    assert not (tmp_path / "out" / "generation_config.json").exists()  # transformers reads config.json, as for the folder
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert names.items() <= config.items() and config["max_position_embeddings"] == 4096
 
@@ -173,12 +158,135 @@ def test_export_of_bytes_says_that_it_has_no_tokenizer(tmp_path, capsys):
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
-@pytest.mark.parametrize(("published", "expected"), [(4096, 4096), (16, 61), (None, 61)])
-def test_export_keeps_the_length_of_the_model_that_the_run_started_from(published, expected, tmp_path):
-    write_config(tmp_path / "hf", max_position_embeddings=published)
-    config = {"data": {"seq_len": 61}, "trainer": {"init_from": str(tmp_path / "hf")}}
-    assert export_huggingface.max_positions({"config": config}) == expected
-    assert export_huggingface.max_positions({"config": config | {"trainer": {"init_from": "/deleted"}}}) == 61
+def import_folder(folder: Path, directory: Path, **changes: object) -> Path:
+    """Save a checkpoint of a run that started from a folder and trained nothing. `changes` are settings of the run."""
+    config = folder_config(folder)
+    config.trainer.init_from = str(folder)
+    for name, value in changes.items():
+        group, name = name.split("__")
+        setattr(getattr(config, group), name, value)
+    model = GPT(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
+    huggingface.load(folder, model)
+    return storage.save(directory, 1, state_dict.model_state(model), {"config": asdict(config)}, keep=1)
+
+
+def read_files(folder: Path, left_out: str | None = None) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != left_out)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+CHAT_MODELS = {
+    "Llama": {},
+    "tied embeddings": {"tie_word_embeddings": True},
+    "the length of training": {"max_position_embeddings": 512},
+    "older names": {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": None},
+    "Llama 3.1": {"rope_parameters": LLAMA3},
+    "Llama 3.1 with older names": {"rope_parameters": None, "rope_theta": 50.0, "rope_scaling": LLAMA3_SCALING},
+    "yarn": {"rope_parameters": YARN | {"factor": None}, "max_position_embeddings": 1600},
+    "newer name of the dtype": {"torch_dtype": None, "dtype": "bfloat16"},
+    "no dtype": {"torch_dtype": None},
+    "Mistral": {"model_type": "mistral", "sliding_window": 7},
+    "Mistral with the default window": {"model_type": "mistral", "num_key_value_heads": 2},
+    "Ministral": {"model_type": "mistral", "sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
+    "Qwen 2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1},
+    "Qwen 2 with a window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
+    "Qwen 3": {"model_type": "qwen3"},
+}
+
+
+@pytest.mark.parametrize("changes", CHAT_MODELS.values(), ids=CHAT_MODELS)
+def test_export_of_a_chat_model_contains_everything_but_the_old_weights(changes, tmp_path):
+    """Nothing was trained, so the files stay identical. If the export is imported and exported again, so do the weights."""
+    folder, exports = write_chat_folder(tmp_path / "hf", **changes), [tmp_path / "first", tmp_path / "second"]
+    for source, out in zip((folder, exports[0]), exports, strict=True):
+        export_huggingface.export(import_folder(source, tmp_path / f"{out.name}-run"), out, torch.bfloat16)
+    files = read_files(folder)
+    expected = {name: files[name] for name in ("config.json", "tokenizer.json", *CHAT_FILES)}
+    assert read_files(exports[0], ".safetensors") == expected
+    before, after = read_tensors(folder), read_tensors(exports[0])
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert read_files(exports[0]) == read_files(exports[1])
+
+
+# For each change of a setting by a run: the folder, the entries that change in config.json, and their values.
+CHANGES = {
+    "data__seq_len": ({}, 5000, {"max_position_embeddings": 5000}),
+    "data__eos_token": ({}, "!", {"eos_token_id": [2, 1, 7]}),
+    "model__norm_eps": ({}, 1e-5, {"rms_norm_eps": 1e-5}),
+    "model__rope_theta": (
+        {"rope_parameters": LLAMA3},
+        70.0,
+        {"rope_parameters": None, "rope_theta": 70.0, "rope_scaling": LLAMA3_SCALING},
+    ),
+    "model__window": (
+        {"num_key_value_heads": 2},
+        9,
+        {
+            **{"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            **{"sliding_window": 9, "use_sliding_window": True, "max_window_layers": 0},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_export_of_a_chat_model_differs_only_in_what_the_run_has_changed(setting, tmp_path, capsys):
+    changes, value, expected = CHANGES[setting]
+    folder, out = write_chat_folder(tmp_path / "hf", **changes), tmp_path / "out"
+    export_huggingface.export(import_folder(folder, tmp_path / "run", **{setting: value}), out, torch.bfloat16)
+    before, after = (read_files(each, ".safetensors") for each in (folder, out))
+    old, new = (json.loads(files.pop("config.json")) for files in (before, after))
+    assert {name: new.get(name) for name in old | new if old.get(name) != new.get(name)} == expected
+    changed = [name for name in after if before[name] != after[name]]
+    assert changed == (["generation_config.json"] if setting == "data__eos_token" else [])
+    assert f"All other files are those of {folder}, except {' and '.join(['config.json', *changed])}" in capsys.readouterr().out
+    if changed:
+        generation = json.loads(after["generation_config.json"])
+        assert generation == json.loads(before["generation_config.json"]) | {"eos_token_id": [2, 1, 0, 7]}
+    else:
+        assert setting.startswith("data") or getattr(settings_of(out), setting.removeprefix("model__")) == value
+
+
+def test_weights_that_contradict_the_declared_head_are_declared_as_they_are(tmp_path):
+    folder = write_chat_folder(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config))
+    export_huggingface.export(import_folder(folder, tmp_path / "run"), tmp_path / "out", torch.float32)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == config | {"tie_word_embeddings": False, "torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(("has_model", "expected"), [(True, True), (False, False)])
+def test_files_are_also_found_next_to_the_tokenizer(has_model, expected, tmp_path, capsys):
+    """A run that starts from a checkpoint of another run names the published model only by its tokenizer."""
+    folder, out = write_chat_folder(tmp_path / "hf"), tmp_path / "out"
+    saved = import_folder(folder, tmp_path / "run", trainer__init_from=str(tmp_path / "deleted"))
+    if not has_model:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
+    export_huggingface.export(saved, out, torch.bfloat16)
+    assert (out / "LICENSE").exists() == expected
+    assert (f"No other files were copied, because {tmp_path}/deleted is not" in capsys.readouterr().out) != expected
+    assert (out / "chat_template.jinja").exists()  # It belongs to the tokenizer.
+
+
+def test_an_export_into_the_folder_of_the_model_is_an_error(tmp_path):
+    folder = write_chat_folder(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="hf/new/out is inside of .*hf, whose files are copied: choose another folder"):
+        export_huggingface.export(import_folder(folder, tmp_path / "run"), folder / "new" / "out", torch.bfloat16)
+    assert not (folder / "new").exists()
+
+
+def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
+    folder = write_chat_folder(tmp_path / "hf")
+    saved = import_folder(folder, tmp_path / "run", data__tokenizer="bytes")
+    (folder / "tokenizer.json").unlink()  # The run would otherwise be an error.
+    export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert "LICENSE" in names and not names & {"tokenizer.json", *export_huggingface.TOKENIZER_FILES}
+    for name in ("config.json", "generation_config.json"):
+        before, after = (json.loads((each / name).read_text()) for each in (folder, tmp_path / "out"))
+        assert after == before | SPECIAL | ({"vocab_size": 257} if name == "config.json" else {})
 
 
 def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
