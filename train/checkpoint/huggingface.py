@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ DEFAULTS = {
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "head_dim": 128},
 }
+# The names of tensors that other programs store, but that contain no weights: constants and masks.
+HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 # The advice for a model with another architecture.
 OTHER_MODELS = "choose another model, or train it in your own loop: docs/how-to/your-own-loop.md lists the exact models"
 # The settings in which a run may differ from the model that provides its initial weights. The run prints the differences.
@@ -84,11 +87,14 @@ def read_settings(path: Path) -> dict[str, Any]:
     weights contradict `tie_word_embeddings` in config.json, the weights take precedence.
 
     Raises:
-        ConfigError: config.json or a file of weights cannot be read, or config.json requires a feature that our model does not
-            support.
+        ConfigError: config.json or a file of weights cannot be read, config.json requires a feature that our model does not
+            support, or the files contain weights that our model does not have.
     """
-    settings = declared_settings(path)
-    return settings | {"tie_embeddings": _has_tied_embeddings(_open_tensors(path), settings["tie_embeddings"])}
+    settings, files = declared_settings(path), _open_tensors(path)
+    if unused := _unused_tensors(files, settings):
+        others = f" and {len(unused) - 1} other tensors" * (len(unused) > 1)
+        raise ConfigError(f"{path} contains {unused[0]:.120}{others}, which its config.json does not describe: {OTHER_MODELS}")
+    return settings | {"tie_embeddings": _has_tied_embeddings(files, settings["tie_embeddings"])}
 
 
 def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -139,6 +145,22 @@ def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[s
         factor = _rope_factor(config, rope) if kind == "yarn" else float(rope["factor"])
         settings |= {"rope_factor": factor, "rope_trained_len": _rope_trained_len(config, rope), "rope_scaling": kind}
     return settings
+
+
+def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]:
+    """Return the names of tensors that are neither weights of the model nor harmless, sorted."""
+    outside = {f"{NAMES[name]}.weight" for name in ("embedding", "norm", "head")}
+    inside = {f"{name}.weight" for name in NAMES.values()} - outside
+    if settings["qkv_bias"]:
+        inside |= {f"{NAMES[name]}.bias" for name in ("query", "key", "value")}
+    if not settings["qk_norm"]:
+        inside -= {f"{NAMES[name]}.weight" for name in ("query_norm", "key_norm")}
+
+    def is_used(name: str) -> bool:
+        block = re.fullmatch(r"model\.layers\.([0-9]{1,9})\.(.+)", name)
+        return block[2] in inside and int(block[1]) < settings["layers"] if block else name in outside
+
+    return sorted(name for name in names if not is_used(name) and not HARMLESS.fullmatch(name))
 
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:

@@ -104,14 +104,17 @@ class JsonTokenizer:
         index = self._find(_name_of(token))
         if index is None:
             raise ConfigError(
-                f"tokenizer_config.json sets add_bos_token, but its bos_token={token} is not a token of tokenizer.json: "
+                f"tokenizer_config.json sets add_bos_token, but its bos_token={token!r:.60} is not a token of tokenizer.json: "
                 "correct bos_token, or remove add_bos_token"
             )
         return index
 
     def _find(self, name: Any) -> int | None:
         """Return the id of the token with this name, or None if `name` is not the name of a token."""
-        return self._tokenizer.token_to_id(name) if isinstance(name, str) else None
+        try:
+            return self._tokenizer.token_to_id(name)
+        except (TypeError, UnicodeEncodeError):  # It is not text, or not UTF-8.
+            return None
 
     def token(self, index: int) -> str:
         """Return the name of a token, such as "<|endoftext|>"."""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,61 @@ def test_the_weights_decide_whether_embeddings_are_tied(model_type, declared, mi
     # transformers would draw a random head for an untied model without a head. It ties the head if config.json asks for it.
     change_folder(folder, {}, tie_word_embeddings=is_tied or declared)
     torch.testing.assert_close(found, transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4)
+
+
+BLOCK = "model.layers.0."
+# Tensors that the files of a model may contain in addition to its weights, and the type of the model.
+UNKNOWN = {
+    "a bias of queries": ("llama", BLOCK + "self_attn.q_proj.bias"),
+    "a bias of queries of Mistral": ("mistral", BLOCK + "self_attn.q_proj.bias"),
+    "a bias of queries of Qwen 3": ("qwen3", BLOCK + "self_attn.q_proj.bias"),
+    "a bias of the output of attention": ("qwen2", BLOCK + "self_attn.o_proj.bias"),
+    "a bias of the MLP": ("llama", BLOCK + "mlp.gate_proj.bias"),
+    "a bias of a norm": ("llama", "model.norm.bias"),
+    "a bias of the head": ("llama", "lm_head.bias"),
+    "a bias of attention": ("llama", BLOCK + "self_attn.bias"),
+    "a norm of queries": ("llama", BLOCK + "self_attn.q_norm.weight"),
+    "another norm": ("qwen3", BLOCK + "pre_feedforward_layernorm.weight"),
+    "another layer": ("llama", "model.layers.2.mlp.up_proj.weight"),
+    "a layer of another name": ("llama", "model.layers.x.mlp.up_proj.weight"),
+    "a layer of a large number": ("llama", f"model.layers.{9 * (10**9)}.mlp.up_proj.weight"),
+    "a head in a layer": ("llama", BLOCK + "lm_head.weight"),
+    "an expert": ("llama", BLOCK + "mlp.experts.0.up_proj.weight"),
+    "a router": ("mistral", BLOCK + "mlp.gate.weight"),
+    "an adapter": ("llama", "base_model." + BLOCK + "self_attn.q_proj.lora_A.weight"),
+    "scales of a quantized model": ("llama", BLOCK + "self_attn.q_proj.weight_scale_inv"),
+    "a head of a reward model": ("qwen2", "score.weight"),
+    "a head of values": ("llama", "v_head.summary.bias"),
+    "positions": ("llama", "model.embed_positions.weight"),
+    "a scale of attention": ("llama", BLOCK + "self_attn.rotary_emb.scale"),
+}
+
+
+@pytest.mark.parametrize(("model_type", "name"), UNKNOWN.values(), ids=UNKNOWN)
+def test_tensors_that_the_model_does_not_have_are_an_error(model_type, name, tmp_path):
+    folder = write_folder(tmp_path / "hf", model_type=model_type)
+    change_folder(folder, {name: torch.ones(1)})
+    with pytest.raises(ConfigError, match=f"hf contains {re.escape(name)}, which its config.json does not .*your-own"):
+        huggingface.read_settings(folder)
+    change_folder(folder, {name + "1": torch.ones(1), name + "2": torch.ones(1)})
+    with pytest.raises(ConfigError, match=f"hf contains {re.escape(name)} and 2 other tensors, which"):
+        huggingface.read_settings(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        BLOCK + "self_attn.rotary_emb.inv_freq",
+        "model.rotary_emb.inv_freq",
+        "transformer.h.0.attn.bias",
+        "transformer.h.0.attn.masked_bias",
+    ],
+)
+def test_constants_and_masks_are_ignored(name, tmp_path):
+    folder = write_folder(tmp_path / "hf")
+    expected = huggingface.read_settings(folder)
+    change_folder(folder, {name: torch.ones(1)})
+    assert huggingface.read_settings(folder) == expected
 
 
 @pytest.mark.parametrize(("change", "is_tied"), [(0.0, True), (1.0, False), (float("nan"), False)])

@@ -151,7 +151,7 @@ def test_tokenizer_config_may_ask_for_the_first_token(token, added, bos, tmp_pat
     assert load_tokenizer(str(path)).bos == bos
 
 
-@pytest.mark.parametrize("token", [{}, {"content": 3}, {"content": None}, 3, None, [], "missing"], ids=str)
+@pytest.mark.parametrize("token", [{}, {"content": 3}, {"content": None}, 3, None, [], "missing", "\ud800"], ids=ascii)
 def test_a_first_token_that_does_not_exist_is_an_error(token, tmp_path):
     path = save_words(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": True, "bos_token": token}))
@@ -199,6 +199,7 @@ def test_the_files_of_a_model_name_the_end_of_text_token(given, tokenizer_config
         ("", {}, {}, "token '' of data.eos_token"),
         (None, {"eos_token": "<eos>"}, {}, "token '<eos>' of tokenizer_config.json"),
         (None, {"eos_token": 7}, {}, "token 7 of tokenizer_config.json"),
+        (None, {"eos_token": "\ud800"}, {}, r"token '\\ud800' of tokenizer_config.json"),
         (None, {}, {"eos_token_id": 99}, "token 99 of config.json"),
         (None, {}, {"eos_token_id": -1}, "token -1 of config.json"),
         (None, {}, {"eos_token_id": 2**40}, f"token {2**40} of config.json"),
