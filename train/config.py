@@ -46,7 +46,8 @@ class ModelConfig:
     """The shape of the GPT."""
 
     # The number of rows of the embedding table. None: the number of tokens of the tokenizer. Set a larger number to keep the
-    # published size of a model.
+    # published size of a model. The loss and the sampling leave out rows beyond the tokens of the tokenizer, but transformers
+    # includes these rows in its softmax.
     vocab_size: int | None = None
     # The number of transformer blocks.
     layers: int = 2

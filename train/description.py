@@ -82,9 +82,11 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     data = f"{facts['sequences_per_epoch']:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
     if config.data.source == "recall":
         data = f"generated sequences of {config.data.seq_len:,} tokens"
+    rows = config.model.vocab_size or 0
+    padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
     entries = {
         "directory": directory,
-        "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}",
+        "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}",
         "data": f"{config.data.description}, {data}",
         "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
         f"on {facts['device']}",

@@ -88,7 +88,9 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     data, settings = saved.data, saved.model
     tokenizer = load_tokenizer(data.tokenizer, data.eos_token)
     check_tokenizer(data.tokenizer, tokenizer, meta.get("tokenizer"), f"{path} was trained with another tokenizer")
-    published, rows = published_folder(saved, tokenizer), tokenizer.vocab_size
+    published, rows = published_folder(saved, tokenizer), max(tokenizer.vocab_size, settings.vocab_size or 0)
+    if published is not None:
+        rows = max(rows, huggingface.declared_settings(published)["vocab_size"])
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos}
     written = {"config.json": config_json(settings, rows, data.seq_len, special, dtype), "generation_config.json": special}
     if published is not None:
@@ -183,14 +185,13 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
             shutil.copyfile(path, folder / path.name)  # Permissions are not copied, because the source may be read-only.
 
 
-def exported_tensors(path: Path, settings: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint under their names in transformers."""
-    model = GPT(settings, vocab_size)
+def exported_tensors(path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the parameters of a checkpoint under their names in transformers. Only `rows` of the embedding are exported."""
+    model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
     tensors = {huggingface.hugging_face_name(name): tensor.to(dtype) for name, tensor in model.state_dict().items()}
     for name in {huggingface.hugging_face_name("embedding"), huggingface.hugging_face_name("head")} & tensors.keys():
-        # The rows beyond the vocabulary are padding and were never trained.
-        tensors[name] = tensors[name][:vocab_size].clone()
+        tensors[name] = tensors[name][:rows].clone()
     return tensors
 
 

@@ -35,8 +35,11 @@ def test_description_names_what_the_run_uses(corpus, caplog):
     assert entries["ring"] == "layout auto, 61 tokens per rank, schedule kv, route relay"
     assert "4 sequences, 244 tokens" in entries["step"]
     assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]
+    assert entries["model"].endswith(" parameters, vocabulary 257")
     caplog.clear()
+    run.config.model.vocab_size = 300
     description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
+    assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
     assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
 
 

@@ -257,18 +257,24 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         A list of the differing settings with both values, as text. The text is "" if no setting differs.
 
     Raises:
-        ConfigError: a setting that determines the shapes of weights differs, or the model has fewer tokens than the tokenizer.
+        ConfigError: a setting that determines the shapes of weights differs, or the model of the run has fewer rows of
+            embeddings than the folder or than the tokenizer has tokens.
     """
     settings = read_settings(path)
     rows = settings.pop("vocab_size")
-    if rows < vocab_size:
-        raise ConfigError(f"{path} has only {rows} of the tokenizer's {vocab_size} tokens: use the model's own data.tokenizer")
+    if max(rows, model.vocab_size or 0) < vocab_size:
+        raise ConfigError(
+            f"{path} has {rows} rows of embeddings, but the tokenizer has {vocab_size} tokens, including special tokens: set "
+            f"model.vocab_size={vocab_size} to add rows with random weights, or remove the tokens from number {rows} on"
+        )
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     if fixed := {name: value for name, value in changes.items() if name not in MAY_DIFFER}:
         listed = _list_changes(fixed, model)
         raise ConfigError(f"{path} is a model of {listed}: leave these settings out, because the folder defines them")
+    if model.vocab_size not in (None, rows):
+        changes["vocab_size"] = rows
     return _list_changes(changes, model)
 
 

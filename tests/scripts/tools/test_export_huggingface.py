@@ -83,11 +83,10 @@ def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(d
     before, after = read_tensors(trained / "hf"), read_tensors(out)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        expected = tensor.to(export_huggingface.DTYPES[dtype])
-        torch.testing.assert_close(after[name], expected[:257] if len(tensor) == 259 else expected, rtol=0, atol=0)
+        torch.testing.assert_close(after[name], tensor.to(export_huggingface.DTYPES[dtype]), rtol=0, atol=0)
     config = json.loads((out / "config.json").read_text())
-    assert config["vocab_size"] == 257 and config["rope_theta"] == 10_000 and config["max_position_embeddings"] == 61
-    assert settings_of(out) == replace(MODEL, vocab_size=257)
+    assert config["vocab_size"] == 259 and config["rope_theta"] == 10_000 and config["max_position_embeddings"] == 61
+    assert settings_of(out) == replace(MODEL, vocab_size=259)
     assert export_huggingface.main(arguments) == 1
     assert "out already exists and is not an empty folder" in capsys.readouterr().err
 
@@ -143,6 +142,16 @@ def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, 
     torch.testing.assert_close(ours, transformers_logits(tmp_path / "out", tokens), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("given", "rows"), [(None, 257), (300, 300), (320, 320)])
+def test_export_has_as_many_rows_as_the_settings(given, rows, tmp_path):
+    settings = SIZES | {"vocab_size": given}
+    path = storage.save(
+        tmp_path, 1, state_dict.model_state(GPT(ModelConfig(**settings), 257)), {"config": {"model": settings}}, keep=1
+    )
+    export_huggingface.export(path, tmp_path / "out", torch.float32)
+    assert len(read_tensors(tmp_path / "out")["model.embed_tokens.weight"]) == settings_of(tmp_path / "out").vocab_size == rows
+
+
 def test_tokenizer_and_its_settings_are_copied_next_to_the_model(tmp_path):
     path = write_tokenizer(tmp_path, adds_bos=True)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>", "chat_template": "own"}')
@@ -178,6 +187,8 @@ def read_files(folder: Path, left_out: str | None = None) -> dict[str, bytes]:
 CHAT_MODELS = {
     "Llama": {},
     "tied embeddings": {"tie_word_embeddings": True},
+    "padded vocabulary": {"vocab_size": 384},
+    "tied and padded vocabulary": {"tie_word_embeddings": True, "vocab_size": 300},
     "the length of training": {"max_position_embeddings": 512},
     "older names": {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": None},
     "Llama 3.1": {"rope_parameters": LLAMA3},
@@ -212,6 +223,7 @@ def test_export_of_a_chat_model_contains_everything_but_the_old_weights(changes,
 CHANGES = {
     "data__seq_len": ({}, 5000, {"max_position_embeddings": 5000}),
     "data__eos_token": ({}, "!", {"eos_token_id": [2, 1, 7]}),
+    "model__vocab_size": ({}, 270, {"vocab_size": 270}),
     "model__norm_eps": ({}, 1e-5, {"rms_norm_eps": 1e-5}),
     "model__rope_theta": (
         {"rope_parameters": LLAMA3},
@@ -286,7 +298,7 @@ def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
     assert "LICENSE" in names and not names & {"tokenizer.json", *export_huggingface.TOKENIZER_FILES}
     for name in ("config.json", "generation_config.json"):
         before, after = (json.loads((each / name).read_text()) for each in (folder, tmp_path / "out"))
-        assert after == before | SPECIAL | ({"vocab_size": 257} if name == "config.json" else {})
+        assert after == before | SPECIAL
 
 
 def test_another_tokenizer_than_in_training_is_rejected(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -288,7 +289,10 @@ UNSUPPORTED = {
     "a scaling without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
     "another scaling with older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
     "a missing size": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
-    "too few tokens": ({"vocab_size": 250}, "has only 250 of the tokenizer's 257 tokens: use .* data.tokenizer"),
+    "too few tokens": (
+        {"vocab_size": 250},
+        "has 250 rows of embeddings, but the tokenizer has 257 tokens, .*: set model.vocab_size=257 .* number 250 on",
+    ),
     "too many tokens": ({"vocab_size": 1000}, "has 1000 tokens, more than the model of this run: set model.vocab_size=1000"),
     "other sizes": ({"intermediate_size": 40}, r"is a model of model.ffn_dim=40 \(now 48\): leave"),
     "other heads": ({"num_key_value_heads": None}, r"is a model of model.kv_heads=4 \(now 2\)"),
@@ -376,6 +380,19 @@ def test_the_vocabulary_may_have_any_size_that_fits(rows, tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=500.0, norm_eps=1e-6)
     write_config(tmp_path / "hf", vocab_size=rows)
     assert huggingface.compare_settings(tmp_path / "hf", model, 257) == ""
+
+
+def test_rows_can_be_added_for_new_tokens(tmp_path):
+    """The tokenizer of a published model may contain a token for padding without a row of the embedding."""
+    folder = write_folder(tmp_path / "hf")
+    model = replace(settings_of(folder), vocab_size=260)
+    assert huggingface.compare_settings(folder, model, 260) == "model.vocab_size=259 (now 260)"
+    with pytest.raises(ConfigError, match="but the tokenizer has 261 tokens"):
+        huggingface.compare_settings(folder, model, 261)
+    gpt = GPT(model, 260)
+    torch.nn.init.ones_(gpt.embedding)
+    huggingface.load(folder, gpt)
+    assert torch.equal(gpt.embedding[:259], read_tensors(folder)[EMBEDDING]) and gpt.embedding[259:].eq(1).all()
 
 
 def test_the_scaling_may_differ_and_is_described(tmp_path):
