@@ -128,6 +128,10 @@ class DataConfig:
     # None: `eos_token` in tokenizer_config.json or `eos_token_id` in config.json, if these files are next to tokenizer.json.
     # Otherwise, a token with a common name such as "<|endoftext|>".
     eos_token: str | None = None
+    # How names of special tokens such as <|im_start|> in a text or a prompt are encoded: "text" (as ordinary text) or "parse"
+    # (as these tokens, for text that a chat template has written). In both cases, every document also begins with a special
+    # token. "parse" requires a tokenizer.json.
+    special_tokens: str = "text"
     # The number of tokens of a sequence, summed over all ranks that share the sequence.
     seq_len: int = 512
     # Whether a token attends only to tokens of its own document. If this setting is false, a token attends to all earlier
@@ -354,6 +358,7 @@ class Config:
 CHOICES = {
     "model.rope_scaling": ("llama3", "yarn"),
     "data.source": ("stdlib", "packages", "text", "jsonl", "parquet", "hub", "recall"),
+    "data.special_tokens": ("text", "parse"),
     "parallel.mesh": ("sizes", "fastest"),
     "parallel.layout": (*layout.KINDS, "auto"),
     "parallel.schedule": rank_plan.SCHEDULES,

@@ -155,8 +155,8 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
     The result is None if the evaluated text is the fraction of the training text that was held out.
     """
     if overrides.keys() & {"data.source", "data.path"}:
-        source = overrides.get("data.source", data.source)
-        return DataConfig(source=source, tokenizer=data.tokenizer, eos_token=data.eos_token, mask_documents=data.mask_documents)
+        kept = {name: getattr(data, name) for name in ("tokenizer", "eos_token", "special_tokens", "mask_documents")}
+        return DataConfig(source=overrides.get("data.source", data.source), **kept)
     return data if data.held_out is None and "data.split" in overrides else data.held_out
 
 

@@ -24,8 +24,8 @@ RUN_HELP = (
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
 # Settings that both commands accept. A name that ends in a dot stands for all settings of a group.
-SETTINGS = ("model.", "parallel.", "data.tokenizer", "data.eos_token", "trainer.device", "trainer.precision", "trainer.compile")
-SETTINGS += ("trainer.deterministic", "trainer.fp8_attention")
+SETTINGS = ("model.", "parallel.", "data.tokenizer", "data.eos_token", "data.special_tokens", "trainer.device")
+SETTINGS += ("trainer.precision", "trainer.compile", "trainer.deterministic", "trainer.fp8_attention")
 
 
 def option(text: str, **default: Any) -> Any:

@@ -127,8 +127,8 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
     config.model = _override_model(saved.model, composed.model, given)
     if not _sets_tokenizer(composed, given):
         config.data.tokenizer = saved.data.tokenizer
-        if "data.eos_token" not in given:
-            config.data.eos_token = saved.data.eos_token
+        for name in {"eos_token", "special_tokens"} - {name.removeprefix("data.") for name in given}:
+            setattr(config.data, name, getattr(saved.data, name))
     if "data.group_size" not in given:
         config.data.group_size = saved.data.group_size  # The position in the data is valid only in the same order.
     return config

@@ -103,7 +103,7 @@ def build(config: Config, init_from: Path | None = None) -> Run:
         device, bf16, kernel = choose_device(config, training=True)
         # The loader starts first, because its process imports its modules while this process builds the other parts.
         loader = start_loader(device)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
         if given is not None and given < minimum:
@@ -162,7 +162,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     set_deterministic(config.trainer.deterministic)
     with sync_errors():
         device, bf16, kernel = choose_device(config)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
         changes = initial_weights.compare_settings(weights, config, tokenizer)
     mesh = choose_mesh(config, device, bf16)
     set_timeout(mesh, config.parallel.timeout_s)
@@ -220,7 +220,7 @@ def choose_fastest_mesh(config: Config) -> None:
         resolve_token_budget(ring, dist.get_world_size())
         check(ring, dist.get_world_size())
         device, bf16, _ = choose_device(config, training=True)
-        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token)
+        tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
         machine = machine_of(config, device, tokenizer.vocab_size, bf16)
         if machine is None:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPUs"

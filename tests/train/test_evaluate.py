@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from ringattn import Layout, Mask
 from ringattn.train import evaluate
 from ringattn.train import setup as run_setup
-from ringattn.train.config import Config
+from ringattn.train.config import Config, DataConfig
 from ringattn.train.data import targets
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
@@ -112,3 +112,9 @@ def evaluate_five_tokens(corpus: str, directory: Path) -> None:
     config.data.seq_len, config.trainer.eval_tokens = 5, 1
     assert min(Layout.zigzag(5, 4).rows(rank) for rank in range(4)) == 0
     assert evaluate.evaluate(run_setup.build(config))["eval_target_tokens"] == 1
+
+
+def test_another_text_is_encoded_as_the_text_of_the_training():
+    trained = DataConfig(tokenizer="tokenizer.json", eos_token="</s>", special_tokens="parse", mask_documents=False)
+    text = evaluate.evaluated_text(trained, {"data.source": "text", "data.path": "a.txt"})
+    assert text == replace(trained, source="text")

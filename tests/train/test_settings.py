@@ -150,11 +150,18 @@ def test_a_run_keeps_its_initial_weights(tmp_path):
 def test_a_model_that_is_chosen_again_keeps_its_other_settings(tmp_path):
     """The file sets the sizes. The run had set the base of the rotary embedding on its command line."""
     write_checkpoint(
-        tmp_path, config_with(model__dim=64, model__rope_theta=5.0, data__tokenizer="own.json", data__eos_token="</s>")
+        tmp_path,
+        config_with(
+            model__dim=64,
+            model__rope_theta=5.0,
+            data__tokenizer="own.json",
+            data__eos_token="</s>",
+            data__special_tokens="parse",
+        ),
     )
     config = resolve_settings(config_with(model__dim=96), ["model=large", "data=text"], tmp_path)
     assert (config.model.dim, config.model.rope_theta) == (96, 5.0)
-    assert (config.data.tokenizer, config.data.eos_token) == ("own.json", "</s>")
+    assert (config.data.tokenizer, config.data.eos_token, config.data.special_tokens) == ("own.json", "</s>", "parse")
 
 
 def write_model(folder: Path, **changes: object) -> Path:

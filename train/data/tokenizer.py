@@ -1,16 +1,25 @@
 """Encode text as tokens. The two tokenizers are the bytes of the text, and the tokenizer of a `tokenizer.json` file."""
 
 import json
+import logging
+import re
 import zlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from ringattn.train.config import ConfigError
 
+log = logging.getLogger(__name__)
+
 # Names of the end-of-text token in widely used tokenizers, the most specific first. They are used if no file names the token.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")
+
+# The fingerprints of tokenizers that have warned of names of special tokens. A tokenizer cannot store this itself, because its
+# content is a part of the key under which tokenised documents are cached.
+_warned: set[int] = set()
 
 
 class BytesTokenizer:
@@ -46,23 +55,29 @@ class JsonTokenizer:
         path: the file.
         eos_token: the name of the end-of-text token. None: `eos_token` in `tokenizer_config.json` or the first `eos_token_id`
             in `config.json`, if these files are in the same folder, or one of END_OF_TEXT.
+        special_tokens: "text" to encode the names of special tokens within a text as ordinary text, or "parse" to encode them
+            as these tokens. `decode` leaves special tokens out with "text", and shows their names with "parse".
 
     Raises:
         ConfigError: the package is missing, a file cannot be read, or the tokenizer does not contain the end-of-text token.
     """
 
-    def __init__(self, path: str | Path, eos_token: str | None = None):
+    def __init__(self, path: str | Path, eos_token: str | None = None, special_tokens: str = "text"):
         self._tokenizer = _read(path)
-        # Documents are encoded completely and as plain text. The characters "<|endoftext|>" within a document are therefore not
-        # encoded as the end-of-text token.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True
+        self._is_parsed = special_tokens == "parse"
+        self._tokenizer.encode_special_tokens = not self._is_parsed
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         config = read_config(Path(path).expanduser().parent, "tokenizer_config.json")
         self.eos = self._find_eos(path, eos_token, config)
         # The file may contain the end-of-text tokens without marking them as special tokens.
-        self._tokenizer.add_special_tokens([self.token(self.eos), *(name for name in END_OF_TEXT if name in ids)])
+        others = [] if self._is_parsed else [name for name in END_OF_TEXT if name in ids]
+        self._tokenizer.add_special_tokens([self.token(self.eos), *others])
+        names = [
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special and token.content
+        ]
+        self._names = re.compile("|".join(map(re.escape, sorted(names))))
         self.vocab_size, self.fingerprint = max(ids.values()) + 1, fingerprint(path)
         bos = self._first_special_token(config)
         self.bos = self.eos if bos is None else bos
@@ -121,31 +136,39 @@ class JsonTokenizer:
         return self._tokenizer.id_to_token(index)
 
     def encode(self, text: str) -> np.ndarray:
+        if not self._is_parsed and self.fingerprint not in _warned and (found := self._names.search(text)):
+            _warned.add(self.fingerprint)
+            if not dist.is_initialized() or dist.get_rank() == 0:
+                log.warning(
+                    f"{'tokenizer':<12}a text contains {found[0]}, the name of a special token, which is encoded as text; set "
+                    "data.special_tokens=parse to encode such names as special tokens"
+                )
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=True)
+        return self._tokenizer.decode([int(token) for token in tokens], skip_special_tokens=not self._is_parsed)
 
 
 # Both classes have the same attributes and methods.
 Tokenizer = BytesTokenizer | JsonTokenizer
 
 
-def load_tokenizer(name: str, eos_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` and `data.eos_token` name.
+def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str = "text") -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer`, `data.eos_token` and `data.special_tokens` describe.
 
     Args:
         name: "bytes", or the path of a `tokenizer.json`.
-        eos_token: the name of the end-of-text token, or None to find it in the files next to `tokenizer.json`.
+        eos_token, special_tokens: see JsonTokenizer. Bytes have no special tokens, so these must be the defaults.
 
     Raises:
         ConfigError: the package `tokenizers` is missing, a file cannot be read, the tokenizer does not contain the end-of-text
-            token, or `eos_token` is given for bytes.
+            token, or another argument than the default is given for bytes.
     """
     if name != "bytes":
-        return JsonTokenizer(name, eos_token)
-    if eos_token is not None:
-        raise ConfigError(f"data.eos_token={eos_token} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
+        return JsonTokenizer(name, eos_token, special_tokens)
+    for setting, value, default in (("eos_token", eos_token, None), ("special_tokens", special_tokens, "text")):
+        if value != default:
+            raise ConfigError(f"data.{setting}={value} requires a tokenizer.json, but data.tokenizer=bytes: leave it out")
     return BytesTokenizer()
 
 

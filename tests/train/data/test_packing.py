@@ -16,10 +16,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ringattn.train.config import ConfigError, DataConfig
-from ringattn.train.data import packing, sources
+from ringattn.train.data import packing, sources, tokenizer
 from ringattn.train.data.packing import PackedDataset, load, load_held_out, split_documents
-from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.data.tokenizer import BytesTokenizer, JsonTokenizer, load_tokenizer
 from tests.distributed import run_ranks
+from tests.train.hub_models import write_tokenizer
 
 EOS = 256
 corpora = st.lists(st.lists(st.integers(0, 255), max_size=20), min_size=1, max_size=12)
@@ -177,10 +178,10 @@ def test_documents_in_another_order_are_another_corpus():
     assert first.fingerprint != second.fingerprint
 
 
-def write_text(tmp_path: Path, text: str = "text") -> DataConfig:
+def write_text(tmp_path: Path, text: str = "text", name: str = "one.txt") -> DataConfig:
     """The settings of a corpus of one document."""
-    (tmp_path / "one.txt").write_text(text)
-    return DataConfig(source="text", path=str(tmp_path / "one.txt"), seq_len=4, eval_fraction=0.0)
+    (tmp_path / name).write_text(text)
+    return DataConfig(source="text", path=str(tmp_path / name), seq_len=4, eval_fraction=0.0)
 
 
 def test_a_corpus_is_tokenised_once(tmp_path, monkeypatch):
@@ -188,6 +189,18 @@ def test_a_corpus_is_tokenised_once(tmp_path, monkeypatch):
     first = load(corpus, BytesTokenizer())
     monkeypatch.setattr(BytesTokenizer, "encode", pytest.fail)
     assert torch.equal(first.batch([0]).tokens, load(corpus, BytesTokenizer()).batch([0]).tokens)
+
+
+def test_special_tokens_are_cached_separately_and_warned_of_once(tmp_path, monkeypatch, caplog):
+    """The warning must not change the key of the cache."""
+    monkeypatch.setattr(tokenizer, "_warned", set())
+    path = str(write_tokenizer(tmp_path, adds_bos=False))
+    corpora = [write_text(tmp_path, f"def <|end_of_text|>{suffix}", f"{suffix}.txt") for suffix in "bc"]
+    tokens = [[load(each, load_tokenizer(path, None, mode)).sampled for each in corpora] for mode in ("text", "parse", "text")]
+    assert tokens[0] != tokens[1] and tokens[0] == tokens[2]
+    assert len(caplog.messages) == 1 and "<|end_of_text|>, the name of a special token" in caplog.text
+    monkeypatch.setattr(JsonTokenizer, "encode", pytest.fail)
+    assert [load(each, load_tokenizer(path)).sampled for each in corpora] == tokens[0]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ringattn.train.config import ConfigError
+from ringattn.train.data import tokenizer as tokenizer_module
 from ringattn.train.data.tokenizer import BytesTokenizer, check_tokenizer, fingerprint, load_tokenizer
 
 
@@ -213,11 +214,50 @@ def test_an_end_of_text_token_that_the_tokenizer_lacks_is_an_error(given, tokeni
         load_tokenizer(str(save_chat_tokenizer(tmp_path, tokenizer_config, config)), given)
 
 
-def test_bytes_have_a_fixed_end_of_text_token():
-    with pytest.raises(
-        ConfigError, match="data.eos_token=</s> requires a tokenizer.json, but data.tokenizer=bytes: leave it out"
-    ):
-        load_tokenizer("bytes", "</s>")
+@pytest.mark.parametrize(("setting", "value"), [("eos_token", "</s>"), ("special_tokens", "parse")])
+def test_bytes_have_no_special_tokens(setting, value):
+    with pytest.raises(ConfigError, match=f"data.{setting}={value} requires a tokenizer.json, but data.tokenizer=bytes: leave"):
+        load_tokenizer("bytes", **{setting: value})
+
+
+@pytest.fixture
+def warned(monkeypatch) -> set[int]:
+    monkeypatch.setattr(tokenizer_module, "_warned", set())
+    return tokenizer_module._warned
+
+
+@pytest.mark.parametrize("special_tokens", ["text", "parse"])
+@pytest.mark.parametrize(
+    ("text", "num_special"),
+    [
+        ("def a", 0),
+        ("", 0),
+        ("a<|im_end|>", 1),
+        ("a<|im_end|> def <|im_end|>b", 2),
+        ("def<|endoftext|>def", 1),
+        ("a<|im_end|><|endoftext|>b", 2),
+        ("<|im_end | <|im_end", 0),
+        ("é<|im_end|>\n\n<|stop|>", 1),
+    ],
+)
+def test_special_tokens_in_a_text_are_encoded_as_transformers_does(text, num_special, special_tokens, tmp_path, warned, caplog):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = load_tokenizer(str(save_chat_tokenizer(tmp_path, {"eos_token": "<|im_end|>"}, {})), None, special_tokens)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    tokens = tokenizer.encode(text).tolist()
+    is_text = special_tokens == "text"
+    assert tokens == theirs(text, add_special_tokens=False, split_special_tokens=is_text)["input_ids"]
+    assert sum(token in (3, 4) for token in tokens) == (0 if is_text else num_special)
+    assert ("<|im_end|>" in tokenizer.decode([1, 4])) != is_text
+    tokenizer.encode(text)
+    assert len(caplog.messages) == (is_text and num_special > 0), "a warning must be shown once"
+    assert all("data.special_tokens=parse" in message for message in caplog.messages)
+
+
+def test_only_rank_0_warns_of_special_tokens(tmp_path, warned, caplog, monkeypatch):
+    monkeypatch.setattr(tokenizer_module.dist, "get_rank", lambda: 1)
+    load_tokenizer(str(save_chat_tokenizer(tmp_path, {}, {}))).encode("<|im_end|>")
+    assert warned and not caplog.messages
 
 
 def save_chat_tokenizer(folder: Path, tokenizer_config: object, config: object) -> Path:
