@@ -26,6 +26,8 @@ EXACT_MODELS = {
     "gemma3_text": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "olmo3": dict(num_hidden_layers=2, sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "gpt_oss": dict(num_hidden_layers=2, sliding_window=7, num_local_experts=2, num_experts_per_tok=2, rope_parameters=None),
+    "mixtral": dict(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": dict(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
 }
 REJECTED_MODELS = {
     "gemma2": (dict(num_hidden_layers=2), "softcap"),

@@ -16,6 +16,7 @@ from ringattn.planning.rank_plan import Plan
 from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work, backward_work, forward_work
 from ringattn.spec import with_route
+from ringattn.train.checkpoint import huggingface
 from ringattn.train.data.loader import choose_layout
 from ringattn.train.model import flops
 from ringattn.train.parallel import memory, prediction
@@ -111,6 +112,9 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     if run.init_from:
         changes = f", which were trained with {run.init_from_changes}" if run.init_from_changes else ""
         entries["weights"] = f"from {run.init_from}{changes}"
+        if huggingface.is_model(run.init_from):
+            warning = huggingface.warn_of_length(run.init_from, config.model, config.data.seq_len)
+            entries |= {"positions": warning} if warning else {}
     for name, value in entries.items():
         log.info(f"{name:<12}{value}")
 

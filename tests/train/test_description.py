@@ -18,10 +18,11 @@ from ringattn.train import setup as run_setup
 from ringattn.train.data.loader import choose_layout
 from ringattn.train.step import take_step
 from tests.distributed import run_ranks
+from tests.train.hub_models import write_config
 from tests.train.jobs import job, one_rank
 
 
-def test_description_names_what_the_run_uses(corpus, caplog):
+def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
     caplog.set_level("INFO")
     with one_rank():
         run = run_setup.build(job(corpus, 1, schedule="kv", route="relay"))
@@ -37,8 +38,10 @@ def test_description_names_what_the_run_uses(corpus, caplog):
     assert entries["precision"] == "fp32" and "blockwise" in entries["kernel"]
     assert entries["model"].endswith(" parameters, vocabulary 257")
     caplog.clear()
-    run.config.model.vocab_size = 300
+    run.config.model.vocab_size, run.init_from = 300, tmp_path / "hf"
+    write_config(run.init_from, max_position_embeddings=32, rope_parameters=None)
     description.describe(run, Path("outputs/name"), facts | {"sequences_per_step": 1, "tokens_per_step": 61})
+    assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
     assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
     assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
 

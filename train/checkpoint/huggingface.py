@@ -8,9 +8,9 @@ into the one of Qwen 3. A run can start from a Hugging Face model (`trainer.init
 
 import json
 import logging
-import operator
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +101,15 @@ def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict
     """Do the same as `read_settings`, without the weights. `changes` replaces entries of config.json."""
     try:
         config = json.loads((path / "config.json").read_text())
-        config = DEFAULTS.get(config["model_type"], {}) | config | (changes or {})
-        # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kind = rope.get("rope_type") or rope.get("type") or "default"
-        _check_supported(config, rope, kind)
-        return _settings(config, rope, kind)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}/config.json cannot be read: {error}; download it again") from error
+    try:
+        return _settings(config | (changes or {}))
     except ConfigError as error:
-        raise ConfigError(f"{path}/config.json does not describe a supported model: {error}; {OTHER_MODELS}") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; choose another model") from error
+        reason = f"{error}"
+    except (LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"an entry has a value that is not possible ({error})"
+    raise ConfigError(f"{path}/config.json does not describe a supported model: {reason}; {OTHER_MODELS}")
 
 
 def model_config(path: Path) -> ModelConfig:
@@ -123,28 +121,49 @@ def model_config(path: Path) -> ModelConfig:
     return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in read_settings(path).items()})
 
 
-def _settings(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[str, Any]:
-    # `operator.index` raises a TypeError unless the value is an integer.
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a model with this config.json.
+
+    Raises:
+        ConfigError: an entry has a wrong type, or the model requires a feature that our model does not support.
+        LookupError, ValueError, TypeError, AttributeError, ArithmeticError: an entry has a value that is not possible.
+    """
+    if (model_type := config.get("model_type")) not in DEFAULTS:
+        raise ConfigError(f"model_type is {model_type}, but only {' or '.join(DEFAULTS)} is supported")
+    config = DEFAULTS[model_type] | config
+    # `rope` contains the settings of the rotary positions. `kind` is the name of the method by which they are scaled.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    _check_supported(config, rope, kind)
+    dim, heads = _number("hidden_size", config), _number("num_attention_heads", config)
     settings = {
-        "vocab_size": operator.index(config["vocab_size"]),
-        "layers": operator.index(config["num_hidden_layers"]),
-        "dim": operator.index(config["hidden_size"]),
-        "heads": operator.index(config["num_attention_heads"]),
-        "kv_heads": operator.index(config.get("num_key_value_heads") or config["num_attention_heads"]),
-        "resolved_head_dim": operator.index(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]),
-        "resolved_ffn_dim": operator.index(config["intermediate_size"]),
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10_000),
+        "vocab_size": _number("vocab_size", config),
+        "layers": _number("num_hidden_layers", config),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": _number("num_key_value_heads", config, default=heads),
+        "resolved_head_dim": _number("head_dim", config, default=dim // heads),
+        "resolved_ffn_dim": _number("intermediate_size", config),
+        "rope_theta": _number("rope_theta", rope, config, kind=float, default=10_000.0),
         "rope_factor": None,
-        "qkv_bias": config["model_type"] == "qwen2",
-        "qk_norm": config["model_type"] == "qwen3",
-        "norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "qkv_bias": model_type == "qwen2",
+        "qk_norm": model_type == "qwen3",
+        "norm_eps": _number("rms_norm_eps", config, kind=float, default=1e-6),
         "tie_embeddings": bool(config.get("tie_word_embeddings")),
-        "window": _window(config),
+        "window": _number("sliding_window", config) if "sliding_attention" in _layer_types(config) else None,
     }
     if kind != "default":
-        factor = _rope_factor(config, rope) if kind == "yarn" else float(rope["factor"])
+        factor = _rope_factor(config, rope) if kind == "yarn" else _number("factor", rope, kind=float)
         settings |= {"rope_factor": factor, "rope_trained_len": _rope_trained_len(config, rope), "rope_scaling": kind}
     return settings
+
+
+def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
+    """Return the entry `name` of the first source that contains it. It must be an integer, or a number if `kind` is float."""
+    value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
+    if isinstance(value, bool) or not isinstance(value, (int, kind)):
+        raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
+    return kind(value)
 
 
 def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]:
@@ -165,14 +184,14 @@ def _unused_tensors(names: Iterable[str], settings: dict[str, Any]) -> list[str]
 
 def _rope_trained_len(config: dict[str, Any], rope: dict[str, Any]) -> int:
     """Return the sequence length of the training. As in transformers, config.json may contain the length in three places."""
-    name = "original_max_position_embeddings"
-    return operator.index(config.get(name) or rope.get(name) or config["max_position_embeddings"])
+    return _number("original_max_position_embeddings", config, rope, default=config.get("max_position_embeddings"))
 
 
 def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
     """Return the factor of yarn. As in transformers, null means the ratio of the extended length to the trained length."""
-    ratio = config["max_position_embeddings"] / _rope_trained_len(config, rope) if rope["factor"] is None else rope["factor"]
-    return float(ratio)
+    if rope.get("factor") is not None:
+        return _number("factor", rope, kind=float)
+    return _number("max_position_embeddings", config) / _rope_trained_len(config, rope)
 
 
 def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
@@ -203,7 +222,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
         ConfigError: names the first setting that our model does not support.
     """
     # Maps the name of each setting to its value and to the supported values.
-    checks = {"model_type": (config["model_type"], tuple(DEFAULTS)), "rope_type": (kind, ("default", *ROPE_FIXED))}
+    checks = {"rope_type": (kind, ("default", *ROPE_FIXED))}
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     for name, value in ROPE_FIXED.get(kind, {}).items():
@@ -211,23 +230,17 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
         is_default = name in ("beta_slow", "beta_fast") and rope.get(name) is None
         checks[name] = value if is_default else rope.get(name, value), (value,)
     checks["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")), (None, 1.0)
-    if kind == "llama3" and rope["factor"] is None:
-        checks["factor"] = None, ("a number",)
     if kind == "yarn":
         checks["attention_factor"] = rope.get("attention_factor"), (None, yarn_scale(_rope_factor(config, rope)))
         checks |= {name: (rope.get(name), (None,)) for name in ("mscale", "mscale_all_dim")}
-    types = sorted({*_layer_types(config)})
+    if any(isinstance(value, dict) for value in rope.values()):
+        checks["rope_parameters"] = "different in layers of different types", ("one for all layers",)
+    types = sorted({*map(str, _layer_types(config))})
     supported = ("one of them in all layers",) if len(types) > 1 else ("full_attention", "sliding_attention")
     checks["layer_types"] = " and ".join(types), supported
-    if "sliding_attention" in types and config["sliding_window"] is None:
-        checks["sliding_window"] = None, ("a number of tokens",)
     for name, (value, supported) in checks.items():
         if value not in supported:
             raise ConfigError(f"{name} is {value}, but only {' or '.join(map(str, supported))} is supported")
-
-
-def _window(config: dict[str, Any]) -> int | None:
-    return operator.index(config["sliding_window"]) if "sliding_attention" in _layer_types(config) else None
 
 
 def _layer_types(config: dict[str, Any]) -> list[str]:
@@ -238,10 +251,10 @@ def _layer_types(config: dict[str, Any]) -> list[str]:
     # transformers loads a model of the type "mistral" with layer_types as a Ministral model.
     if config.get("layer_types") is not None:
         return config["layer_types"]
-    first = 0 if kind == "mistral" else config["max_window_layers"]
+    first = 0 if kind == "mistral" else _number("max_window_layers", config)
     has_window = config["sliding_window"] is not None
     # The types of all layers between the first and the last one are those of the two.
-    layers = 0, config["num_hidden_layers"] - 1
+    layers = 0, _number("num_hidden_layers", config) - 1
     return ["sliding_attention" if has_window and layer >= first else "full_attention" for layer in layers]
 
 
@@ -269,6 +282,10 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
         )
     if rows > padded_vocabulary(model, vocab_size):
         raise ConfigError(f"{path} has {rows} tokens, more than the model of this run: set model.vocab_size={rows}")
+    for name in ("rope_trained_len", "rope_scaling"):
+        settings.setdefault(name, None)
+    if model.rope_factor is None:
+        model = replace(model, rope_trained_len=None, rope_scaling=None)  # They have no effect without a factor.
     changes = {name: value for name, value in settings.items() if getattr(model, name) != value}
     if fixed := {name: value for name, value in changes.items() if name not in MAY_DIFFER}:
         listed = _list_changes(fixed, model)
@@ -276,6 +293,31 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     if model.vocab_size not in (None, rows):
         changes["vocab_size"] = rows
     return _list_changes(changes, model)
+
+
+def warn_of_length(path: Path, model: ModelConfig, seq_len: int) -> str:
+    """Return a warning if the sequences of a run are longer than the model in a folder can use, or "".
+
+    Args:
+        path: the folder.
+        model: the model settings of the run.
+        seq_len: the number of tokens per sequence.
+    """
+    settings, config = declared_settings(path), json.loads((path / "config.json").read_text())
+    positions = config.get("max_position_embeddings")
+    has_other_scaling = model.rope_factor is not None and model.rope_factor != settings["rope_factor"]
+    if not isinstance(positions, int) or model.rope_theta != settings["rope_theta"]:
+        return ""
+    if model.rope_factor is not None:
+        scaled = int(model.rope_factor * model.rope_trained_len)
+        positions = scaled if has_other_scaling else max(scaled, positions)
+    if min(seq_len, model.window or seq_len) <= positions:
+        return ""
+    trained = model.rope_trained_len or positions
+    return (
+        f"sequences of {seq_len:,} tokens are longer than the {positions:,} positions of the model: set model.rope_factor="
+        f"{-(-seq_len // trained)} and model.rope_trained_len={trained}, see docs/how-to/extend-a-model.md"
+    )
 
 
 def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:

@@ -270,6 +270,8 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     changes = _changes(meta, config, ("model",))
     if fixed := [change for name, change in changes.items() if name in ("model.heads", "model.kv_heads")]:
         raise ConfigError(f"{path} contains a model with {', '.join(fixed)}: use the same settings")
+    if "model.rope_factor" in changes and config.model.rope_factor is not None:
+        changes.setdefault("model.rope_scaling", f"model.rope_scaling={config.model.rope_scaling}")
     return ", ".join(changes.values())
 
 

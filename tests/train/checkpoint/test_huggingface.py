@@ -234,7 +234,7 @@ def _load_on_a_rank(folder: Path, expected: Path) -> None:
 WINDOW = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7}
 UNSUPPORTED = {
     "another type": ({"model_type": "gpt2"}, "model_type is gpt2, but only llama or mistral"),
-    "no type": ({"model_type": None}, "supported model: KeyError: 'model_type'"),
+    "no type": ({"model_type": None}, "supported model: model_type is None, but only llama or mistral"),
     "a window in some layers": (WINDOW | {"max_window_layers": 1}, "layer_types is full_attention and sliding_attention"),
     "a window in some layers, listed": (
         WINDOW | {"max_window_layers": 0, "layer_types": ["full_attention", "sliding_attention"]},
@@ -260,19 +260,28 @@ UNSUPPORTED = {
     "another low_freq_factor": ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor is 2.0, .*only 1.0"),
     "a factor of null": (
         {"rope_parameters": LLAMA3 | {"factor": None}},
-        "supported model: factor is None, but only a number is supported",
+        "supported model: factor is None, but a number is required",
     ),
-    "a size that is no integer": ({"vocab_size": "259"}, "supported model: TypeError"),
-    "a number that is text": ({"rms_norm_eps": "x"}, "supported model: ValueError"),
-    "a size that is a fraction": ({"head_dim": 16.5}, "supported model: TypeError"),
-    "a window that is text": ({"model_type": "mistral", "sliding_window": "x"}, "supported model: TypeError"),
-    "a length that is text": ({"rope_parameters": YARN | {"original_max_position_embeddings": "x"}}, "model: TypeError"),
-    "no heads": ({"num_attention_heads": 0, "head_dim": None}, "supported model: ZeroDivisionError"),
+    "a size that is no integer": (
+        {"vocab_size": "259"},
+        "model: vocab_size is '259', but an integer is required; .*your-own-loop",
+    ),
+    "a number that is text": ({"rms_norm_eps": "x"}, "supported model: rms_norm_eps is 'x', but a number is required"),
+    "a size that is a fraction": ({"head_dim": 16.5}, "supported model: head_dim is 16.5, but an integer"),
+    "a window that is text": ({"model_type": "mistral", "sliding_window": "x"}, "sliding_window is 'x', but an integer"),
+    "a length that is text": (
+        {"rope_parameters": YARN | {"original_max_position_embeddings": "x"}},
+        "embeddings is 'x', but an integer",
+    ),
+    "no heads": (
+        {"num_attention_heads": 0, "head_dim": None},
+        "an entry has a value that is not possible .*by zero.*; .*your-own-loop",
+    ),
     "another scaling": ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type is longrope, .*default or llama3 or yarn"),
     "yarn with another beta": ({"rope_parameters": YARN | {"beta_fast": 16}}, "beta_fast is 16, but only 32.0"),
     "yarn without a factor or a length": (
         {"rope_parameters": YARN | {"factor": None}},
-        "supported model: KeyError: 'max_position_embeddings'",
+        "supported model: max_position_embeddings is None, but an integer is required",
     ),
     "yarn without rounding": ({"rope_parameters": YARN | {"truncate": False}}, "truncate is False, .*only True"),
     "yarn with another attention_factor": (
@@ -286,9 +295,16 @@ UNSUPPORTED = {
         {"rope_parameters": LLAMA3 | {"high_freq_factor": 8.0}},
         "high_freq_factor is 8.0, .*only 4.0",
     ),
-    "a scaling without a length": ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "KeyError: 'max_position"),
+    "a scaling without a length": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}},
+        "original_max_position_embeddings is None",
+    ),
     "another scaling with older names": ({"rope_scaling": {"type": "linear"}, "rope_parameters": None}, "rope_type is linear"),
-    "a missing size": ({"hidden_size": None}, "supported model: KeyError: 'hidden_size'"),
+    "rotary positions per type of layer": (
+        {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}}},
+        "rope_parameters is different in layers of different types, but only one for all layers",
+    ),
+    "a missing size": ({"hidden_size": None}, "supported model: hidden_size is None, but an integer"),
     "too few tokens": (
         {"vocab_size": 250},
         "has 250 rows of embeddings, but the tokenizer has 257 tokens, .*: set model.vocab_size=257 .* number 250 on",
@@ -306,6 +322,19 @@ def test_an_error_names_what_is_not_supported_or_differs(changes, message, tmp_p
         huggingface.compare_settings(folder, ModelConfig(**SIZES, tie_embeddings=False), 257)
 
 
+@pytest.mark.parametrize(
+    "model_type", ["gemma3", "gemma3_text", "gpt_oss", "mixtral", "qwen3_moe", "olmo3", "gpt2", "deepseek_v3", "mamba", "phi3"]
+)
+def test_another_architecture_is_rejected_with_the_page_that_may_help(model_type, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        huggingface.read_settings(tmp_path)
+    message = str(error.value)
+    assert f"supported model: model_type is {model_type}, but only llama or mistral or qwen2 or qwen3 is supported;" in message
+    assert message.endswith("docs/how-to/your-own-loop.md lists the exact models") and "Error" not in message
+
+
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_window_of_null(listed, tmp_path):
     """Mistral models since version 0.3 have no window. If layers are listed as layers with a window, its size is required."""
@@ -313,7 +342,7 @@ def test_a_window_of_null(listed, tmp_path):
     config |= {"layer_types": ["sliding_attention"] * 2} if listed else {}
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     if listed:
-        with pytest.raises(ConfigError, match="sliding_window is None, but only a number of tokens is supported"):
+        with pytest.raises(ConfigError, match="sliding_window is None, but an integer is required"):
             huggingface.read_settings(tmp_path / "hf")
     else:
         assert huggingface.read_settings(tmp_path / "hf")["window"] is None
@@ -352,7 +381,7 @@ def test_missing_settings_have_the_defaults_of_transformers(changes, name, value
 
 def test_nested_lists_are_an_error(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": ' + "[" * 3000 + "]" * 3000 + "}")
-    with pytest.raises(ConfigError, match="config.json does not describe a supported model: RecursionError"):
+    with pytest.raises(ConfigError, match="config.json cannot be read: maximum recursion depth exceeded"):
         huggingface.read_settings(tmp_path)
 
 
@@ -399,7 +428,54 @@ def test_the_scaling_may_differ_and_is_described(tmp_path):
     model = ModelConfig(**SIZES, tie_embeddings=False, rope_theta=50.0, norm_eps=1e-6)
     write_config(tmp_path / "hf", rope_parameters=LLAMA3)
     changes = huggingface.compare_settings(tmp_path / "hf", model, 257)
-    assert changes == "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None)"
+    assert changes == (
+        "model.rope_factor=4.0 (now None), model.rope_trained_len=40 (now None), model.rope_scaling=llama3 (now None)"
+    )
+
+
+@pytest.mark.parametrize("scaling", ["llama3", "yarn"])
+def test_a_scaling_of_the_run_is_described(scaling, tmp_path):
+    write_config(tmp_path / "hf")
+    model = settings_of(tmp_path / "hf")
+    model = replace(model, rope_factor=4.0, rope_trained_len=256, rope_scaling=scaling)
+    assert huggingface.compare_settings(tmp_path / "hf", model, 257) == (
+        f"model.rope_factor=None (now 4.0), model.rope_trained_len=None (now 256), model.rope_scaling=None (now {scaling})"
+    )
+
+
+# The changes of config.json, the settings of the model, and the number of positions if sequences of 1,025 tokens are too long.
+POSITIONS = {
+    "no scaling": ({"max_position_embeddings": 256}, {}, 256),
+    "unknown": ({}, {}, None),
+    "no number": ({"max_position_embeddings": "x"}, {}, None),
+    "long enough": ({"max_position_embeddings": 1025}, {}, None),
+    "a scaling of the run that is too small": (
+        {"max_position_embeddings": 256},
+        {"rope_factor": 4.0, "rope_trained_len": 256},
+        1024,
+    ),
+    "a scaling of the run": ({"max_position_embeddings": 256}, {"rope_factor": 8.0, "rope_trained_len": 256}, None),
+    "another base of the run": ({"max_position_embeddings": 256}, {"rope_theta": 1e5}, None),
+    "a window of the run": ({"max_position_embeddings": 256}, {"window": 256}, None),
+    "a window that is too long": ({"max_position_embeddings": 256}, {"window": 257}, 256),
+    "a scaling of the folder": (
+        {"max_position_embeddings": 256, "rope_parameters": LLAMA3 | {"original_max_position_embeddings": 257}},
+        {},
+        None,
+    ),
+    "a scaling of the folder that is too small": ({"max_position_embeddings": 150, "rope_parameters": LLAMA3}, {}, 160),
+}
+
+
+@pytest.mark.parametrize(("changes", "settings", "positions"), POSITIONS.values(), ids=POSITIONS)
+def test_sequences_beyond_the_positions_of_the_model_are_warned_of(changes, settings, positions, tmp_path):
+    write_config(tmp_path / "hf", **changes)
+    warning = huggingface.warn_of_length(tmp_path / "hf", replace(settings_of(tmp_path / "hf"), **settings), 1025)
+    if positions is None:
+        assert warning == ""
+    else:
+        assert f"sequences of 1,025 tokens are longer than the {positions:,} positions" in warning
+        assert "set model.rope_factor" in warning
 
 
 def test_files_in_subfolders_are_not_read(tmp_path):

@@ -192,6 +192,8 @@ def test_initial_weights_may_have_other_settings_but_not_other_heads():
     assert compare_model_settings(PATH, meta_of(Config()), changed("optim.lr", 9.0)) == ""
     with pytest.raises(ConfigError, match=r"contains a model with model.kv_heads=\d+ \(now 1\)"):
         compare_model_settings(PATH, meta_of(Config()), changed("model.kv_heads", 1))
+    scaled = changed("model.rope_factor", 4.0)
+    assert compare_model_settings(PATH, meta_of(Config()), scaled).endswith("None (now 4.0), model.rope_scaling=llama3")
 
 
 def resumed(directory: Path, warmup: int | None = None, steps: int = 20) -> Config:
