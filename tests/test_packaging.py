@@ -94,6 +94,7 @@ def test_hugging_face_packages_work_next_to_ringattn(
     assert str(environment.directory) in run([environment.python, "-c", script], tmp_path)
     settings = run([environment.directory / "bin" / "ringattn-train", "--cfg", "job", "trainer.steps=7"], tmp_path)
     assert "steps: 7" in settings
+    assert "dtype=..." in run([environment.directory / "bin" / "ringattn-export", "--help"], tmp_path)
 
     environment.pip("uninstall", "--quiet", "--yes", "ringattn")
     run([environment.python, "-c", others], tmp_path)

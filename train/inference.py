@@ -1,4 +1,4 @@
-"""Parse the options of the commands train/generate.py and train/evaluate.py, and load the model that the options name."""
+"""Parse the options of train/generate.py, train/evaluate.py and train/export.py, and find the model that the options name."""
 
 import logging
 import shlex

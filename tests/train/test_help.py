@@ -62,7 +62,7 @@ def test_help_fits_on_two_screens_and_names_the_other_commands(show_help):
     assert len(output.splitlines()) <= 50 and max(map(len, output.splitlines())) <= 128
     for path in re.findall(r"(?:train|docs)/\w+\.\w+", output):
         assert (CONFIGS.parent / path).exists(), path
-    assert {"train/run.py", "train/generate.py", "train/evaluate.py", "docs/settings.md"} <= set(
+    assert {"train/run.py", "train/generate.py", "train/evaluate.py", "train/export.py", "docs/settings.md"} <= set(
         output.replace(":", " ").split()
     )
 

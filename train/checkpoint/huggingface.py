@@ -3,7 +3,7 @@
 The model in `ringattn.train.model.gpt` has the architecture of Llama, but its weights have different names. The setting
 `model.window` turns this architecture into the one of Mistral, `model.qkv_bias` into the one of Qwen 2, and `model.qk_norm`
 into the one of Qwen 3. A run can start from a Hugging Face model (`trainer.init_from`), and
-`scripts/tools/export_huggingface.py` writes a trained model in the format of Hugging Face.
+`train/export.py` writes a trained model in the format of Hugging Face.
 """
 
 import json

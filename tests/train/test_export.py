@@ -1,6 +1,7 @@
 """Exported models: transformers loads them, they compute the same, and a failed export leaves nothing behind."""
 
 import json
+import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ringattn.train import export
 from ringattn.train import setup as run_setup
 from ringattn.train import trainer as trainer_module
 from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
@@ -17,10 +19,7 @@ from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import load_tokenizer
 from ringattn.train.inference import folder_config
 from ringattn.train.model.gpt import GPT
-from scripts.tools import export_huggingface
 from tests.distributed import run_ranks
-from tests.train.conftest import corpus as corpus
-from tests.train.conftest import run_command_line as run_command_line
 from tests.train.hub_models import (
     CHAT_FILES,
     LLAMA3,
@@ -55,6 +54,11 @@ def train_one_step(corpus: str, folder: Path, directory: Path) -> None:
     trainer_module.train(config_for_folder(corpus, folder, dist.get_world_size()), directory / "run")
 
 
+def run_export(*arguments: str) -> None:
+    with one_rank():
+        export.run_command_line(list(arguments))
+
+
 def save_checkpoint(directory: Path, **meta) -> Path:
     """Save a checkpoint of an untrained model and return its path."""
     config = {"data": {"tokenizer": "bytes"}, "model": SIZES}
@@ -76,19 +80,18 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(dtype, trained, tmp_path, capsys):
+def test_export_of_a_run_on_three_ranks_equals_the_folder_that_it_started_from(dtype, trained, tmp_path):
     out, path = tmp_path / "out", trained / "run" / "checkpoints" / "step_00000001"
-    arguments = [str(path), str(out), "--dtype", dtype]
-    assert export_huggingface.main(arguments) == 0
+    run_export(f"run={path}", f"output={out}", f"dtype={dtype}")
     before, after = read_tensors(trained / "hf"), read_tensors(out)
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor.to(export_huggingface.DTYPES[dtype]), rtol=0, atol=0)
+        torch.testing.assert_close(after[name], tensor.to(export.DTYPES[dtype]), rtol=0, atol=0)
     config = json.loads((out / "config.json").read_text())
     assert config["vocab_size"] == 259 and config["rope_theta"] == 10_000 and config["max_position_embeddings"] == 61
     assert settings_of(out) == replace(MODEL, vocab_size=259)
-    assert export_huggingface.main(arguments) == 1
-    assert "out already exists and is not an empty folder" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="out already exists and is not an empty folder"):
+        run_export(f"run={path}", f"output={out}", f"dtype={dtype}")
 
 
 @pytest.mark.slow
@@ -101,7 +104,7 @@ def test_model_with_a_window_is_exported_as_mistral(tmp_path, monkeypatch):
         run = run_setup.build(config)
         path = storage.latest(tmp_path / "run" / "checkpoints")
         storage.load(path, state_dict.model_state(run.model))
-        export_huggingface.export(path, out, torch.float32)
+        export.export(path, out, torch.float32)
         tokens = torch.randint(257, (50,), generator=torch.Generator().manual_seed(1))
         ours = logits(run.model, tokens)[:, :257].double()
     assert json.loads((out / "config.json").read_text())["architectures"] == ["MistralForCausalLM"]
@@ -122,7 +125,7 @@ def test_folder_is_trained_without_model_settings_exported_and_loaded(adds_bos, 
     assert run_command_line(*settings) == 0
     saved = storage.latest(tmp_path / "outputs" / "a" / "checkpoints")
     assert run_command_line("name=a") == 0 and "all 2 steps" in capfd.readouterr().out
-    assert export_huggingface.main([str(saved), str(tmp_path / "out"), "--dtype", "fp32"]) == 0
+    run_export("run=a", "output=out", "dtype=fp32")
 
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     ours = load_tokenizer(str(folder / "tokenizer.json"))
@@ -148,7 +151,7 @@ def test_export_has_as_many_rows_as_the_settings(given, rows, tmp_path):
     path = storage.save(
         tmp_path, 1, state_dict.model_state(GPT(ModelConfig(**settings), 257)), {"config": {"model": settings}}, keep=1
     )
-    export_huggingface.export(path, tmp_path / "out", torch.float32)
+    export.export(path, tmp_path / "out", torch.float32)
     assert len(read_tensors(tmp_path / "out")["model.embed_tokens.weight"]) == settings_of(tmp_path / "out").vocab_size == rows
 
 
@@ -156,13 +159,13 @@ def test_tokenizer_and_its_settings_are_copied_next_to_the_model(tmp_path):
     path = write_tokenizer(tmp_path, adds_bos=True)
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|begin_of_text|>", "chat_template": "own"}')
     saved = save_checkpoint(tmp_path / "checkpoints", config={"data": {"tokenizer": str(path)}, "model": SIZES})
-    export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    export.export(saved, tmp_path / "out", torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 def test_export_of_bytes_says_that_it_has_no_tokenizer(tmp_path, capsys):
-    export_huggingface.export(save_checkpoint(tmp_path / "checkpoints"), tmp_path / "out", torch.bfloat16)
+    export.export(save_checkpoint(tmp_path / "checkpoints"), tmp_path / "out", torch.bfloat16)
     assert "no tokenizer: the token ids are the bytes" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
@@ -210,7 +213,7 @@ def test_export_of_a_chat_model_contains_everything_but_the_old_weights(changes,
     """Nothing was trained, so the files stay identical. If the export is imported and exported again, so do the weights."""
     folder, exports = write_chat_folder(tmp_path / "hf", **changes), [tmp_path / "first", tmp_path / "second"]
     for source, out in zip((folder, exports[0]), exports, strict=True):
-        export_huggingface.export(import_folder(source, tmp_path / f"{out.name}-run"), out, torch.bfloat16)
+        export.export(import_folder(source, tmp_path / f"{out.name}-run"), out, torch.bfloat16)
     files = read_files(folder)
     expected = {name: files[name] for name in ("config.json", "tokenizer.json", *CHAT_FILES)}
     assert read_files(exports[0], ".safetensors") == expected
@@ -245,7 +248,7 @@ CHANGES = {
 def test_export_of_a_chat_model_differs_only_in_what_the_run_has_changed(setting, tmp_path, capsys):
     changes, value, expected = CHANGES[setting]
     folder, out = write_chat_folder(tmp_path / "hf", **changes), tmp_path / "out"
-    export_huggingface.export(import_folder(folder, tmp_path / "run", **{setting: value}), out, torch.bfloat16)
+    export.export(import_folder(folder, tmp_path / "run", **{setting: value}), out, torch.bfloat16)
     before, after = (read_files(each, ".safetensors") for each in (folder, out))
     old, new = (json.loads(files.pop("config.json")) for files in (before, after))
     assert {name: new.get(name) for name in old | new if old.get(name) != new.get(name)} == expected
@@ -263,7 +266,7 @@ def test_weights_that_contradict_the_declared_head_are_declared_as_they_are(tmp_
     folder = write_chat_folder(tmp_path / "hf")
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": True}
     (folder / "config.json").write_text(json.dumps(config))
-    export_huggingface.export(import_folder(folder, tmp_path / "run"), tmp_path / "out", torch.float32)
+    export.export(import_folder(folder, tmp_path / "run"), tmp_path / "out", torch.float32)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == config | {"tie_word_embeddings": False, "torch_dtype": "float32"}
 
@@ -276,7 +279,7 @@ def test_files_are_also_found_next_to_the_tokenizer(has_model, expected, tmp_pat
     if not has_model:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 40}))
-    export_huggingface.export(saved, out, torch.bfloat16)
+    export.export(saved, out, torch.bfloat16)
     assert (out / "LICENSE").exists() == expected
     assert (f"No other files were copied, because {tmp_path}/deleted is not" in capsys.readouterr().out) != expected
     assert (out / "chat_template.jinja").exists()  # It belongs to the tokenizer.
@@ -285,7 +288,7 @@ def test_files_are_also_found_next_to_the_tokenizer(has_model, expected, tmp_pat
 def test_an_export_into_the_folder_of_the_model_is_an_error(tmp_path):
     folder = write_chat_folder(tmp_path / "hf")
     with pytest.raises(ConfigError, match="hf/new/out is inside of .*hf, whose files are copied: choose another folder"):
-        export_huggingface.export(import_folder(folder, tmp_path / "run"), folder / "new" / "out", torch.bfloat16)
+        export.export(import_folder(folder, tmp_path / "run"), folder / "new" / "out", torch.bfloat16)
     assert not (folder / "new").exists()
 
 
@@ -293,9 +296,9 @@ def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
     folder = write_chat_folder(tmp_path / "hf")
     saved = import_folder(folder, tmp_path / "run", data__tokenizer="bytes")
     (folder / "tokenizer.json").unlink()  # The run would otherwise be an error.
-    export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+    export.export(saved, tmp_path / "out", torch.bfloat16)
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert "LICENSE" in names and not names & {"tokenizer.json", *export_huggingface.TOKENIZER_FILES}
+    assert "LICENSE" in names and not names & {"tokenizer.json", *export.TOKENIZER_FILES}
     for name in ("config.json", "generation_config.json"):
         before, after = (json.loads((each / name).read_text()) for each in (folder, tmp_path / "out"))
         assert after == before | SPECIAL
@@ -304,40 +307,73 @@ def test_a_model_of_bytes_has_no_tokenizer_of_the_folder(tmp_path):
 def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
     saved = save_checkpoint(tmp_path / "checkpoints", tokenizer=7)
     with pytest.raises(ConfigError, match="data.tokenizer=bytes, .*step_00000001 was trained with another tokenizer"):
-        export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+        export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
 
 def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     saved = save_checkpoint(tmp_path / "checkpoints")
-    monkeypatch.setattr(export_huggingface.json, "dumps", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(export.json, "dumps", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="cannot write .*out: .*No space left on device; check the disk"):
-        export_huggingface.export(saved, tmp_path / "out", torch.bfloat16)
+        export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()
 
 
-def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, capsys, monkeypatch, caplog):
+def test_export_creates_its_folder_and_is_bf16_by_default(tmp_path, monkeypatch, caplog):
     """A long export is shown on the console."""
     saved = save_checkpoint(tmp_path / "checkpoints")
     monkeypatch.setattr(progress, "INTERVAL_S", 0.0)
-    assert export_huggingface.main([str(saved), str(tmp_path / "a" / "b")]) == 0
+    caplog.set_level(logging.INFO)
+    run_export(f"run={saved}", f"output={tmp_path}/a/b")
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "a" / "b").values()} == {torch.bfloat16}
     loaded, written = (text for text in caplog.messages if text.startswith(("loaded", "saved")))
     assert loaded.startswith(f"loaded      {saved}: ") and written.startswith(f"saved       {tmp_path}/a/b: ")
     (tmp_path / "file").write_text("")
-    assert export_huggingface.main([str(saved), str(tmp_path / "file")]) == 1
-    assert "file already exists and is not an empty folder" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="file already exists and is not an empty folder"):
+        run_export(f"run={saved}", f"output={tmp_path}/file")
+
+
+def test_the_name_of_a_run_is_enough(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(Path("outputs/long/checkpoints"))
+    run_export("run=long")
+    assert settings_of(Path("outputs/long-huggingface")).layers == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "run=... is required"),
+        ("run=none", "run=none must be the name of a run in outputs/ that has a checkpoint .the runs in outputs/ are long"),
+        ("run=hf", "run=hf is already in Hugging Face's format: give the name of a run or a checkpoint"),
+        ("run=long dtype=fp8", "unknown dtype=fp8: choose one of bf16, fp16, fp32"),
+        ("run=long trainer.device=cpu", "trainer.device=cpu has no effect on an export"),
+        ("run=long folder=x", "unknown option folder: choose one of run, output, dtype"),
+    ],
+)
+def test_a_wrong_option_is_an_error(arguments, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(Path("outputs/long/checkpoints"))
+    write_chat_folder(Path("hf"))
+    with pytest.raises(ConfigError, match=message):
+        run_export(*arguments.split())
+
+
+def test_several_ranks_are_an_error(monkeypatch):
+    monkeypatch.setattr(export.dist, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="an export uses a single process: start it without torchrun"):
+        export.run_command_line(["run=long"])
 
 
 def test_config_json_contains_what_transformers_requires():
-    written = export_huggingface.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, SPECIAL, torch.bfloat16)
+    written = export.config_json(ModelConfig(**SIZES, norm_eps=1e-6), 257, 61, SPECIAL, torch.bfloat16)
     expected = {"bos_token_id": 256, "eos_token_id": 256, "torch_dtype": "bfloat16", "rms_norm_eps": 1e-6, **huggingface.FIXED}
     assert expected.items() <= written.items()
 
 
 def test_config_json_contains_the_scaling():
     model = ModelConfig(**SIZES, rope_factor=8.0, rope_trained_len=8192)
-    written = export_huggingface.config_json(model, 257, 61, SPECIAL, torch.bfloat16)["rope_scaling"]
+    written = export.config_json(model, 257, 61, SPECIAL, torch.bfloat16)["rope_scaling"]
     assert written == LLAMA3_SCALING | {"factor": 8.0, "original_max_position_embeddings": 8192}
 
 
@@ -357,10 +393,10 @@ def test_config_json_contains_the_scaling():
 )
 def test_settings_can_be_written_and_read_again(settings, tmp_path):
     model = ModelConfig(**SIZES, vocab_size=300, **settings)
-    (tmp_path / "config.json").write_text(json.dumps(export_huggingface.config_json(model, 300, 61, SPECIAL, torch.bfloat16)))
+    (tmp_path / "config.json").write_text(json.dumps(export.config_json(model, 300, 61, SPECIAL, torch.bfloat16)))
     assert settings_of(tmp_path) == model
 
 
 def test_an_architecture_that_transformers_does_not_have_is_an_error():
     with pytest.raises(ConfigError, match="no model with both model.qkv_bias and model.qk_norm"):
-        export_huggingface.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, SPECIAL, torch.bfloat16)
+        export.config_json(ModelConfig(**SIZES, qkv_bias=True, qk_norm=True), 257, 61, SPECIAL, torch.bfloat16)

@@ -1,6 +1,7 @@
-"""Export a checkpoint as a model in the format of Hugging Face's transformers.
+"""Export a trained model as a folder in the format of Hugging Face's transformers.
 
-    python -m scripts.tools.export_huggingface outputs/long/checkpoints/step_00010000 long-hf
+    python train/export.py run=NAME                                the newest checkpoint of a run, in bf16
+    python train/export.py run=NAME output=FOLDER dtype=fp32       to another folder, in fp32
 
 The exported folder contains config.json, generation_config.json, safetensors files and the tokenizer. transformers has no
 tokenizer like "bytes", so the folder contains no tokenizer if the model was trained on bytes.
@@ -13,15 +14,20 @@ The export needs enough memory for all parameters.
 """
 
 import json
-import logging
 import shutil
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+if __name__ == "__main__":
+    # The root of the repository replaces the folder of this script on the search path. train/run.py explains the reason.
+    folder = Path(__file__).resolve().parent
+    sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
 
 import torch
+import torch.distributed as dist
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.init import initial_weights_path
@@ -29,8 +35,9 @@ from ringattn.train.checkpoint.progress import bytes_on_disk, show_progress
 from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
+from ringattn.train.errors import exit_process
+from ringattn.train.inference import find_model, option, parse, run_command
 from ringattn.train.model.gpt import GPT
-from scripts import command
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Maps each model_type to the class of the model in transformers.
@@ -64,6 +71,43 @@ ENTRIES = {
         ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings"),
     ),
 }
+
+
+@dataclass
+class Options:
+    """The options of this command."""
+
+    run: str = option(
+        "The model: the name of a run in outputs/, the path of the directory of a run, or the path of a checkpoint. The newest "
+        "checkpoint of a run is used."
+    )
+    output: str = option(
+        "A new or empty folder. By default, this folder is next to the run, and its name is the name of the run followed by "
+        "-huggingface.",
+        default="",
+    )
+    dtype: str = option("The dtype of the exported parameters: bf16, fp16 or fp32.", default="bf16")
+
+
+def main() -> NoReturn:
+    """Run the command line and exit. This function is the entry point of `ringattn-export`."""
+    exit_process(run_command(run_command_line, Options, __doc__))
+
+
+def run_command_line(arguments: list[str]) -> None:
+    """Export the model that the arguments name."""
+    options, overrides = parse(arguments, Options)
+    if dist.get_world_size() > 1:
+        raise ConfigError("an export uses a single process: start it without torchrun")
+    for name, value in overrides.items():
+        raise ConfigError(f"{name}={value} has no effect on an export: leave it out")
+    if options.dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype={options.dtype}: choose one of {', '.join(DTYPES)}")
+    model = find_model(options.run)
+    if huggingface.is_model(model.path):
+        raise ConfigError(f"run={options.run} is already in Hugging Face's format: give the name of a run or a checkpoint")
+    folder = model.directory.with_name(f"{model.directory.name}-huggingface")
+    export(model.path, Path(options.output).expanduser() if options.output else folder, DTYPES[options.dtype])
 
 
 def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -277,21 +321,5 @@ def model_type_of(model: ModelConfig) -> str:
     return "mistral" if model.window else "llama"
 
 
-def main(argv: list[str]) -> int:
-    parser = command.new_parser(__doc__)
-    parser.add_argument("checkpoint", type=Path, help="a step_... directory")
-    parser.add_argument("folder", type=Path, help="a new or empty folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="dtype of the exported parameters (default: bf16)")
-    args = parser.parse_args(argv)
-    logging.basicConfig(format="%(message)s")
-    logging.getLogger("ringattn.train").setLevel(logging.INFO)  # shows the progress of the load and of the save
-    try:
-        export(args.checkpoint, args.folder, DTYPES[args.dtype])
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
