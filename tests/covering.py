@@ -55,9 +55,18 @@ def covering_array(sizes: list[int], strength: int) -> list[tuple[int, ...]]:
 
 def every_pair(**parameters: Iterable) -> pytest.MarkDecorator:
     """Parametrize a test over combinations that contain every pair of values, and over slow ones that contain every triple."""
+    return _parametrize(parameters, 2)
+
+
+def every_value(**parameters: Iterable) -> pytest.MarkDecorator:
+    """Parametrize a test over combinations that contain every value, and over slow ones that contain every pair of values."""
+    return _parametrize(parameters, 1)
+
+
+def _parametrize(parameters: dict[str, Iterable], strength: int) -> pytest.MarkDecorator:
     values = [list(choices) for choices in parameters.values()]
     sizes = [len(choices) for choices in values]
-    quick, slow = (set(covering_array(sizes, strength)) for strength in (2, 3))
+    quick, slow = (set(covering_array(sizes, number)) for number in (strength, strength + 1))
     cases = []
     for case in sorted(quick | slow):
         marks = () if case in quick else (pytest.mark.slow,)

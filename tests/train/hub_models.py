@@ -1,6 +1,7 @@
 """Small models in Hugging Face's format, and their logits as computed by transformers and by our model."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ringattn.train.checkpoint import huggingface
+from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.config import ModelConfig
+from ringattn.train.data.tokenizer import load_tokenizer
+from ringattn.train.inference import folder_config
 from ringattn.train.model.gpt import GPT
 
 # The settings of our model that determine the shapes of its weights.
@@ -32,6 +35,7 @@ CONFIG = {
     "tie_word_embeddings": False,
     "hidden_act": "silu",
 }
+NULL = object()
 # With rope_theta=50, some pairs of the 16 dimensions make more than four rotations within 40 tokens, some make less than one,
 # and some are in between.
 LLAMA3_SCALING = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 40}
@@ -41,8 +45,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 
 def write_config(folder: Path, **changes: object) -> dict[str, Any]:
-    """Write a folder that contains only config.json. Its settings are CONFIG with `changes`. None removes a setting."""
+    """Write a folder that contains only config.json. Its settings are CONFIG with `changes`. None removes a setting.
+
+    A setting with the value NULL is written as null.
+    """
     config = {name: value for name, value in (CONFIG | changes).items() if value is not None}
+    config |= {name: None for name, value in config.items() if value is NULL}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return config
@@ -102,7 +110,7 @@ CHAT_FILES = {
     "tokenizer_config.json": '{"eos_token": "<|end_of_text|>",\n\t"pad_token": "!", "model_max_length": 4096}',
     "special_tokens_map.json": '{"eos_token": {"content": "<|end_of_text|>"}}',
     "added_tokens.json": '{"<|end_of_text|>": 1}',
-    "chat_template.jinja": "{% for message in messages %}é{{ message }}{% endfor %}",
+    "chat_template.jinja": "{% for message in messages %}é{{ message.content }}{% endfor %}",
     "additional_chat_templates/tools.jinja": "{{ tools }}",
     "vocab.json": "{}",
     "merges.txt": "#version: 0.2\r\n",
@@ -139,14 +147,32 @@ def write_chat_folder(folder: Path, **changes: object) -> Path:
     return folder
 
 
+def import_folder(folder: Path, directory: Path, **changes: object) -> Path:
+    """Save a checkpoint of a run that started from a folder and trained nothing. `changes` are settings of the run."""
+    config = folder_config(folder)
+    config.trainer.init_from = str(folder)
+    for name, value in changes.items():
+        group, name = name.split("__")
+        setattr(getattr(config, group), name, value)
+    model = GPT(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
+    huggingface.load(folder, model)
+    return storage.save(directory, 1, state_dict.model_state(model), {"config": asdict(config)}, keep=1)
+
+
+def read_files(folder: Path, left_out: str | None = None) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != left_out)
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
 def change_folder(folder: Path, tensors: dict[str, Tensor | None], **changes: object) -> Path:
     """Replace tensors of a model by others, and settings in its config.json. None removes a tensor or a setting."""
     tensors = {name: x for name, x in (read_tensors(folder) | tensors).items() if x is not None}
     config = json.loads((folder / "config.json").read_text()) | changes
-    for file in folder.iterdir():
+    for file in folder.glob("model*"):
         file.unlink()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    kept = {name: value for name, value in config.items() if value is not None or name not in changes}
+    (folder / "config.json").write_text(json.dumps(kept))
     return folder
 
 

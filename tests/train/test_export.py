@@ -2,7 +2,7 @@
 
 import json
 import logging
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -17,16 +17,15 @@ from ringattn.train import trainer as trainer_module
 from ringattn.train.checkpoint import huggingface, progress, state_dict, storage
 from ringattn.train.config import Config, ConfigError, ModelConfig
 from ringattn.train.data.tokenizer import load_tokenizer
-from ringattn.train.inference import folder_config
 from ringattn.train.model.gpt import GPT
 from tests.distributed import run_ranks
 from tests.train.hub_models import (
-    CHAT_FILES,
     LLAMA3,
     LLAMA3_SCALING,
     SIZES,
-    YARN,
+    import_folder,
     logits,
+    read_files,
     read_tensors,
     settings_of,
     transformers_logits,
@@ -168,58 +167,6 @@ def test_export_of_bytes_says_that_it_has_no_tokenizer(tmp_path, capsys):
     export.export(save_checkpoint(tmp_path / "checkpoints"), tmp_path / "out", torch.bfloat16)
     assert "no tokenizer: the token ids are the bytes" in capsys.readouterr().out
     assert not list((tmp_path / "out").glob("tokenizer*"))
-
-
-def import_folder(folder: Path, directory: Path, **changes: object) -> Path:
-    """Save a checkpoint of a run that started from a folder and trained nothing. `changes` are settings of the run."""
-    config = folder_config(folder)
-    config.trainer.init_from = str(folder)
-    for name, value in changes.items():
-        group, name = name.split("__")
-        setattr(getattr(config, group), name, value)
-    model = GPT(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
-    huggingface.load(folder, model)
-    return storage.save(directory, 1, state_dict.model_state(model), {"config": asdict(config)}, keep=1)
-
-
-def read_files(folder: Path, left_out: str | None = None) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != left_out)
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
-
-
-CHAT_MODELS = {
-    "Llama": {},
-    "tied embeddings": {"tie_word_embeddings": True},
-    "padded vocabulary": {"vocab_size": 384},
-    "tied and padded vocabulary": {"tie_word_embeddings": True, "vocab_size": 300},
-    "the length of training": {"max_position_embeddings": 512},
-    "older names": {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": None},
-    "Llama 3.1": {"rope_parameters": LLAMA3},
-    "Llama 3.1 with older names": {"rope_parameters": None, "rope_theta": 50.0, "rope_scaling": LLAMA3_SCALING},
-    "yarn": {"rope_parameters": YARN | {"factor": None}, "max_position_embeddings": 1600},
-    "newer name of the dtype": {"torch_dtype": None, "dtype": "bfloat16"},
-    "no dtype": {"torch_dtype": None},
-    "Mistral": {"model_type": "mistral", "sliding_window": 7},
-    "Mistral with the default window": {"model_type": "mistral", "num_key_value_heads": 2},
-    "Ministral": {"model_type": "mistral", "sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
-    "Qwen 2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 7, "max_window_layers": 1},
-    "Qwen 2 with a window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
-    "Qwen 3": {"model_type": "qwen3"},
-}
-
-
-@pytest.mark.parametrize("changes", CHAT_MODELS.values(), ids=CHAT_MODELS)
-def test_export_of_a_chat_model_contains_everything_but_the_old_weights(changes, tmp_path):
-    """Nothing was trained, so the files stay identical. If the export is imported and exported again, so do the weights."""
-    folder, exports = write_chat_folder(tmp_path / "hf", **changes), [tmp_path / "first", tmp_path / "second"]
-    for source, out in zip((folder, exports[0]), exports, strict=True):
-        export.export(import_folder(source, tmp_path / f"{out.name}-run"), out, torch.bfloat16)
-    files = read_files(folder)
-    expected = {name: files[name] for name in ("config.json", "tokenizer.json", *CHAT_FILES)}
-    assert read_files(exports[0], ".safetensors") == expected
-    before, after = read_tensors(folder), read_tensors(exports[0])
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    assert read_files(exports[0]) == read_files(exports[1])
 
 
 # For each change of a setting by a run: the folder, the entries that change in config.json, and their values.

@@ -20,7 +20,6 @@ from tests.distributed import run_ranks
 from tests.train.hub_models import (
     CONFIG,
     LLAMA3,
-    LLAMA3_SCALING,
     SIZES,
     YARN,
     change_folder,
@@ -32,66 +31,7 @@ from tests.train.hub_models import (
     write_folder,
 )
 
-# In these settings of yarn, null means the default value. The default factor is max_position_embeddings / 400.
-YARN_NULLS = dict.fromkeys(("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"))
 MISTRAL = {"model_type": "mistral", "sliding_window": 7}
-# The scaling of rotary positions as the model cards of Qwen 2.5 recommend it.
-QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="Llama"),
-        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
-        pytest.param({"model_type": "mistral", "sliding_window": 7}, id="Mistral"),
-        pytest.param({"rope_parameters": None, "rope_scaling": None, "rope_theta": 3e4}, id="older names"),
-        pytest.param({"rope_parameters": LLAMA3}, id="Llama 3.1"),
-        pytest.param(
-            {"rope_parameters": None, "rope_scaling": LLAMA3_SCALING, "rope_theta": 50.0}, id="Llama 3.1 with older names"
-        ),
-        pytest.param({"rope_parameters": YARN}, id="yarn"),
-        pytest.param({"rope_parameters": YARN | YARN_NULLS, "max_position_embeddings": 1600}, id="yarn with null values"),
-        pytest.param(
-            {
-                "rope_parameters": None,
-                "rope_theta": 50.0,
-                "rope_scaling": QWEN_YARN | YARN_NULLS,
-                "max_position_embeddings": 900,
-            },
-            id="yarn with null values and older names",
-        ),
-        pytest.param({"model_type": "qwen2"}, id="Qwen 2"),
-        pytest.param(
-            {"model_type": "qwen2", "rope_parameters": None, "rope_theta": 50.0, "rope_scaling": QWEN_YARN},
-            id="Qwen 2 with yarn and older names",
-        ),
-        pytest.param({"model_type": "qwen3"}, id="Qwen 3"),
-        pytest.param(
-            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0},
-            id="Qwen 3 with a window",
-        ),
-        pytest.param(MISTRAL | {"layer_types": ["full_attention"] * 2}, id="Ministral without a window"),
-        pytest.param(MISTRAL | {"layer_types": ["sliding_attention"] * 2}, id="Ministral with a window"),
-        pytest.param(
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2},
-            id="Qwen 2 with a listed window",
-        ),
-    ],
-)
-def test_logits_equal_those_of_transformers(changes, tmp_path):
-    folder = write_folder(tmp_path / "hf", **changes)
-    settings = settings_of(folder)
-    assert huggingface.compare_settings(folder, settings, 257) == ""
-    model = GPT(settings, 257)
-    for parameter in model.parameters():
-        torch.nn.init.ones_(parameter)
-    huggingface.load(folder, model)
-    assert model.embedding[259:].eq(1).all()  # the rows of the padding keep their values
-    tokens = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
-    torch.testing.assert_close(
-        logits(model, tokens)[:, :259].double(), transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4
-    )
 
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
