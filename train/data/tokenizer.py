@@ -71,13 +71,13 @@ class JsonTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         config = read_config(Path(path).expanduser().parent, "tokenizer_config.json")
         self.eos = self._find_eos(path, eos_token, config)
-        # The file may contain the end-of-text tokens without marking them as special tokens.
-        others = [] if self._is_parsed else [name for name in END_OF_TEXT if name in ids]
-        self._tokenizer.add_special_tokens([self.token(self.eos), *others])
-        names = [
-            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special and token.content
-        ]
-        self._names = re.compile("|".join(map(re.escape, sorted(names))))
+        tokens = self._tokenizer.get_added_tokens_decoder().values()
+        names = {token.content for token in tokens if token.special and token.content}
+        # The file may contain the end-of-text tokens without marking them as special tokens. A token that is special already is
+        # not added again, because it would lose its flags, for example whether it includes the spaces around it.
+        added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
+        self._tokenizer.add_special_tokens(sorted(added - names))
+        self._names = re.compile("|".join(map(re.escape, sorted(names | added))))
         self.vocab_size, self.fingerprint = max(ids.values()) + 1, fingerprint(path)
         bos = self._first_special_token(config)
         self.bos = self.eos if bos is None else bos

@@ -254,17 +254,26 @@ def test_special_tokens_in_a_text_are_encoded_as_transformers_does(text, num_spe
     assert all("data.special_tokens=parse" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize("flags", [{"rstrip": True}, {"lstrip": True}, {"single_word": True}], ids=str)
+def test_the_end_of_text_token_keeps_its_flags(flags, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    path = str(save_chat_tokenizer(tmp_path, {"eos_token": "<|im_end|>"}, {}, **flags))
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in ("a <|im_end|> b", "a<|im_end|>b<|im_end|>\n\n"):
+        assert load_tokenizer(path, None, "parse").encode(text).tolist() == theirs(text, add_special_tokens=False)["input_ids"]
+
+
 def test_only_rank_0_warns_of_special_tokens(tmp_path, warned, caplog, monkeypatch):
     monkeypatch.setattr(tokenizer_module.dist, "get_rank", lambda: 1)
     load_tokenizer(str(save_chat_tokenizer(tmp_path, {}, {}))).encode("<|im_end|>")
     assert warned and not caplog.messages
 
 
-def save_chat_tokenizer(folder: Path, tokenizer_config: object, config: object) -> Path:
+def save_chat_tokenizer(folder: Path, tokenizer_config: object, config: object, **flags: bool) -> Path:
     words = {"<unk>": 0, "def": 1, "<|stop|>": 2, "<|endoftext|>": 3, "<|im_end|>": 4}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    tokenizer.add_special_tokens(["<|endoftext|>", tokenizers.AddedToken("<|im_end|>", **flags)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     (folder / "config.json").write_text(json.dumps(config))
