@@ -223,6 +223,7 @@ def _check_supported(config: dict[str, Any], rope: dict[str, Any], kind: str) ->
     """
     # Maps the name of each setting to its value and to the supported values.
     checks = {"rope_type": (kind, ("default", *ROPE_FIXED))}
+    checks["quantization_config"] = "given" if config.get("quantization_config") else None, (None,)
     for name, value in FIXED.items():
         checks[name] = value if config.get(name) is None else config[name], (value,)
     for name, value in ROPE_FIXED.get(kind, {}).items():

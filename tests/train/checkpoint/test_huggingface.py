@@ -194,6 +194,7 @@ UNSUPPORTED = {
         r"is a model of model.qkv_bias=True \(now False\): leave",
     ),
     "norms of Qwen 3": ({"model_type": "qwen3"}, r"is a model of model.qk_norm=True \(now False\): leave"),
+    "quantized weights": ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is given, but only None"),
     "biases": ({"attention_bias": True}, "attention_bias is True, but only False"),
     "biases of the MLP": ({"mlp_bias": True}, "mlp_bias is True, but only False"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act is gelu, but only silu"),
