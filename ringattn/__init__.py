@@ -16,6 +16,7 @@ if not (_HERE / "kernels").is_dir():
 
 from ringattn.attention import plan_ahead, ring_attention
 from ringattn.checkpointing import keep_attention, save_attention
+from ringattn.comm.connect import check_same
 from ringattn.comm.simulated import simulate
 from ringattn.decode import KVCache, decode_attention
 from ringattn.explain import explain
@@ -38,6 +39,7 @@ __all__ = [
     "PagedKVCache",
     "PartialState",
     "balanced_layout",
+    "check_same",
     "decode_attention",
     "explain",
     "flash_attention",

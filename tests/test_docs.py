@@ -75,6 +75,17 @@ def check_the_training_loop(kind: str) -> None:
         torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-5)
 
 
+def check_other_tokens_are_an_error() -> None:
+    """Every rank takes a sequence of its own, as from a data loader that accelerate has prepared."""
+    page, mesh = code_of_the_page(), init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.raises(ValueError, match="rank 1 of the group has another batch than rank 0"):
+        page["train_step"](None, None, torch.full((1, sum(DOCUMENTS)), dist.get_rank()), DOCUMENTS, mesh)
+
+
+def test_ranks_with_other_tokens_are_an_error(tmp_path: Path) -> None:
+    run_ranks(check_other_tokens_are_an_error, 2, tmp_path)
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "gemma3_text" else pytest.mark.slow) for kind in EXACT_MODELS]
 )
