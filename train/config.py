@@ -105,8 +105,9 @@ class DataConfig:
     # document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated task, whose answers lie far back in
     # the sequence).
     source: str = "stdlib"
-    # A file or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". None: no path. All sources
-    # except "stdlib", "packages" and "recall" require a path.
+    # A file, a folder or a glob pattern for "text", "jsonl" and "parquet", or the name of a dataset for "hub". A folder stands
+    # for all files in it and in its subfolders. For "jsonl" and "parquet", it stands only for files with a name such as
+    # *.jsonl or *.parquet. None: no path. All sources except "stdlib", "packages" and "recall" require a path.
     path: str | None = None
     # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
     subset: str | None = None
@@ -122,6 +123,9 @@ class DataConfig:
     eval_fraction: float = 0.01
     # The column that contains the text. This setting applies only to "jsonl", "parquet" and "hub".
     column: str = "text"
+    # The largest size of a document in MB (10**6 bytes): of a text file, of a line of JSON, or of the text of a row. A larger
+    # document is an error, because a rank needs about 10 times this memory to tokenise it.
+    max_document_mb: int = 200
     # The tokenizer: "bytes", or the path of a tokenizer.json.
     tokenizer: str = "bytes"
     # The name of the end-of-text token in a tokenizer.json. Quote it twice on the command line: 'data.eos_token="<|im_end|>"'.
@@ -388,6 +392,7 @@ RANGES = {
     "model.norm_eps": (1e-12, 0.1),
     "model.window": (1, 2**31 - 1),
     "data.seq_len": (1, 2**31 - 1),
+    "data.max_document_mb": (1, 2000),  # The offsets of the cached tokens have 31 bits.
     "data.eval_fraction": (0, 0.99),
     "data.seed": (0, 2**63 - 1),
     "data.group_size": (1, 2**40),
@@ -478,7 +483,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     data, optim = config.data, config.optim
     for names, is_unused, reason in (
         (
-            "data.path data.eval_path",
+            "data.path data.eval_path data.max_document_mb",
             data.source in ("stdlib", "packages", "recall"),
             f"if data.source={data.source}: choose data=text, jsonl, parquet or hub",
         ),

@@ -46,7 +46,6 @@ MISTAKES = {
     "fastest mesh of too few tokens": (["parallel=fastest", "trainer.tokens_per_step=64"], ["tokens_per_step=64", "of 128"]),
     "missing data file": (["data.path=/missing/*.txt"], ["data.path=/missing/*.txt"]),
     "no data path": (["data.path=null"], ["data.source=text", "data.path"]),
-    "folder instead of files": (["data.path=corpus"], ["data.path=corpus", "corpus/**/*.*"]),
     "corpus shorter than a sequence": (["data.seq_len=100000"], ["data.seq_len=100000", "100,001"]),
     "held-out text that is trained on": (["data.eval_split=train"], ["data.eval_split=train"]),
     "missing held-out files": (["data.eval_path=/missing"], ["data.eval_path=/missing"]),

@@ -24,17 +24,24 @@ The only state of the data is the number of sequences that have been consumed, s
 import functools
 import inspect
 import itertools
+import json
+import logging
 import re
 import time
+import uuid
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow
 import torch
 import torch.distributed as dist
+from datasets.fingerprint import Hasher
+from datasets.utils import tqdm
+from filelock import FileLock
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.config import ConfigError, DataConfig
@@ -43,6 +50,11 @@ from ringattn.train.data.batch import Batch
 from ringattn.train.data.tokenizer import Tokenizer
 
 TOKENS = datasets.Features({"tokens": datasets.Sequence(datasets.Value("int32")), "length": datasets.Value("int64")})
+
+BATCH_TOKENS = 2**20  # tokens that are kept in memory before they are written to the cache
+FILE_TOKENS = 2**26  # tokens in a file of the cache: a killed process loses at most this many
+END = "end.json"  # a file of the cache that exists if the corpus is complete: [rows by split, number of entries]
+log = logging.getLogger(__name__)
 
 # The checksum of a corpus covers the tokens of at most this many documents.
 NUM_SAMPLED = 64
@@ -228,7 +240,8 @@ def load(config: DataConfig, tokenizer: Tokenizer, shuffle: bool = True) -> Sequ
 def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset:
     """Return the tokenised documents of a corpus. All ranks call this function.
 
-    The first call tokenises the documents. Later calls find the tokens in the cache of the library `datasets`.
+    The first call tokenises the documents. Later calls find the tokens in a folder in the cache of the library `datasets`. If
+    the process is killed, the next call continues after the last complete file of this folder.
 
     Returns:
         One row per document, with the columns of TOKENS.
@@ -238,22 +251,14 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset
     """
     with _rank_zero_first():
         try:
-            documents, column = sources.read_documents(config)
-            json_column = config.column if config.source == "jsonl" else None
-            tokens = documents.map(
-                _tokenise,
-                input_columns=[column],
-                fn_kwargs={"tokenizer": tokenizer, "code": _code(tokenizer), "json_column": json_column},
-                batched=True,
-                batch_size=100,
-                remove_columns=documents.column_names,
-                features=TOKENS,
-                desc="tokenise",
-            )
+            tokens, skipped, total = _cached_tokens(config, tokenizer)
         except ConfigError:
             raise
         except Exception as error:  # The type of the error depends on the reader.
             raise sources.cannot_read(config, error) from error
+    if skipped and dist.get_rank() == 0:
+        units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
+        _log_once(f"{'skipped':<12}{skipped:,} of {total:,} {units} of {config.description}, because they contain no text")
     if len(tokens) == 0:
         raise ConfigError(f"{config.description} contains no text: provide files or rows that are not empty")
     return tokens
@@ -340,33 +345,94 @@ def load_held_out(config: DataConfig, tokenizer: Tokenizer, training: Sequences)
     return held_out
 
 
+@functools.cache
+def _log_once(message: str) -> None:
+    log.info(message)
+
+
+def _cached_tokens(config: DataConfig, tokenizer: Tokenizer) -> tuple[datasets.Dataset, int, int]:
+    """Return the tokenised documents, the number of lines or rows without text, and the number of all lines or rows."""
+    key = Hasher.hash([sources.identity(config), tokenizer, _code(tokenizer)])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "ringattn" / key
+    if not (folder / END).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as lock:
+            # Some file systems do not support locks. Then, two processes may tokenise the same text.
+            with suppress(OSError):
+                lock.enter_context(FileLock(folder / ".lock", fallback_to_soft=False))
+                for partial in folder.glob("*.partial"):  # the file that a killed process was writing
+                    partial.unlink()
+            if not (folder / END).exists():
+                _fill_cache(config, tokenizer, folder)
+    files = sorted(folder.glob("*.arrow"))
+    tokens = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    sizes, total = json.loads((folder / END).read_text())
+    splits = {name: datasets.SplitInfo(name=name, num_examples=size) for name, size in sizes.items()}
+    tokens.info.splits = datasets.SplitDict(splits)
+    return tokens, total - len(tokens), total
+
+
+def _fill_cache(config: DataConfig, tokenizer: Tokenizer, folder: Path) -> None:
+    """Tokenise a corpus, or the part of it that a killed process has left.
+
+    The name of a file consists of its number and of the number of entries up to its end.
+    """
+    files = sorted(folder.glob("*.arrow"))
+    documents, sizes = sources.read_documents(config)
+    batches = _tokenised_batches(documents, tokenizer, int(files[-1].stem.split("-")[1]) if files else 0)
+    for number, first in enumerate(batches, len(files)):
+        partial, size = folder / f"{uuid.uuid4().hex}.partial", 0
+        with pyarrow.OSFile(str(partial), "wb") as file, pyarrow.ipc.new_stream(file, TOKENS.arrow_schema) as writer:
+            for last in itertools.chain([first], batches):
+                entries, rows, batch = last
+                writer.write_batch(batch)
+                size += len(batch["tokens"].values)
+                if size >= FILE_TOKENS:
+                    break
+        partial.replace(folder / f"{number:06}-{entries:012}.arrow")
+    partial = folder / f"{uuid.uuid4().hex}.partial"
+    partial.write_text(json.dumps([sizes or {"train": rows}, entries]))
+    partial.replace(folder / END)
+
+
+def _tokenised_batches(
+    documents: Iterable[sources.Entry], tokenizer: Tokenizer, done: int
+) -> Iterator[tuple[int, int, pyarrow.RecordBatch]]:
+    """Tokenise the documents after the first `done` entries.
+
+    Yields:
+        The number of entries so far, the number of rows among them, and the next tokens, with the columns of TOKENS.
+    """
+    batch, size, entries, rows = [], 0, 0, 0
+    for _, text in tqdm(documents, desc="tokenise", unit=" documents"):
+        entries, rows = entries + 1, rows + (text is not None)
+        if text and entries > done:
+            batch.append(_tokenise(text, tokenizer))
+            size += len(batch[-1])
+        del text  # A document may have hundreds of megabytes.
+        if size >= BATCH_TOKENS:
+            yield entries, rows, _to_arrow(batch)
+            batch, size = [], 0
+    yield entries, rows, _to_arrow(batch)
+
+
+def _to_arrow(batch: list[np.ndarray]) -> pyarrow.RecordBatch:
+    lengths = [len(tokens) for tokens in batch]
+    tokens = batch[0] if len(batch) == 1 else np.concatenate([np.empty(0, np.int32), *batch])
+    starts = pyarrow.array(np.cumsum([0, *lengths]), pyarrow.int32())
+    columns = [pyarrow.ListArray.from_arrays(starts, pyarrow.array(tokens)), pyarrow.array(lengths, pyarrow.int64())]
+    return pyarrow.record_batch(columns, schema=TOKENS.arrow_schema)
+
+
 def _code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns text into tokens.
-
-    The source code is part of the key of the cache. Without the source code in the key, the cache would identify functions and
-    classes only by their names. The cache could then return tokens that an earlier version of the code produced.
-    """
-    return inspect.getsource(_tokenise) + inspect.getsource(sources.json_text) + inspect.getsource(type(tokenizer))
+    """Return the source code that turns files into tokens. It is part of the key of the cache."""
+    return inspect.getsource(_tokenise) + inspect.getsource(sources) + inspect.getsource(type(tokenizer))
 
 
-def _tokenise(texts: list[str | None], tokenizer: Tokenizer, code: str, json_column: str | None) -> dict[str, list]:
-    """Tokenise documents. Documents without text are left out.
-
-    Args:
-        texts: the texts of the documents, or lines of JSON that contain the texts.
-        tokenizer: the tokenizer that encodes the documents.
-        code: the result of `_code`. The argument is not used in the function, but the key of the cache includes all arguments.
-        json_column: the name under which each line of JSON contains its text. None if `texts` are not lines of JSON.
-
-    Returns:
-        The columns of TOKENS.
-    """
-    if json_column is not None:
-        texts = [sources.json_text(line, json_column) for line in texts]
-    tokens = [np.insert(tokenizer.encode(text), 0, tokenizer.bos) for text in texts if text]
-    if tokenizer.bos != tokenizer.eos:
-        tokens = [np.append(document, np.int32(tokenizer.eos)) for document in tokens]
-    return {"tokens": tokens, "length": [len(document) for document in tokens]}
+def _tokenise(text: str, tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of a document, with the tokens that begin and end it: int32 (N,)."""
+    tokens = np.insert(tokenizer.encode(text), 0, tokenizer.bos)
+    return tokens if tokenizer.bos == tokenizer.eos else np.append(tokens, np.int32(tokenizer.eos))
 
 
 @contextmanager

@@ -1,104 +1,205 @@
 """Read documents from Python's standard library, text files, JSON lines, Parquet files, or the Hugging Face hub.
 
-The library `datasets` reads the files of every source. The library returns one row per document, and caches the rows.
+Every error names the file, and the line or the row. At no time is more than one document of a file in memory.
 """
 
-import glob
+import bz2
+import gzip
+import io
 import itertools
 import json
+import lzma
 import os
 import re
 import sysconfig
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Iterator
+from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import datasets
+import pyarrow
 import pyarrow.parquet
-from datasets.arrow_writer import SchemaInferenceError
 
 from ringattn.train.config import ConfigError, DataConfig
 
 # Folders within the standard library whose files are not documents, because they contain tests or installed packages.
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
+# The files of a folder that are read if `data.path` is a folder.
+NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
+COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
-def read_documents(config: DataConfig) -> tuple[datasets.Dataset, str]:
+# The first bytes of compressed files. No text in UTF-8 begins with them, except for "BZh".
+MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.open}
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
+ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
+
+# The place of a document for error messages, and its text. The text of a row without text is "". A blank line of a JSON-lines
+# file has None instead of a text, because it is not a row: it does not count in a slice such as "train[:90%]".
+Entry = tuple[str, str | None]
+
+
+def read_documents(config: DataConfig) -> tuple[Iterator[Entry], dict[str, int] | None]:
     """Read the documents of a corpus.
 
     Returns:
-        The documents, one per row, and the name of the column that contains their text. If the source is "jsonl", the column
-        contains lines of JSON, and `json_text` extracts the text from a line.
+        The documents, and the number of rows in each complete split. The second result is None if the documents are a complete
+        split "train", because the number of its rows is then known only after all documents have been read.
 
     Raises:
-        ConfigError: a file or the column is missing, or the column does not contain text.
-        Exception: a file or a dataset cannot be read. The type of the error depends on the reader.
+        ConfigError: a file or the column is missing or cannot be read, the column does not contain text, or a document is
+            larger than `data.max_document_mb`. The iterator also raises this error.
+        Exception: a dataset of the hub or a split cannot be read. The type of the error depends on the reader.
     """
-    # Some datasets contain code. Without this setting, releases of `datasets` before 4 would ask the user, or read an
-    # environment variable, to decide whether to run such code.
-    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
-    rows, column = _read(config)
-    if column not in rows.features:
-        raise no_column(config.description, column, rows.features)
-    if getattr(rows.features[column], "dtype", None) not in ("string", "large_string"):
-        raise no_text(config.description, column, rows.features[column])
-    return rows, column
+    if config.source == "hub":
+        rows = load_hub(config)
+        return _hub_rows(rows, config), {name: split.num_examples for name, split in (rows.info.splits or {}).items()}
+    if config.split in ("train", "all"):
+        return _all_documents(config), None
+    sizes = {"train": sum(text is not None for _, text in _all_documents(config))}
+    return _select(config, _absolute_parts(config.split, sizes)), sizes
 
 
-def _read(config: DataConfig) -> tuple[datasets.Dataset, str]:
+def identity(config: DataConfig) -> list[object]:
+    """Return values that change if the documents of a corpus change."""
+    if config.source == "hub":
+        return [load_hub(config)._fingerprint, config.column, config.max_document_mb]
+    names = files(config) if config.path else library_files()
+    states = [(name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for name in names]
+    return [config.source, config.split, config.column, config.max_document_mb, states]
+
+
+def _select(config: DataConfig, parts: list[Any]) -> Iterator[Entry]:
+    for part in parts:
+        row = 0
+        for entry in _all_documents(config):
+            if row >= part.to:
+                break
+            if row >= part.from_:
+                yield entry
+            row += entry[1] is not None
+
+
+def _all_documents(config: DataConfig) -> Iterator[Entry]:
     match config.source:
         case "stdlib":
-            return _text_files(library_files(), config.split, errors="replace"), "text"
+            for file in map(Path, library_files()):
+                yield str(file), file.read_text("utf-8-sig", "replace")
         case "packages":
-            return _select(datasets.Dataset.from_dict({"text": library_packages()}), config.split), "text"
+            for text in library_packages():
+                yield "a package", text
         case "text":
-            return _text_files(files(config), config.split, errors="strict"), "text"
+            for file in files(config):
+                yield file, _decode(file, _read_limited(file, config.max_document_mb), is_file=True)
         case "jsonl":
-            # The JSON reader of `datasets` requires that all files have the same columns. Therefore each line is read as text
-            # here, and `json_text` parses the line before it is tokenised.
-            return _select(
-                _not_blank(_text_files(files(config), "train", errors="strict", sample_by="line")), config.split
-            ), "text"
+            for file in files(config):
+                yield from _json_rows(file, config)
         case "parquet":
-            return _parquet_column(config), config.column
-    # The only other source is "hub".
-    return datasets.load_dataset(_hub_name(config), config.subset, split=config.split), config.column
+            for file in files(config):
+                yield from _parquet_rows(file, config)
 
 
-def _text_files(names: list[str], split: str, errors: str, sample_by: str = "document") -> datasets.Dataset:
-    # The encoding "utf-8-sig" skips the byte-order mark at the beginning of a file.
-    encoding = dict(encoding="utf-8-sig", encoding_errors=errors)
-    return datasets.load_dataset("text", data_files=names, sample_by=sample_by, split=split, **encoding)
+def _open(file: str) -> BinaryIO:
+    """Open a file that may be compressed."""
+    if ARCHIVE.search(file):
+        raise ConfigError(f"{file} is an archive: extract it, and set data.path to its files")
+    with open(file, "rb") as stream:
+        start = stream.read(7)
+    if start.startswith(ZSTANDARD):
+        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    return next((opener for magic, opener in MAGIC.items() if start.startswith(magic)), open)(file, "rb")
 
 
-def _not_blank(rows: datasets.Dataset) -> datasets.Dataset:
-    """Remove blank lines from the lines of all files, so that blank lines do not count in a slice such as "train[:90%]"."""
-    kept = rows.filter(lambda lines: [bool(line.strip()) for line in lines], input_columns=["text"], batched=True, desc="read")
-    # `datasets` reads a filtered dataset through a list of indices, which is slower. Most files contain no blank lines.
-    return rows if len(kept) == len(rows) else kept
-
-
-def _select(rows: datasets.Dataset, split: str) -> datasets.Dataset:
-    """Return a slice of `rows`, which are the complete split "train". `info.splits` contains the number of `rows`."""
-    parts = _absolute_parts(split, {"train": len(rows)})
-    selected = datasets.concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
-    size = datasets.SplitInfo(name="train", num_examples=len(rows))
-    selected.info.splits = datasets.SplitDict({"train": size})
-    return selected
-
-
-def _parquet_column(config: DataConfig) -> datasets.Dataset:
-    """Read only the text column of Parquet files, because the files may differ in their other columns."""
-    names = files(config)
+def _read_limited(file: str, limit_mb: int) -> bytes:
     try:
-        return datasets.load_dataset("parquet", data_files=names, split=config.split, columns=[config.column])
-    except Exception:
-        # If a file lacks the text column, the error of the reader does not name the file. Find this file for the error message.
-        for file in itertools.chain.from_iterable(map(glob.glob, names)):
-            columns = pyarrow.parquet.read_schema(file).names
-            if config.column not in columns:
-                raise no_column(file, config.column, columns) from None
-        raise
+        with _open(file) as stream:
+            content = stream.read(limit_mb * 10**6 + 1)
+    except READ_ERRORS as error:
+        raise _cannot_read_file(file, error) from error
+    _check_size(file, len(content), limit_mb)
+    return content
+
+
+def _json_rows(file: str, config: DataConfig) -> Iterator[Entry]:
+    limit = config.max_document_mb * 10**6
+    try:
+        with _open(file) as stream:
+            for number in itertools.count(1):
+                # The length is limited, because a file without line breaks may be larger than the memory.
+                line = stream.readline(limit + 2)
+                if not line:
+                    return
+                where = f"{file}, line {number}"
+                _check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
+                text = _json_text(where, line, config.column)
+                del line  # A document may have hundreds of megabytes.
+                yield where, text
+    except READ_ERRORS as error:
+        raise _cannot_read_file(file, error) from error
+
+
+def _parquet_rows(file: str, config: DataConfig) -> Iterator[Entry]:
+    column = config.column
+    try:
+        with pyarrow.parquet.ParquetFile(file) as reader:
+            if reader.metadata.num_rows == 0:  # such a file may have no columns
+                return
+            schema = reader.schema_arrow
+            if column not in schema.names:
+                raise no_column(file, column, schema.names)
+            if (kind := schema.field(column).type) not in (pyarrow.string(), pyarrow.large_string(), pyarrow.null()):
+                raise no_text(file, column, kind)
+            number = itertools.count(1)
+            for batch in reader.iter_batches(batch_size=64, columns=[column]):
+                for value in batch.column(0):
+                    yield _arrow_text(f"{file}, row {next(number)}", value, config.max_document_mb)
+    except READ_ERRORS as error:
+        raise _cannot_read_file(file, error) from error
+
+
+def _hub_rows(rows: datasets.Dataset, config: DataConfig) -> Iterator[Entry]:
+    if config.column not in rows.features:
+        raise no_column(config.description, config.column, rows.features)
+    if getattr(kind := rows.features[config.column], "dtype", None) not in ("string", "large_string"):
+        raise no_text(config.description, config.column, kind)
+    number = itertools.count(1)
+    for batch in rows.select_columns(config.column).with_format("arrow").iter(64):
+        for value in batch[config.column]:
+            yield _arrow_text(f"{config.description}, row {next(number)}", value, config.max_document_mb)
+
+
+def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> Entry:
+    content = value.as_buffer().to_pybytes() if value.is_valid else b""
+    _check_size(where, len(content), limit_mb)
+    return where, _decode(where, content)
+
+
+def _decode(where: str, content: bytes, is_file: bool = False) -> str:
+    try:
+        return content.decode("utf-8-sig")  # without the byte-order mark at the beginning of a file
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        where += f", line {line}" if is_file else ""
+        byte = f"{content[error.start]:#04x}"
+        raise ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it") from None
+
+
+def _check_size(where: str, size: int, limit_mb: int) -> None:
+    if size > limit_mb * 10**6:
+        raise ConfigError(
+            f"{where} has more than data.max_document_mb={limit_mb} MB: split this document, or raise data.max_document_mb"
+        )
+
+
+# The errors of all readers. zlib.error and lzma.LZMAError have only Exception as a common base.
+READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
+
+
+def _cannot_read_file(file: str, error: Exception) -> ConfigError:
+    reason = next(iter(str(error).splitlines()), "").rstrip(".")
+    return ConfigError(f"{file} cannot be read: {type(error).__name__}: {reason}; check the file, or remove it")
 
 
 def library_files() -> list[str]:
@@ -122,24 +223,34 @@ def library_packages() -> list[str]:
 
 
 def files(config: DataConfig) -> list[str]:
-    """Return the files that `data.path` matches.
-
-    Returns:
-        The sorted absolute paths. In each path, characters with a special meaning in glob patterns are escaped.
+    """Return the files that `data.path` names, as sorted absolute paths.
 
     Raises:
-        ConfigError: data.path is missing, is a folder, or matches no file.
+        ConfigError: data.path is missing, or names no file.
     """
     if not config.path:
-        raise ConfigError(f"data.source={config.source} requires data.path: a file or a glob such as 'corpus/**/*.txt'")
-    if Path(config.path).expanduser().is_dir():
-        raise ConfigError(f"data.path={config.path} is a folder: pass its files, such as '{config.path}/**/*.*'")
-    pattern = str(Path(config.path).expanduser())
-    names = [pattern] if Path(pattern).exists() else glob.glob(pattern, recursive=True)
-    found = sorted(name for name in names if Path(name).is_file())
+        raise ConfigError(f"data.source={config.source} requires data.path: a file, a folder or a glob such as 'corpus/*.txt'")
+    path, pattern = Path(config.path).expanduser(), ""
+    if path.is_dir():
+        pattern = NAMES_IN_FOLDERS[config.source]
+        endings = tuple(f"{ending}{suffix}" for ending in pattern.replace("*", "").split(", ") for suffix in COMPRESSED)
+        names = [name for name in glob(f"{escape(str(path))}/**", recursive=True) if name.endswith(endings)]
+    else:
+        names = [str(path)] if path.exists() else glob(str(path), recursive=True)
+    # Earlier versions sorted the escaped paths. Their checkpoints contain a position in the data, so the order must not change.
+    found = sorted({str(Path(name).resolve()) for name in names if Path(name).is_file()}, key=escape)
     if not found:
-        raise ConfigError(f"data.path={config.path} matches no file: pass a file or a glob such as 'corpus/**/*.txt'")
-    return sorted({glob.escape(str(Path(name).resolve())) for name in found})
+        matches = f"is a folder without a file {pattern}" if pattern else "matches no file"
+        raise ConfigError(f"data.path={config.path} {matches}: pass a file, a folder or a glob such as 'corpus/**/*.txt'")
+    return found
+
+
+def load_hub(config: DataConfig) -> datasets.Dataset:
+    """Return a dataset of the Hugging Face hub."""
+    # Some datasets contain code. Without this setting, releases of `datasets` before 4 would ask the user, or read an
+    # environment variable, to decide whether to run such code.
+    datasets.config.HF_DATASETS_TRUST_REMOTE_CODE = False
+    return datasets.load_dataset(_hub_name(config), config.subset, split=config.split)
 
 
 def _hub_name(config: DataConfig) -> str:
@@ -150,28 +261,37 @@ def _hub_name(config: DataConfig) -> str:
     return config.path
 
 
-def json_text(line: str, column: str) -> str | None:
-    """Return the text that a line of JSON contains under the name `column`.
-
-    The result is None if the line is empty or the text is null.
+def _json_text(where: str, line: bytes, column: str) -> str | None:
+    """Return the text that a line of JSON contains under the name `column`, "" for null, or None for a blank line.
 
     Raises:
-        ConfigError: the line is not a JSON object, or the line does not contain text under this name.
+        ConfigError: the line is not a JSON object, or does not contain text under this name.
     """
-    if not line.strip():
+    content = _decode(where, line)
+    if not (content := content.strip()):
         return None
-    shown = f"data.source=jsonl: the line {line[:60]!r}" + "..." * (len(line) > 60)
     try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{shown} is not valid JSON ({error}): check the file") from None
+        row = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        reason = getattr(error, "msg", error)
+        raise ConfigError(f"{where} is not valid JSON ({reason}): check the line, which begins with {content[:30]!r}") from None
     if not isinstance(row, dict):
-        raise ConfigError(f"{shown} is not a JSON object with a text column: check the file")
+        raise ConfigError(
+            f"{where} is not a JSON object with a text column: check the line, which begins with {content[:30]!r}"
+        )
     if column not in row:
-        raise no_column(shown, column, row)
+        raise no_column(where, column, row)
     if not isinstance(row[column], str | None):
-        raise no_text(shown, column, f"{row[column]!r:.60}")
-    return row[column]
+        raise no_text(where, column, f"{row[column]!r:.60}")
+    text = row[column] or ""
+    try:
+        text.isascii() or text.encode()
+    except UnicodeEncodeError as error:
+        escaped = f"\\u{ord(text[error.start]):x}"
+        raise ConfigError(
+            f"{where} contains {escaped}, half of a surrogate pair, which is not text: correct the line"
+        ) from None
+    return text
 
 
 def are_disjoint(training: DataConfig, held_out: DataConfig, sizes: dict[str, int]) -> bool:
@@ -226,8 +346,6 @@ def cannot_read(config: DataConfig, error: BaseException) -> ConfigError:
     while error.__cause__:
         error = error.__cause__
     reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '').rstrip('.')}"
-    if isinstance(error, SchemaInferenceError):
-        reason = "there is no text in it"  # `datasets` raises this error if the files contain no row.
     advice = "check the file, its encoding (UTF-8) and data.split"
     if config.source == "hub":
         advice = "check data.path, data.subset, data.split and the network, or download the dataset and use data.source=parquet"

@@ -4,6 +4,7 @@ import importlib
 import linecache
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -246,21 +247,16 @@ def test_a_document_has_bos_and_eos_if_the_tokenizer_has_both(tmp_path):
     tokenizer.bos = 255
     batch = load(write_text(tmp_path), tokenizer).batch([0])
     assert batch.tokens.tolist() == [[255, *b"tex"]]
-    documents = packing._tokenise(["ab", None, ""], tokenizer, "", None)
-    assert [document.tolist() for document in documents["tokens"]] == [[255, *b"ab", EOS]] and documents["length"] == [4]
+    assert packing._tokenise("ab", tokenizer).tolist() == [255, *b"ab", EOS]
 
 
 def test_packing_code_that_changed_tokenises_the_text_again(tmp_path, monkeypatch):
     corpus = write_text(tmp_path)
     assert load(corpus, BytesTokenizer()).batch([0]).tokens.tolist() == [[EOS, *b"tex"]]
 
-    def append_eos(texts, tokenizer, **_):
-        tokens = [np.append(tokenizer.encode(text), tokenizer.eos) for text in texts]
-        return {"tokens": tokens, "length": list(map(len, tokens))}
+    def append_eos(text, tokenizer):
+        return np.append(tokenizer.encode(text), tokenizer.eos)
 
-    # The cache of `datasets` identifies a function by these names.
-    for attribute in ("__module__", "__qualname__", "__name__"):
-        setattr(append_eos, attribute, getattr(packing._tokenise, attribute))
     monkeypatch.setattr(packing, "_tokenise", append_eos)
     assert load(corpus, BytesTokenizer()).batch([0]).tokens.tolist() == [[*b"text"]]
 
@@ -273,6 +269,30 @@ def test_a_corpus_without_text_is_an_error(tmp_path):
 def test_other_ranks_find_the_tokens_of_rank_0(tmp_path):
     run_ranks(_load_on_a_rank, 2, tmp_path / "ranks", write_text(tmp_path, "some text"), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("tokenised_by_*")) == ["tokenised_by_0"]
+
+
+def test_a_killed_tokenisation_continues(tmp_path, monkeypatch):
+    """The cache has files of one document. The process is killed while it tokenises the next document."""
+    corpus = write_lines(tmp_path, eval_fraction=0.0)
+    monkeypatch.setattr(packing, "BATCH_TOKENS", 1)
+    monkeypatch.setattr(packing, "FILE_TOKENS", 7)
+    encode, folder = BytesTokenizer.encode, Path(datasets.config.HF_DATASETS_CACHE) / "ringattn"
+    for killed_at in ("line 4", "line 9", None):
+        encoded = []
+
+        def record(self: BytesTokenizer, text: str, killed_at=killed_at, encoded=encoded) -> np.ndarray:
+            if text == killed_at:
+                next(folder.glob("*/")).joinpath("x.partial").touch()  # a kill leaves the file that is being written
+                raise KeyboardInterrupt
+            encoded.append(text)
+            return encode(self, text)
+
+        monkeypatch.setattr(BytesTokenizer, "encode", record)
+        with pytest.raises(KeyboardInterrupt) if killed_at else nullcontext():
+            documents = packing.load_documents(corpus, BytesTokenizer())
+    assert encoded == ["line 9"] and not list(folder.rglob("*.partial"))
+    assert [bytes(tokens[1:]).decode() for tokens in documents["tokens"]] == [f"line {i}" for i in range(10)]
+    assert documents.info.splits["train"].num_examples == 10
 
 
 def test_other_ranks_wait_for_rank_0(tmp_path):
@@ -362,5 +382,5 @@ def test_an_error_of_held_out_text_names_its_settings(tmp_path):
 
 def test_a_checksum_of_the_code_covers_everything_that_makes_tokens():
     code = packing._code(BytesTokenizer())
-    for function in (packing._tokenise, sources.json_text, BytesTokenizer.encode):
+    for function in (packing._tokenise, sources._json_text, BytesTokenizer.encode):
         assert f"def {function.__name__}(" in code
