@@ -162,6 +162,7 @@ TEXTS = pa.table({"text": ["one", None, "three"]})
         ("parquet", parquet(pa.table({"text": [[1]]})), ": column 'text' contains list<.*>, but text is required"),
         ("parquet", parquet(TEXTS).replace(b"three", b"th\xffee"), ", row 3: the byte 0xff is not UTF-8"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "content",
 )
 def test_an_error_names_the_file_and_the_line_or_row(source, content, message, tmp_path):
     """One of many files is wrong. The other files are correct."""
