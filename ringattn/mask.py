@@ -6,7 +6,7 @@ mask by only two integers per query. `intervals_at` computes these integers, and
 causality, windows and documents.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,20 +25,26 @@ Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
 
 def _per_entry(documents: Lengths | None) -> tuple[tuple[int, ...], ...] | None:
-    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries."""
+    """Return one tuple of lengths per batch entry. A flat list becomes a single tuple, which applies to all batch entries.
+
+    Empty documents are left out, because collators pad cu_seqlens by repeating its last entry.
+    """
     if documents is None:
         return None
     try:
         entries = tuple(x.tolist() if hasattr(x, "tolist") else x for x in documents)  # accepts tensors and arrays as well
         if not entries or not all(isinstance(entry, Sequence) for entry in entries):
             entries = (entries,)
-        if any(bool in map(type, entry) for entry in entries):
+        if isinstance(documents, Set | Mapping) or any(bool in map(type, entry) for entry in entries):
             raise TypeError
-        return tuple(tuple(map(index, entry)) for entry in entries)
+        lengths = [[index(length) for length in entry] for entry in entries]
     except (TypeError, RuntimeError):
         raise ValueError(
             f"documents={shown(documents)}: it must be a list of integers, or one such list per batch entry"
         ) from None
+    if any(length < 0 for entry in lengths for length in entry):
+        raise ValueError(f"documents contain the length {min(map(min, filter(None, lengths)))}: lengths must not be negative")
+    return tuple(tuple(length for length in entry if length) for entry in lengths)
 
 
 @dataclass(frozen=True)
@@ -63,11 +69,6 @@ class Mask:
         # A frozen dataclass forbids normal assignment, even in __post_init__.
         object.__setattr__(self, "window", as_window(self.window))
         object.__setattr__(self, "documents", _per_entry(self.documents))
-        for entry in self.documents or ():
-            if any(length < 1 for length in entry):
-                raise ValueError(
-                    f"documents contain the length {min(entry)}: use 1 or more; for cu_seqlens, pass cu_seqlens.diff()"
-                )
         object.__setattr__(self, "totals", tuple(sum(entry) for entry in self.documents or ()))
         if any(total > UNLIMITED for total in self.totals):
             raise ValueError(f"documents sum to {max(self.totals)} tokens: the sum must be at most 2**62")
@@ -91,11 +92,11 @@ class Mask:
             window: the number of keys that a query attends to, which includes the key at its own position. The other keys are
                 those directly before it. None for all keys.
             documents: lengths of packed documents, which must sum to S. A query attends to keys of its own document only.
-                Pass either one list or tensor for all batch entries, or one list or tensor per batch entry. Pass None if the
-                sequence is one document.
+                A length of 0 has no effect. For cu_seqlens, pass `cu_seqlens.diff()`. Pass either one list or tensor for all
+                batch entries, or one list or tensor per batch entry. Pass None if the sequence is one document.
 
         Raises:
-            ValueError: the window or the length of a document is not an integer, or is below 1.
+            ValueError: the window is not an integer of at least 1, or a length is not an integer of at least 0.
         """
         return cls(True, window, documents)
 
@@ -123,7 +124,10 @@ class Mask:
         seq_len, batch = as_integer("seq_len", seq_len), None if batch is None else as_integer("batch", batch)
         for total in self.totals:
             if total != seq_len:
-                raise ValueError(f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal")
+                raise ValueError(
+                    f"documents sum to {total} tokens but the sequence has {seq_len}: the two must be equal; for cu_seqlens, "
+                    "pass cu_seqlens.diff()"
+                )
         if batch is not None and len(self.totals) not in (1, batch):
             raise ValueError(
                 f"documents for {len(self.totals)} batch entries, but the batch has {batch}: pass one list, or {batch}"

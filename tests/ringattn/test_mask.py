@@ -99,6 +99,29 @@ def test_documents_may_be_tensors(documents) -> None:
     assert Mask.causal(documents=documents) == Mask.causal(documents=lists) == Mask(True, None, lists)
 
 
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [
+        (torch.tensor([0, 0, 3, 3, 3, 5, 5], dtype=torch.int32).diff(), [3, 2]),
+        (np.diff([0, 3, 5, 5]), [3, 2]),
+        (torch.tensor([[0, 3, 5, 5], [0, 0, 0, 5]]).diff(), [[3, 2], [5]]),
+        ([[3, 0, 2], [5]], [[3, 2], [5]]),
+        ([0, 5, 0], [5]),
+        ([0, 0], []),
+    ],
+    ids=str,
+)
+def test_empty_documents_have_no_effect(documents: object, expected: list) -> None:
+    """Collators pad cu_seqlens by repeating its last entry."""
+    mask = Mask.causal(documents=documents)
+    assert mask == Mask.causal(documents=expected) and mask.lengths.equal(Mask.causal(documents=expected).lengths)
+
+
+def test_offsets_instead_of_lengths_raise_an_error() -> None:
+    with pytest.raises(ValueError, match="sum to 8 tokens but the sequence has 5: .* pass cu_seqlens.diff"):
+        Mask.causal(documents=torch.tensor([0, 3, 5])).check(5)
+
+
 def test_a_mask_holds_integers_of_python() -> None:
     """The ranks exchange the window as JSON, and operators receive it as an integer of 64 bits."""
     for window in (np.int64(5), torch.tensor(5)):
@@ -118,7 +141,14 @@ def test_an_invalid_window_raises_an_error(window: object) -> None:
 @pytest.mark.parametrize(
     "documents, message",
     (
-        ([3, 0], "length 0.*cu_seqlens"),
+        ([3, -1, 0], "length -1: lengths must not be negative"),
+        ([[], [2], [-3, 4]], "length -3"),
+        (torch.tensor(16), "integer"),
+        (np.array(16), "integer"),
+        (torch.tensor([[[3]]]), "integer"),
+        ({3, 2}, "integer"),
+        ({3: 2}, "integer"),
+        ([None], "integer"),
         ([2.7, 3.9], "2.7"),
         ("34", "34"),
         ([5, [3, 2]], "integer"),
