@@ -16,10 +16,10 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 if __name__ == "__main__":
     # Python puts the folder of a script first on its search path. With train/ on the search path, `import data` in another
@@ -47,7 +47,15 @@ from omegaconf import DictConfig, OmegaConf
 from ringattn.train import startup
 from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError
-from ringattn.train.errors import USER_ERRORS, exit_process, is_out_of_memory, report_error, terminate, terminate_on_error
+from ringattn.train.errors import (
+    USER_ERRORS,
+    describe_error,
+    exit_process,
+    is_out_of_memory,
+    report_error,
+    terminate,
+    terminate_on_error,
+)
 from ringattn.train.help import common_settings
 from ringattn.train.literal import literal_settings
 from ringattn.train.overrides import check_options, check_overrides, checked_name
@@ -55,10 +63,10 @@ from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.settings import resolve_settings
-from ringattn.train.sweep import is_job_of_sweep, job_directory, varied_lengths, varied_settings
+from ringattn.train.sweep import is_job_of_sweep, job_directory, jobs_of_sweep, varied_lengths, varied_settings
 from ringattn.train.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
 from ringattn.train.token_budget import by_ranks
-from ringattn.train.trainer import train
+from ringattn.train.trainer import check_job, train
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +112,28 @@ def run_as_rank_zero(launch: Launch) -> int:
     # `select_recipe` may add a recipe to the command line. Such a recipe is not a choice of the user.
     recipe_chosen = any(argument.startswith("recipe=") for argument in sys.argv)
 
+    def resolve(settings: DictConfig, overrides: list[str], directory: Path) -> Config:
+        given = [text for text in overrides if recipe_chosen or not text.startswith("recipe=")]
+        check_overrides(given)
+        return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
+
+    def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
+        """Check all jobs of a sweep before the first one starts. `directory` is the directory of any job."""
+        jobs.rejected, valid = {}, set()
+        logging.disable(logging.INFO)  # Each job logs its choices when it starts.
+        for overrides in jobs_of_sweep(params):
+            job = Outcome(overrides, varied_settings(overrides, params))
+            path = directory.parent / job_directory(overrides, params)
+            try:
+                config = resolve(hydra.compose("train", overrides), overrides, path)
+                run_on_all_ranks(check_job, config, path)
+                valid.add(config.data.seq_len)
+            except USER_ERRORS as error:
+                jobs.rejected[tuple(overrides)] = error
+                report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
+        logging.disable(logging.NOTSET)
+        jobs.lengths = [length for length in varied_lengths(params) if length in valid]
+
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
         directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
@@ -113,21 +143,21 @@ def run_as_rank_zero(launch: Launch) -> int:
         outcome = Outcome(overrides, varied_settings(overrides, params))
         jobs.outcomes.append(outcome)
         try:
+            check_name(settings.name, context)
+            if is_sweep and jobs.rejected is None:
+                check_jobs(directory, params)
+            if (error := (jobs.rejected or {}).get(tuple(overrides))) is not None:
+                outcome.result = describe_failure(error, directory)
+                return
             resumes = storage.latest(directory / "checkpoints") is not None
-            overrides = [text for text in overrides if recipe_chosen or not text.startswith("recipe=")]
-            check_overrides(overrides)
-            lengths = varied_lengths(params) if is_sweep else []
-            config = resolve_settings(to_config(settings), overrides, directory, lengths, dist.get_world_size())
-            check_name(config.name, context)
-            outcome.config = config
+            config = outcome.config = resolve(settings, overrides, directory)
             if is_sweep:
                 check_earlier_attempt(directory, launch.attempt)
-            broadcast_object((config, directory))
             if not resumes and context.runtime.choices.get("experiment") is None:
                 log.info(f"{'recipe':<12}{context.runtime.choices.recipe} (or recipe=cpu, recipe=gpu); override any setting")
             if launch.attempt > 1:
                 log.info(f"{'attempt':<12}{launch.attempt}, because torchrun has restarted all ranks")
-            outcome.result = train(config, directory)
+            outcome.result = run_on_all_ranks(train, config, directory)
         except (TrainingStopped, KeyboardInterrupt):
             outcome.result = "stopped"
             raise
@@ -155,19 +185,26 @@ def run_as_rank_zero(launch: Launch) -> int:
     return status or int(jobs.has_errors())
 
 
+def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
+    """Call `function(config, directory)`, also on the other ranks, which wait in `run_as_other_rank`."""
+    broadcast_object((function, config, directory))
+    return function(config, directory)
+
+
 def run_as_other_rank() -> int:
-    """Run the jobs that rank 0 broadcasts, until it broadcasts None. Return the exit status.
+    """Run the functions that rank 0 broadcasts, until it broadcasts None. Return the exit status.
 
     A user error or a request to stop ends the job on all ranks. Only rank 0 reports the error or the request, and only rank 0
     decides whether another job follows.
     """
     while (job := broadcast_object(None)) is not None:
+        function, config, directory = job
         try:
-            train(*job)
+            function(config, directory)
         except (*USER_ERRORS, TrainingStopped):
             pass
         except Exception as error:
-            describe_failure(error, job[1])
+            describe_failure(error, directory)
             raise
     return 0
 

@@ -87,22 +87,32 @@ class Run(InferenceRun):
         return self.sequences_per_step * self.config.data.seq_len
 
 
-def build(config: Config, init_from: Path | None = None) -> Run:
-    """Check the settings against the machine, load the data, and build the sharded model and its optimizer.
+@dataclass
+class Resources:
+    """The parts of a run that are chosen and loaded before its model is built. Attributes as in `Run`."""
 
-    Args:
-        config: the settings, which `config.check` has accepted.
-        init_from: the path of the initial weights of a new run. This function checks the weights but does not load
-            them. The weights are checked before the data is loaded, because loading the data may take a long time.
+    device: torch.device
+    bf16: bool
+    kernel: dispatch.Choice
+    tokenizer: Tokenizer
+    init_from_changes: str
+    mesh: Mesh
+    compiled: bool
+    recomputed_blocks: int
+    graphed: bool
+    needed: dict[str, float]
+    data: Sequences
+    held_out: Sequences | None
+
+
+def find_resources(config: Config, init_from: Path | None = None) -> Resources:
+    """Check the settings against the machine, choose what they leave open, and load the data. Arguments as in `build`.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
     """
-    set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
-        # The loader starts first, because its process imports its modules while this process builds the other parts.
-        loader = start_loader(device)
         tokenizer = load_tokenizer(config.data.tokenizer, config.data.eos_token, config.data.special_tokens)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -126,27 +136,49 @@ def build(config: Config, init_from: Path | None = None) -> Run:
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
+    parts = device, bf16, kernel, tokenizer, init_from_changes, mesh, compiled, recomputed_blocks, graphed, needed
+    return Resources(*parts, data, held_out)
+
+
+def build(config: Config, init_from: Path | None = None) -> Run:
+    """Check the settings against the machine, load the data, and build the sharded model and its optimizer.
+
+    Args:
+        config: the settings, which `config.check` has accepted.
+        init_from: the path of the initial weights of a new run. This function checks the weights but does not load
+            them. The weights are checked before the data is loaded, because loading the data may take a long time.
+
+    Raises:
+        ConfigError: on every rank, if the machine or a file does not support the settings.
+    """
+    set_deterministic(config.trainer.deterministic)  # This call must come before the first use of the device.
+    with sync_errors():
+        # The loader starts first, because its process imports its modules while this process builds the other parts.
+        loader = start_loader(pick_device(config.trainer.device))
+    found = find_resources(config, init_from)
+    device, mesh, tokenizer = found.device, found.mesh, found.tokenizer
     startup.end_part("data")
     ranks = (axis.get_local_rank() for axis in (mesh.dp, mesh.ring))
-    loader.begin(Preparation(config, data, mesh.shape, *ranks, is_fixed=graphed))
+    loader.begin(Preparation(config, found.data, mesh.shape, *ranks, is_fixed=found.graphed))
     # The initial timeout is long, because tokenising a corpus may take many minutes. The text is now tokenised, so the timeout
     # of the settings applies from here on.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
     with torch.device("meta"):
         model = GPT(config.model, tokenizer.vocab_size)
-    if compiled:
+    if found.compiled:
         compile_blocks(model)
-    checkpoint_activations(model, recomputed_blocks)
-    shard_model(model, mesh, device, config.trainer.seed, bf16)
+    checkpoint_activations(model, found.recomputed_blocks)
+    shard_model(model, mesh, device, config.trainer.seed, found.bf16)
     graphs = None
-    if graphed:
-        graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, bf16, device)
+    if found.graphed:
+        graphs = ModelGraphs(model, config, mesh, tokenizer.vocab_size, found.bf16, device)
         loader.learn(graphs.slots.requests)
     optimizer = optim.build(model, config.optim)
     peak_flops = config.trainer.peak_tflops * 1e12 if config.trainer.peak_tflops else flops.peak_flops(device)
-    parts = config, device, mesh, tokenizer, held_out, kernel, bf16, compiled, recomputed_blocks, model
-    return Run(*parts, data, needed, optimizer, peak_flops, init_from, loader, graphs, init_from_changes)
+    chosen = found.kernel, found.bf16, found.compiled, found.recomputed_blocks
+    parts = config, device, mesh, tokenizer, found.held_out, *chosen, model
+    return Run(*parts, found.data, found.needed, optimizer, peak_flops, init_from, loader, graphs, found.init_from_changes)
 
 
 def build_for_inference(config: Config, weights: Path) -> InferenceRun:

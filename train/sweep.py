@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
@@ -63,6 +64,12 @@ def varied_lengths(params: Mapping[str, Any] | None = None) -> list[int]:
     if override is None or not override.is_discrete_sweep():
         return []
     return [int(value) for value in override.sweep_string_iterator() if value.isdecimal() and int(value) > 0]
+
+
+def jobs_of_sweep(params: Mapping[str, Any] | None = None) -> list[list[str]]:
+    """Return the overrides of every job of the sweep, in the order in which Hydra runs the jobs."""
+    overrides = [each for key, each in _parse(params).items() if not key.startswith(("hydra.", "hydra/"))]
+    return BasicSweeper.split_arguments(overrides, max_batch_size=None)[0]
 
 
 def _parse(params: Mapping[str, Any] | None) -> dict[str, Override]:

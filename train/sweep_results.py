@@ -51,10 +51,19 @@ class Outcome:
 
 @dataclass
 class Jobs:
-    """The jobs that a launch has started, and the directory of the sweep. The directory is None if there is no sweep."""
+    """The jobs that a launch has started.
+
+    Attributes:
+        outcomes: the jobs and their results.
+        directory: the directory of the sweep; None if there is no sweep.
+        rejected: the errors of the jobs of the sweep that cannot run, by their overrides; None before the jobs were checked.
+        lengths: the values of `data.seq_len` of the other jobs, if the sweep varies this setting.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     directory: Path | None = None
+    rejected: dict[tuple[str, ...], Exception] | None = None
+    lengths: list[int] = field(default_factory=list)
 
     def write_results(self) -> None:
         """In a sweep, write the table sweep.md and the picture sweep.png of all jobs so far."""

@@ -20,10 +20,10 @@ from ringattn.train.data.recall import evaluation_lengths
 from ringattn.train.description import communication_facts, describe, run_facts
 from ringattn.train.evaluate import evaluate
 from ringattn.train.evaluate_recall import evaluate_recall
-from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+from ringattn.train.parallel.ranks import broadcast_object, set_deterministic, sync_errors
 from ringattn.train.profiling import Profiler
 from ringattn.train.recall_results import to_metrics
-from ringattn.train.setup import Run, build, choose_fastest_mesh
+from ringattn.train.setup import Run, build, choose_fastest_mesh, find_resources
 from ringattn.train.step import take_step
 from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
 from ringattn.train.sweep import is_job_of_sweep
@@ -51,11 +51,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
     """
     startup.begin_job()
     startup.end_part("settings")
-    if config.parallel.mesh == "fastest":
-        choose_fastest_mesh(config)
-    with sync_errors():
-        resolve_token_budget(config, dist.get_world_size())
-        check(config, dist.get_world_size())
+    check_settings(config)
     if preemption.any_rank_stop_requested(config.trainer.time_limit_s):
         log.info(f"{'stopped':<12}on request, before {directory} was started")
         raise preemption.TrainingStopped
@@ -87,6 +83,26 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         with wandb_run:
             take_steps(run, directory, done, consumed, wandb_run)
             return write_results(run, directory, done, wandb_run)
+
+
+def check_settings(config: Config) -> None:
+    """Check the settings without the data and the weights, and set those that follow from other settings, on all ranks."""
+    if config.parallel.mesh == "fastest":
+        choose_fastest_mesh(config)
+    with sync_errors():
+        resolve_token_budget(config, dist.get_world_size())
+        check(config, dist.get_world_size())
+
+
+def check_job(config: Config, directory: Path) -> None:
+    """Check a job of a sweep before any job starts: its settings, its data, and the memory that it needs.
+
+    All ranks call this function with the same arguments. The data is then in the cache. Errors as in `train`.
+    """
+    check_settings(config)
+    set_deterministic(config.trainer.deterministic)
+    is_new = storage.latest(directory / "checkpoints") is None
+    find_resources(config, initial_weights.initial_weights_path(config) if is_new else None)
 
 
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:

@@ -212,6 +212,42 @@ def test_sweep_over_lengths_has_the_same_tokens_per_step(corpus, run_command_lin
         assert table.count(f"| {256 * steps} | 256 |") == 2
 
 
+@pytest.mark.parametrize(
+    ("varied", "rejected", "tokens"),
+    [
+        pytest.param("data.seq_len=32,100000,64", ["the corpus has"], 128, id="corpus is too short"),
+        pytest.param("data.seq_len=32,64,0", ["data.seq_len=0: must be"], 128, id="invalid value", marks=pytest.mark.slow),
+        pytest.param(
+            "data.seq_len=32,64 data.path=/missing,corpus/*.txt",
+            ["matches no file"] * 2,
+            128,
+            id="missing files",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "data.seq_len=32,999999 model.vocab_size=300,1000000000",
+            ["would need about", "the corpus has", "would need about"],
+            64,
+            id="too little memory",
+        ),
+        pytest.param(
+            "optim.lr=0.1,1000 data.seq_len=48", ["optim.lr=1000.0: must be"], 96, id="one length", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_sweep_checks_all_jobs_before_the_first_one(varied, rejected, tokens, corpus, run_command_line, capfd, tmp_path):
+    """Jobs that cannot run are reported first, and their lengths do not count for the tokens of a step."""
+    arguments = [*SMALL, "data=text", f"data.path={corpus}", "trainer.steps=1", "name=a", "model.layers=1"]
+    assert run_command_line("-m", *arguments, *varied.split()) == 1
+    output = capfd.readouterr()
+    errors = [text for text in output.err.splitlines() if text.startswith("error: ")]
+    assert all(reason in error and " cannot run: " in error for error, reason in zip(errors, rejected, strict=True)), errors
+    rows = (tmp_path / "outputs" / "a" / "sweep.md").read_text().splitlines()
+    cells = [row.split(" | ") for row in rows if row.startswith("| ") and "overrides" not in row]
+    assert sum(row[1] in ("failed", "out of memory") for row in cells) == len(rejected)
+    assert {row[4] for row in cells if row[1] not in ("failed", "out of memory")} == {str(tokens)}
+
+
 def run_out_of_memory(*arguments: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
 
