@@ -287,8 +287,8 @@ class TrainerConfig:
     # The number of target tokens of an evaluation, which are spread over the held-out text. They are the same for every
     # `data.seq_len`. If the held-out text has fewer tokens, all of them are target tokens.
     eval_tokens: int = 8_192
-    # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step
-    # or leaves its evaluation, saves a checkpoint and exits. None: no limit.
+    # A run stops when this many seconds have passed since the launch of torchrun. The run then completes its current step,
+    # or leaves its evaluation or a step of several micro-steps. It saves a checkpoint and exits. None: no limit.
     time_limit_s: float | None = None
     # The checkpoint to resume: "auto" (the latest checkpoint of this run, if there is one), "never", or the path of a
     # checkpoint. If the path is a checkpoint of another run, this run starts as a branch of that run. If the path is a

@@ -202,7 +202,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
 
     Raises:
-        EvaluationStopped: on every rank, if any rank was asked to stop.
+        StoppedEarly: on every rank, if any rank was asked to stop.
     """
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
@@ -230,7 +230,7 @@ def evaluate(run: InferenceRun) -> dict[str, float]:
     All ranks call this function together and return the same losses.
 
     Raises:
-        EvaluationStopped: on every rank, if any rank was asked to stop.
+        StoppedEarly: on every rank, if any rank was asked to stop.
     """
     data = run.config.data
     return to_metrics(evaluate_lengths(run, default_lengths(data.seq_len, data.source)))

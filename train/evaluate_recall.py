@@ -88,7 +88,7 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int]) -> Accuracies:
         lengths: the lengths of the sequences in tokens.
 
     Raises:
-        EvaluationStopped: on every rank, if any rank was asked to stop.
+        StoppedEarly: on every rank, if any rank was asked to stop.
     """
     lengths = list(lengths)
     accuracies: Accuracies = {}

@@ -1,7 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, SIGHUP, Ctrl-C or at its time limit. The run then completes its current step, or leaves its evaluation,
-saves a checkpoint and exits. If the run is launched again, it resumes from this checkpoint and repeats the evaluation.
+A run stops on SIGTERM, SIGHUP, Ctrl-C or at its time limit. The run then completes its current step, or leaves a step of
+several micro-steps or an evaluation. It saves a checkpoint and exits. If the run is launched again, it resumes from this
+checkpoint, and repeats the step or the evaluation that it has left.
 """
 
 import os
@@ -25,7 +26,7 @@ _received_signals: set[int] = set()
 # returns to Python. During a save, this may take longer than torchrun waits, because fsync writes many gigabytes.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-REQUESTED = "{}: the run saves a checkpoint after this step and ends{}\n"
+REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpoint{}\n"
 
 
 def _launch_time() -> float:
@@ -55,8 +56,8 @@ class TrainingStopped(SystemExit):
     """
 
 
-class EvaluationStopped(Exception):
-    """Any rank was asked to stop during an evaluation. All ranks have left the evaluation, and its results are lost."""
+class StoppedEarly(Exception):
+    """Any rank was asked to stop during a step or an evaluation. All ranks have left it, and its results are lost."""
 
 
 @contextmanager

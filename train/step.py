@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel import memory
 from ringattn.train.parallel.mesh import attention
 from ringattn.train.setup import InferenceRun, Run
+
+Work = TypeVar("Work")
 
 
 class ReadyMicroStep(NamedTuple):
@@ -62,6 +64,8 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. The run must then not be saved, because its
             parameters have been updated.
+        StoppedEarly: on every rank between the same two micro-steps, if any rank should stop. The gradients of the step are
+            discarded, and the parameters are those after the previous step.
     """
     start = time.perf_counter()
     ready = prepare_step(run, consumed)
@@ -71,15 +75,20 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     num_valid = max(ready.num_labels, 1)
     # One all-reduce sums the loss, the number of ranks that should stop, and the squared norms of the gradients.
     sums = torch.zeros(2, dtype=torch.float32, device=run.device)
-    for micro_step in ready.micro_steps:
-        loss = compute_loss(run, micro_step, num_valid)
-        # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for every
-        # backward pass, and would compete with this thread for Python's lock.
-        with torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
-        if run.graphs is not None:
-            run.graphs.finish()
-        sums[0] += loss.detach()
+    micro_steps = ready.micro_steps
+    try:
+        for micro_step in until_stopped(run, micro_steps) if len(micro_steps) > 1 else micro_steps:
+            loss = compute_loss(run, micro_step, num_valid)
+            # The backward pass runs in this thread. If it ran in a thread of autograd, that thread would have to wake up for
+            # every backward pass, and would compete with this thread for Python's lock.
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
+            if run.graphs is not None:
+                run.graphs.finish()
+            sums[0] += loss.detach()
+    except preemption.StoppedEarly:
+        run.optimizer.zero_grad()
+        raise
     # The assignment `sums[1] = value` would copy the value from the CPU, and this copy would wait until the GPU is idle.
     sums[1].fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
     sums = torch.cat((sums, optim.squared_norms(run.model)))
@@ -89,7 +98,7 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     lr = update(run, step, grad_norm)
     # The CPU prepares the next step while the GPU is still computing.
     if step < run.config.trainer.steps:
-        data_wait += prefetch_step(run, consumed + run.sequences_per_step, ready.micro_steps[-1])
+        data_wait += prefetch_step(run, consumed + run.sequences_per_step, micro_steps[-1])
     loss, num_stopping, grad_norm = read_results()
     if not math.isfinite(loss) or not math.isfinite(grad_norm):
         raise Diverged(
@@ -213,20 +222,20 @@ def compute_loss(run: Run, micro_step: ReadyMicroStep, num_valid: int) -> Tensor
     return run.model(shard.tokens, shard.positions, attend, finish)
 
 
-def until_stopped(run: InferenceRun, batches: Iterable[int]) -> Iterator[int]:
-    """Yield the batches of an evaluation in a training run. All ranks must yield the same number of batches.
+def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
+    """Yield the micro-steps of a step or the batches of an evaluation. All ranks must yield the same number of batches.
 
-    A request to stop ends the evaluation after at most two further batches, which together take less time than a training step.
+    A request to stop ends the work after at most two further batches.
 
     Raises:
-        EvaluationStopped: on every rank before the same batch, if any rank should stop.
+        StoppedEarly: on every rank before the same batch, if any rank should stop.
     """
     read_request = None
     for batch in batches:
         # The result is read one batch late. The CPU can thus launch a batch while the GPU computes the previous one, but the
         # CPU cannot launch all batches ahead, before the request comes.
         if read_request is not None and any(read_request()):
-            raise preemption.EvaluationStopped
+            raise preemption.StoppedEarly
         request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))
         dist.all_reduce(request, dist.ReduceOp.MAX)
         read_request = start_reading(request)

@@ -168,19 +168,25 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
 
     Raises:
         TrainingStopped: on every rank, if any rank was asked to stop before the last step or before the end of its evaluation.
-            A checkpoint is saved.
+            The last complete step is saved.
     """
     trainer = run.config.trainer
     gc.freeze()  # Collecting the objects that exist now would take 0.2 s, and all ranks would wait.
     with sync_errors():
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
+    saved = done  # the step of the newest checkpoint
     with closing(recorder), closing(profiler), preemption.handle_stop_signals():
         repeat_evaluation(run, directory, done, recorder, wandb_run)
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
-            with profiler.profile_step(step):
-                record, stop = take_step(run, step, consumed)
+            try:
+                with profiler.profile_step(step):
+                    record, stop = take_step(run, step, consumed)
+            except preemption.StoppedEarly:
+                if saved < step - 1:
+                    timed_save(run, directory, step - 1, consumed, recorder)
+                end_stopped_run(directory, step - 1, wandb_run)
             seconds = time.perf_counter() - start
             if step == done + 1:
                 startup.end_part("first step")
@@ -198,12 +204,13 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
                 timed_save(run, directory, step, consumed, recorder)
+                saved = step
             # If the run must stop, it skips or leaves the evaluation, because the process may be killed soon. The next launch
             # then runs this evaluation.
             if evaluates and not stop:
                 try:
                     recorder.extend(step, **timed_evaluation(run))
-                except preemption.EvaluationStopped:
+                except preemption.StoppedEarly:
                     stop = True
             if step < trainer.steps and (is_saved or evaluates) and not stop:
                 # If the request came during the save or the last batches, the run must not take another step and save again.
@@ -228,7 +235,7 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
     if is_evaluated(run, step) and broadcast_object(recorder.lacks_evaluation(step)):
         try:
             recorder.amend(step, **timed_evaluation(run))
-        except preemption.EvaluationStopped:
+        except preemption.StoppedEarly:
             end_stopped_run(directory, step, wandb_run)
 
 
@@ -240,8 +247,11 @@ def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: me
 
 
 def end_stopped_run(directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
-    """Plot the losses of a run whose `step` is saved, and raise TrainingStopped."""
-    log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
+    """Plot the losses of a run whose `step`, the last complete one, is saved, and raise TrainingStopped."""
+    if storage.latest(directory / "checkpoints") is None:
+        log.info(f"{'stopped':<12}on request, before the first step was complete: launch the same command again")
+    else:
+        log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
     if dist.get_rank() == 0:
         metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
         wandb_run.log_picture("loss_curve", step, directory / "loss.png")
@@ -254,7 +264,7 @@ def timed_evaluation(run: Run) -> dict[str, float]:
     With data.source=recall, the result also contains the accuracies of `evaluate_recall`.
 
     Raises:
-        EvaluationStopped: on every rank, if any rank was asked to stop.
+        StoppedEarly: on every rank, if any rank was asked to stop.
     """
     start = time.perf_counter()
     results = evaluate(run)

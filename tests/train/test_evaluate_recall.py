@@ -14,7 +14,7 @@ from ringattn.train.config import Config
 from ringattn.train.data.recall import FIRST_KEY, FIRST_VALUE, NUM_VALUES, grid_batch
 from ringattn.train.evaluate_recall import count_correct, evaluate_recall
 from ringattn.train.model.loss import IGNORE
-from ringattn.train.preemption import EvaluationStopped
+from ringattn.train.preemption import StoppedEarly
 from ringattn.train.recall_results import from_metrics
 from ringattn.train.wandb_run import WandbRun
 from tests.distributed import run_ranks
@@ -90,7 +90,7 @@ def test_request_to_stop_ends_the_evaluation(batch_size, monkeypatch):
         run = run_setup.build(config)
         run.model = predictor(lambda tokens: calls.append(len(tokens)) or tokens)
         monkeypatch.setattr(preemption, "stop_requested", lambda time_limit_s: bool(calls))
-        with pytest.raises(EvaluationStopped):
+        with pytest.raises(StoppedEarly):
             evaluate_recall(run, [64, 64, 64])
     assert calls == [batch_size] * 2
 

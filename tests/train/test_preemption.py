@@ -19,10 +19,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ringattn.train import metrics, preemption, trainer
+from ringattn.train import metrics, preemption, step, trainer
 from ringattn.train.config import Config, ConfigError
 from ringattn.train.preemption import (
-    EvaluationStopped,
+    StoppedEarly,
     TrainingStopped,
     acquire_run_directory,
     handle_stop_signals,
@@ -48,7 +48,7 @@ def test_repeated_sigterm_is_one_request(capfd):
     with one_rank(), handle_stop_signals():
         assert not stop_requested(None)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert capfd.readouterr().err == "SIGTERM: the run saves a checkpoint after this step and ends\n"
+        assert capfd.readouterr().err == "SIGTERM: the run ends after this step or micro-step, and saves a checkpoint\n"
         os.kill(os.getpid(), signal.SIGTERM)
     assert capfd.readouterr().err == "" and stop_requested(None) and signal.getsignal(signal.SIGTERM) is previous
 
@@ -149,10 +149,96 @@ def test_sigterm_in_the_last_step_only_stops_the_evaluation(corpus, tmp_path, mo
     assert summary["steps"] == 4 and (tmp_path / "without evaluation" / "summary.json").exists()
 
 
+def job_of_micro_steps(corpus: str, steps: int = 4, **parallel: object) -> Config:
+    config = small_job(corpus, parallel.pop("ring", 1))
+    trainer_config, config.parallel.ulysses = config.trainer, parallel.pop("ulysses", 1)
+    trainer_config.steps, trainer_config.accumulate, trainer_config.eval_every, trainer_config.eval_tokens = steps, 6, 0, 61
+    config.model.layers = 1
+    return config
+
+
+def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
+    """Let one rank receive SIGTERM in this micro-step of the launch, counted from 1. Return the micro-steps that begin."""
+    begun, compute_loss = [], step.compute_loss
+
+    def compute_loss_with_signal(*arguments):
+        begun.append(len(begun) + 1)
+        if begun[-1] == number and dist.get_rank() == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute_loss(*arguments)
+
+    step.compute_loss = compute_loss_with_signal
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("micro_step", "every", "saved", "begun"),
+    [
+        (1, 0, None, 2),
+        (14, 0, 2, 15),
+        (16, 1, 2, 17),  # This launch has already saved step 2.
+        # The request comes too late to stop the step.
+        *(pytest.param(*values, marks=pytest.mark.slow) for values in ((6, 0, 1, 6), (23, 0, 4, 24))),
+        *(
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in ((7, 0, 1, 8), (10, 1, 1, 11), (15, 2, 2, 16), (22, 0, 3, 23))
+        ),
+    ],
+)
+def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, saved, begun, corpus, tmp_path, monkeypatch):
+    """The loss of every step, and the final parameters, are the same as without the request."""
+    config = job_of_micro_steps(corpus)
+    config.trainer.checkpoint_every = every
+    saves, save = [], trainer.save_checkpoint
+    monkeypatch.setattr(trainer, "save_checkpoint", lambda run, path, *rest: saves.append(rest[0]) or save(run, path, *rest))
+    monkeypatch.setattr(step, "compute_loss", step.compute_loss)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    with one_rank():
+        micro_steps = receive_sigterm_in_micro_step(micro_step)
+        with pytest.raises(TrainingStopped):
+            trainer.train(config, tmp_path / "run")
+        assert len(micro_steps) == begun and (saves or [None])[-1] == saved and len(saves) == len(set(saves))
+        assert [each["step"] for each in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, (saved or 0) + 1))
+        preemption._received_signals.clear()
+        for name in ("run", "whole"):
+            trainer.train(config, tmp_path / name)
+    runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")]
+    losses = [[(each["step"], each["loss"], each["grad_norm"], each["total_tokens"]) for each in records] for records in runs]
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    states = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("run", "whole")]
+    shards = [sorted(path.glob("*.distcp")) for path in states]
+    assert shards[0] and [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]
+
+
+def stop_between_micro_steps(corpus: str, directory: Path, parallel: dict[str, int]) -> None:
+    datasets.config.HF_DATASETS_CACHE = directory / "cache"
+    micro_steps = receive_sigterm_in_micro_step(9, rank=dist.get_world_size() - 1)
+    with pytest.raises(TrainingStopped):
+        trainer.train(job_of_micro_steps(corpus, **parallel), directory / "run")
+    assert len(micro_steps) == 10, "all ranks stop before the same micro-step"
+    preemption._received_signals.clear()
+    for name in ("run", "whole"):
+        trainer.train(job_of_micro_steps(corpus, **parallel), directory / name)
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param({"ring": 2}, id="ring", marks=pytest.mark.slow),
+        pytest.param({"ring": 1}, id="data-parallel", marks=pytest.mark.slow),
+        pytest.param({"ring": 2, "ulysses": 2}, id="Ulysses", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_stop_before_the_same_micro_step(parallel, tmp_path):
+    run_ranks(stop_between_micro_steps, 2, tmp_path / "store", write_corpus(tmp_path / "corpus"), tmp_path, parallel)
+    stopped, whole = (metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole"))
+    assert [each["loss"] for each in stopped] == [each["loss"] for each in whole] and len(whole) == 4
+
+
 def leave_evaluation() -> None:
     """On every rank: rank 1 is asked to stop in the first batch."""
     run, batches = SimpleNamespace(device=torch.device("cpu"), config=Config()), []
-    with pytest.raises(EvaluationStopped):
+    with pytest.raises(StoppedEarly):
         for batch in until_stopped(run, range(9)):
             batches.append(batch)
             if dist.get_rank() == 1:
@@ -224,7 +310,7 @@ def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
     assert [path.name for path in (directory / "checkpoints").iterdir()] == [f"step_{steps:08d}"]
     assert f"step {steps} is saved" in log.read_text() and (directory / "loss.png").exists()
     name = {signal.SIGINT: "Ctrl-C", signal.SIGHUP: "SIGHUP"}.get(number, "SIGTERM")
-    assert log.read_text().count(f"{name}: the run saves") == 1
+    assert log.read_text().count(f"{name}: the run ends") == 1
 
 
 @pytest.mark.slow
