@@ -12,7 +12,16 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask, check_mask
 from ringattn.planning.rank_plan import get_plan
 from ringattn.ring import Ring
-from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, count_pairs, resolve_scale
+from ringattn.spec import (
+    AttentionSpec,
+    autocast,
+    check_attention,
+    check_choices,
+    check_layout,
+    check_shard,
+    count_pairs,
+    resolve_scale,
+)
 
 
 def ring_attention(
@@ -92,13 +101,9 @@ def ring_attention(
     check_choices(schedule, route, transport)
     rank, size = rank_and_size(group)
     check_layout(layout, size)
-    # This check skips a q with a wrong number of dimensions, because check_attention raises a better error for such a q.
-    if q.ndim == 4 and q.shape[1] != layout.rows(rank):
-        raise ValueError(f"rank {rank} has {q.shape[1]} tokens, but its shard has {layout.rows(rank)}: use layout.shard")
+    check_shard(q, k, layout, rank)
     options = dict(scale=scale, dropout_p=dropout_p, seed=seed, backend=backend, precision=precision)
     check_attention(q, k, v, mask=mask, seq_len=layout.seq_len, **options)
-    if q.shape[1] != k.shape[1]:
-        raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}: a rank must hold the same positions of both")
     options |= dict(first_head=first_head, schedule=schedule, route=route, transport=transport)
     spec = AttentionSpec.create(mask, layout, group="" if group is None else group.group_name, **options)
     out, lse, _ = _attention(q, k, v, spec)

@@ -39,7 +39,7 @@ def explain(
         q, k, v, layout, mask, schedule, route, transport, precision: as for `ring_attention`. Only shapes, dtypes and devices
             matter, so the tensors may be on the "meta" device. Without a group, meta tensors count as tensors on a GPU.
         group: the process group of the ring. None describes a hypothetical ring on one host, whose ranks are connected by
-            NVLink, or by NCCL with transport="p2p" or route="relay".
+            NVLink, or by NCCL with transport="p2p" or route="relay", or by gloo if the tensors are on CPUs.
         rank: the rank whose hops are described. With None, the text describes this rank, or rank 0 if there is no group.
 
     Raises:
@@ -54,7 +54,10 @@ def explain(
     rank_and_size(group)
     if group is None:
         flops = attention_flops(q.device) if q.device.type != "meta" else 5.8e14
-        joined, this_rank = interconnect("nccl" if transport == "p2p" or route == "relay" else "nvlink", flops=flops), 0
+        name = "nccl" if transport == "p2p" or route == "relay" else "nvlink"
+        if q.device.type == "cpu" and transport == "nvlink":
+            raise ValueError("transport='nvlink' is unavailable: the tensors are on cpu; use transport='p2p' or 'auto'")
+        joined, this_rank = interconnect("gloo" if q.device.type == "cpu" else name, flops=flops), 0
     else:
         connection = connect(group.group_name, q.device, transport, relays=route == "relay")
         joined, this_rank = connection.interconnect, connection.rank

@@ -145,6 +145,19 @@ def check_layout(layout: Layout, size: int | None = None) -> None:
         raise ValueError(f"the layout is for {layout.ranks} ranks but the group has {size}{alone}: the two must be equal")
 
 
+def check_shard(q: Tensor, k: Tensor, layout: Layout, rank: int) -> None:
+    """Raise ValueError unless q and k contain the tokens of this rank. Tensors without four dimensions are not checked."""
+    rows = layout.rows(rank)
+    if q.ndim != 4 or k.ndim != 4 or q.shape[1] == k.shape[1] == rows:
+        return
+    if q.shape[2] == k.shape[2] == rows:
+        raise ValueError(
+            f"q is {tuple(q.shape)}, and rank {rank} holds {rows} tokens: pass (batch, tokens, heads, head dim), which is "
+            "x.transpose(1, 2)"
+        )
+    raise ValueError(f"q has {q.shape[1]} tokens and k has {k.shape[1]}, but rank {rank} holds {rows}: use layout.shard")
+
+
 def check_choices(schedule: str, route: str, transport: str) -> None:
     """Raise ValueError unless the names are in SCHEDULES, ROUTES and TRANSPORTS, and the transport supports the route."""
     choices = ("schedule", schedule, SCHEDULES), ("route", route, ROUTES), ("transport", transport, TRANSPORTS)

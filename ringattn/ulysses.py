@@ -32,7 +32,7 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 from ringattn.planning.ulysses_degree import head_chunks_for_overlap, key_copies
 from ringattn.ring import Ring
-from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, resolve_scale
+from ringattn.spec import AttentionSpec, autocast, check_attention, check_choices, check_layout, check_shard, resolve_scale
 
 
 def ulysses_attention(
@@ -158,20 +158,16 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
 
     `ring` and `ulysses` describe the two groups. Both arguments are tuples (this rank, number of ranks).
     """
-    if q.shape[2] % ulysses[1]:
-        raise ValueError(
-            f"{q.shape[2]} query heads cannot be divided among the {ulysses[1]} ranks of the Ulysses group: use a smaller "
-            "Ulysses group and a larger ring"
-        )
     if (layout.whole.ranks, layout.parts) != (ring[1], ulysses[1]):
         raise ValueError(
             f"the layout is for {layout.whole.ranks} x {layout.parts} ranks, but there are a ring of {ring[1]} and a Ulysses "
             f"group of {ulysses[1]}: create it for {ring[1]} ranks and call .split({ulysses[1]})"
         )
-    rank = ring[0] * ulysses[1] + ulysses[0]
-    if not q.shape[1] == k.shape[1] == layout.rows(rank):
+    check_shard(q, k, layout, ring[0] * ulysses[1] + ulysses[0])
+    if q.shape[2] % ulysses[1]:
         raise ValueError(
-            f"q has {q.shape[1]} tokens and k has {k.shape[1]}, but rank {rank} holds {layout.rows(rank)}: use layout.shard"
+            f"{q.shape[2]} query heads cannot be divided among the {ulysses[1]} ranks of the Ulysses group: use a smaller "
+            "Ulysses group and a larger ring"
         )
 
 

@@ -460,7 +460,8 @@ def _find_invalid_values(config: Config) -> Iterator[str]:
     for name, allowed in CHOICES.items():
         value = attrgetter(name)(config)
         if value not in allowed:
-            yield f"unknown {name}={value}: choose one of {', '.join(allowed)}"
+            offered = [each for each in allowed if each not in dispatch.DEPRECATED_BACKENDS]
+            yield f"unknown {name}={value}: choose one of {', '.join(offered)}"
     for name, (low, high) in RANGES.items():
         value = attrgetter(name)(config)
         # Every comparison of NaN with a number is false, so NaN is invalid for every setting.

@@ -28,7 +28,16 @@ from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*FULL_DISK, errno.EROFS, errno.EIO)
 # The names that other programs give to our settings.
-OTHER_NAMES = {"learning_rate": "optim.lr", "max_steps": "trainer.steps", "max_lr": "optim.lr"}
+OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "max_lr"), "optim.lr"),
+    **dict.fromkeys(("max_steps", "total_steps", "train_steps", "num_train_steps"), "trainer.steps"),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches"), "trainer.accumulate"),
+    **dict.fromkeys(("per_device_train_batch_size", "micro_batch_size"), "trainer.batch_size"),
+    **dict.fromkeys(("block_size", "context_length", "max_seq_length", "max_length", "sequence_length"), "data.seq_len"),
+    **dict.fromkeys(("max_grad_norm", "gradient_clip_val"), "optim.clip"),
+    **dict.fromkeys(("save_steps", "save_every"), "trainer.checkpoint_every"),
+    **{"eval_steps": "trainer.eval_every", "logging_steps": "trainer.log_every"},
+}
 # Errors of these types are mistakes of the user. Each error is reported in one line, and a sweep continues with its next job.
 USER_ERRORS = (ConfigError, Diverged, HydraException, OmegaConfBaseException)
 
@@ -96,8 +105,8 @@ def describe_error(error: Exception) -> str:
 def nearest_setting(name: str) -> str | None:
     """Return the setting that a user probably meant by an unknown name such as "lr", or None if no setting is similar."""
     group, _, option = name.rpartition(".")
-    if option in OTHER_NAMES:
-        return OTHER_NAMES[option]
+    if other := get_close_matches(option, OTHER_NAMES, 1, cutoff=0.85):
+        return OTHER_NAMES[other[0]]
     groups = {field.name: getattr(Config(), field.name) for field in fields(Config) if field.name != "name"}
     names = [f"{each}.{setting}" for each, settings in groups.items() for setting in vars(settings)]
     exact = [each for each in names if each.endswith(f".{option}")]

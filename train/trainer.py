@@ -317,7 +317,7 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
     """
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
-        resume_rules.check_corpus(checkpoint, meta, run.data.fingerprint)
+        resume_rules.check_corpus(checkpoint, meta, run.data.fingerprint, run.config)
         resume_rules.apply_saved_settings(checkpoint, directory / "checkpoints", meta, run.config)
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
             resume_rules.check_job_of_sweep(checkpoint, meta, run.config)

@@ -23,7 +23,14 @@ def call(**changes: object) -> torch.Tensor:
 # By name of the mistake: the changed arguments, and what the message says of them.
 INVALID = {
     "ring-of-another-size": ({"layout": Layout.contiguous(8, 2)}, "for 2 ranks but the group has 1 .*this process alone"),
-    "tokens-of-another-shard": ({"layout": Layout.contiguous(9, 1)}, "rank 0 has 8 tokens, but its shard has 9"),
+    "tokens-of-another-shard": (
+        {"layout": Layout.contiguous(9, 1)},
+        "q has 8 .* k has 8, but rank 0 holds 9: use layout.shard",
+    ),
+    "heads-before-tokens": (
+        {"q": torch.zeros(1, 4, 8, 16), "k": torch.zeros(1, 2, 8, 16), "v": torch.zeros(1, 2, 8, 16)},
+        r"q is \(1, 4, 8, 16\), and rank 0 holds 8 tokens: pass \(batch, tokens, heads, head dim\), which is x.transpose",
+    ),
     "fewer-keys-than-queries": ({"k": torch.zeros(1, 7, 2, 8).double(), "v": torch.zeros(1, 7, 2, 8).double()}, "8 .* 7"),
     "heads-that-do-not-divide": ({"k": torch.zeros(1, 8, 3, 8), "v": torch.zeros(1, 8, 3, 8)}, "4 query heads .* 3 key heads"),
     "three-dimensions": ({"q": torch.zeros(8, 4, 8)}, "3, 4, 4 dimensions"),

@@ -68,6 +68,15 @@ def test_the_text_names_communication_that_is_not_hidden() -> None:
     assert "us of it not hidden" in text
 
 
+@pytest.mark.parametrize("options", [{}, {"transport": "p2p"}, {"route": "relay"}, {"schedule": "kv"}], ids=str)
+def test_tensors_on_a_cpu_use_gloo(options: dict) -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    text = explain(q, q, q, layout=Layout.zigzag(8, 2), mask=Mask.causal(), **options)
+    assert text.startswith("2 ranks over gloo") and "1 GB/s" in text and "nvlink" not in text.lower()
+    with pytest.raises(ValueError, match="transport='nvlink' is unavailable: the tensors are on cpu"):
+        explain(q, q, q, layout=Layout.zigzag(8, 2), mask=Mask.causal(), transport="nvlink")
+
+
 def test_a_group_determines_rank_and_interconnect() -> None:
     """Each rank describes its own hops over the transport of the group."""
     layout, mask = Layout.contiguous(12, 3), Mask.causal(window=3)

@@ -247,6 +247,11 @@ INVALID = {
     "two-dtypes": (EIGHT_HEADS, EIGHT_HEADS, EIGHT_HEADS.double(), {}, "torch.float64"),
     "three-dimensions": (EIGHT_HEADS, EIGHT_HEADS[0], EIGHT_HEADS, {}, "4, 3, 4 dimensions"),
     "tokens-of-another-shard": (*[EIGHT_HEADS[:, :3]] * 3, {}, "3 tokens .* rank . holds 4: use layout.shard"),
+    "heads-before-tokens": (
+        *[torch.zeros(1, 8, 4, 16)] * 3,
+        {},
+        "rank . holds 4 tokens: pass .batch, tokens, heads, head dim.",
+    ),
     "unknown-schedule": (*[EIGHT_HEADS] * 3, {"schedule": "star"}, "unknown schedule 'star'"),
     "unknown-transport": (*[EIGHT_HEADS] * 3, {"transport": "star"}, "unknown transport 'star'"),
     "name-instead-of-layout": (*[EIGHT_HEADS] * 3, {"layout": "zigzag"}, "layout is a str.*ringattn.Layout"),

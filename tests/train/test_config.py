@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from ringattn.train import optim
-from ringattn.train.config import Config, ConfigError, ModelConfig, check
+from ringattn.train.config import Config, ConfigError, ModelConfig, ParallelConfig, check, check_values
 from ringattn.train.model.gpt import GPT
 from ringattn.train.run import CONFIGS, to_config
 from ringattn.train.token_budget import by_ranks, resolve_token_budget
@@ -271,3 +271,11 @@ def test_settings_that_depend_on_another_one_are_valid_with_it():
 
 def test_configs_are_next_to_the_package():
     assert CONFIGS == Path(__file__).resolve().parents[2] / "configs"
+
+
+def test_deprecated_kernels_are_accepted_but_not_offered():
+    config = Config(parallel=ParallelConfig(kernel="tiled"))
+    check_values(config)
+    config.parallel.kernel = "nonsense"
+    with pytest.raises(ConfigError, match="choose one of auto, hopper, triton, blockwise, reference$"):
+        check_values(config)

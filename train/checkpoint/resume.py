@@ -20,8 +20,8 @@ FIXED = ("model.", "data.mask_documents")
 
 # Settings that may change without a message. data.path is one of them, because `check_corpus` compares the corpus itself.
 FREE = (
-    "data.path parallel.timeout_s trainer.device trainer.compile trainer.cuda_graphs trainer.resume trainer.init_from "
-    "trainer.peak_tflops trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final "
+    "data.path data.max_document_mb parallel.timeout_s trainer.device trainer.compile trainer.cuda_graphs trainer.resume "
+    "trainer.init_from trainer.peak_tflops trainer.time_limit_s trainer.eval_every trainer.checkpoint_every trainer.save_final "
     "trainer.keep_checkpoints trainer.log_every trainer.sample_tokens trainer.sample_prompt trainer.profile"
 ).split()
 
@@ -174,13 +174,14 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
         config.trainer.init_from = meta["config"]["trainer"].get("init_from")
 
 
-def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> None:
+def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:
     """Check that this run has the corpus of the checkpoint, so that the saved position in the corpus is valid.
 
     Args:
         path: the checkpoint.
         meta: the content of the checkpoint's meta.json.
         current: the fingerprint of the run's corpus. Entries that the checkpoint does not contain are not compared.
+        config: the settings of the run, which the error message compares with those of the checkpoint.
 
     Raises:
         ConfigError: the corpora differ.
@@ -190,10 +191,23 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any]) -> N
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
         raise ConfigError(
-            f"{path} was trained on another corpus ({saved}; this run: {current}), so its position in the data is not valid "
-            "here: resume with the same data, tokenizer, data.eos_token, data.seq_len, data.seed and data.group_size, or start "
-            "a new run from its weights with trainer.init_from"
+            f"{path} was trained on another corpus: {_describe_corpus_change(meta, saved, current, config)}; its position in "
+            "the data is not valid here: resume with the same settings and the same text, or start a new run from its weights "
+            "with trainer.init_from"
         )
+
+
+def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current: dict[str, Any], config: Config) -> str:
+    """Name the settings that differ, or what differs if no setting does. `saved` and `current` are fingerprints of corpora."""
+    if not meta.get("corpus"):
+        return "it does not describe its corpus"
+    changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb"))
+    if changes:
+        return ", ".join(changes.values())
+    if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text")):
+        tokens = [fingerprint.get("tokens_per_epoch", "an unknown number of") for fingerprint in (saved, current)]
+        return f"the text of {config.data.description} has changed from {tokens[0]} to {tokens[1]} tokens, but no setting"
+    return ", ".join(f"{name} {saved[name]} (now {current.get(name)})" for name in saved if saved[name] != current.get(name))
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
@@ -275,8 +289,8 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
     return ", ".join(changes.values())
 
 
-def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dict[str, str]:
-    """Describe each setting in `groups` that differs from the checkpoint. The names in FREE are left out.
+def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str], free: Iterable[str] = FREE) -> dict[str, str]:
+    """Describe each setting in `groups` that differs from the checkpoint. The names in `free` are left out.
 
     Returns:
         A dict from the name of each differing setting to its description.
@@ -286,6 +300,6 @@ def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str]) -> dic
     changes = {}
     for group in groups:
         for name, value in now[group].items():
-            if (saved := before[group][name]) != value and f"{group}.{name}" not in FREE:
+            if (saved := before[group][name]) != value and f"{group}.{name}" not in free:
                 changes[f"{group}.{name}"] = f"{group}.{name}={saved} (now {value})"
     return changes

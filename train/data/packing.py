@@ -256,7 +256,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> datasets.Dataset
             raise
         except Exception as error:  # The type of the error depends on the reader.
             raise sources.cannot_read(config, error) from error
-    if skipped and dist.get_rank() == 0:
+    if skipped and config.path and dist.get_rank() == 0:
         units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
         _log_once(f"{'skipped':<12}{skipped:,} of {total:,} {units} of {config.description}, because they contain no text")
     if len(tokens) == 0:

@@ -224,26 +224,68 @@ def test_only_a_run_itself_keeps_its_initial_weights():
 CORPUS = {"tokens_per_epoch": 99, "documents": 1, "text": 2, "seq_len": 8, "seed": 0, "sequences": "shuffled"}
 
 
+def check_corpus_of(saved: dict | None, current: dict, now: Config | None = None, before: Config | None = None) -> None:
+    check_corpus(PATH, meta_of(before or Config(), corpus=saved), current, now or Config())
+
+
 def test_the_same_corpus_is_accepted():
-    check_corpus(PATH, {"corpus": CORPUS}, CORPUS)
+    check_corpus_of(CORPUS, CORPUS)
 
 
 @pytest.mark.parametrize("name", CORPUS)
 def test_another_corpus_is_an_error(name):
-    with pytest.raises(ConfigError, match="step_00000005 was trained on another corpus.*trainer.init_from"):
-        check_corpus(PATH, {"corpus": CORPUS}, CORPUS | {name: "another"})
+    with pytest.raises(ConfigError, match="step_00000005 was trained on another corpus: .*trainer.init_from"):
+        check_corpus_of(CORPUS, CORPUS | {name: "another"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "entries"),
+    [
+        ("data.path", "b/*.txt", ["text"]),
+        ("data.source", "jsonl", ["documents", "text"]),
+        ("data.split", "train[:5]", ["tokens_per_epoch", "documents"]),
+        ("data.column", "body", ["text"]),
+        ("data.eval_fraction", 0.5, ["tokens_per_epoch", "documents"]),
+        ("data.tokenizer", "x/tokenizer.json", ["tokens_per_epoch"]),
+        ("data.eos_token", "</s>", ["text"]),
+        ("data.seq_len", 77, ["seq_len", "tokens_per_epoch"]),
+        ("data.seed", 5, ["seed"]),
+        ("data.group_size", 4, ["sequences"]),
+    ],
+)
+def test_the_error_of_another_corpus_names_the_setting(setting, value, entries):
+    before = f"{setting}={getattr(Config().data, setting.split('.')[1])}"
+    with pytest.raises(ConfigError) as error:
+        check_corpus_of(CORPUS, CORPUS | dict.fromkeys(entries, 3), changed(setting, value))
+    assert f"another corpus: {before} (now {value}); its position" in str(error.value) and "{" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"tokens_per_epoch": 98, "text": 3},
+            "the text of data.source=stdlib has changed from 99 to 98 tokens, but no setting",
+        ),
+        ({"text": 3}, "the text of data.source=stdlib has changed from 99 to 99 tokens, but no setting"),
+        ({"sequences": "in order"}, "sequences shuffled .now in order.;"),
+    ],
+)
+def test_the_error_of_another_corpus_without_another_setting(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        check_corpus_of(CORPUS, CORPUS | changes)
 
 
 def test_a_checkpoint_without_an_entry_read_its_sequences_in_order():
     saved = {name: value for name, value in CORPUS.items() if name not in ("sequences", "text")}
-    check_corpus(PATH, {"corpus": saved}, CORPUS | {"sequences": "in order"})
-    with pytest.raises(ConfigError, match="another corpus"):
-        check_corpus(PATH, {"corpus": saved}, CORPUS)
+    check_corpus_of(saved, CORPUS | {"sequences": "in order"})
+    with pytest.raises(ConfigError, match="another corpus: sequences in order .now shuffled."):
+        check_corpus_of(saved, CORPUS)
 
 
 def test_a_checkpoint_without_a_corpus_is_an_error():
-    with pytest.raises(ConfigError, match="another corpus"):
-        check_corpus(PATH, {}, CORPUS | {"sequences": "in order"})
+    with pytest.raises(ConfigError, match="another corpus: it does not describe its corpus"):
+        check_corpus_of(None, CORPUS | {"sequences": "in order"})
 
 
 def test_saved_settings_are_read_with_their_types():
