@@ -40,6 +40,7 @@ if __name__ == "__main__":
 
 import torch
 import torch.distributed as dist
+from datasets.utils import tqdm
 
 from ringattn import Mask
 from ringattn.train.config import Config, ConfigError, DataConfig, check, check_values
@@ -112,10 +113,10 @@ def run_command_line(arguments: list[str]) -> None:
     run = build_for_inference(longest, model.path)
     with sync_errors():
         run.held_out = load_text(longest, model.config.data.seq_len, run.tokenizer)
-    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}))
+    losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_progress=True)
     with sync_errors():
         if dist.get_rank() == 0:
-            write_results(losses, model, longest, options.output)
+            write_results(losses, model, run, options.output)
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
@@ -174,32 +175,35 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
     return PackedDataset(documents, data.seq_len, seed=0, shuffle=False)
 
 
-def write_results(losses: Losses, model: Model, config: Config, output: str) -> None:
+def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:
     """Print the table of the results, and write the table and the plot to a folder.
 
     Args:
         losses: the losses of the target tokens.
         model: the evaluated model.
-        config: the settings of the evaluation at one of the lengths.
+        run: the run of the evaluation.
         output: the folder. If it is empty, the folder is next to the directory of the run.
 
     Raises:
         ConfigError: the folder cannot be written.
     """
+    config = run.config
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
     attention = " with FP8 attention" if config.trainer.attention_precision(training=False) == "fp8" else ""
     table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{loss_table(losses)}\n"
-    write_table_and_plot(model, output, "evaluation", table, partial(plot_losses, losses))
+    title = run.plot_title(model.directory.name, f"{int(losses.tokens.sum()):,} target tokens")
+    write_table_and_plot(model, output, "evaluation", table, partial(plot_losses, losses, title=title))
 
 
 @torch.no_grad()
-def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
+def evaluate_lengths(run: InferenceRun, lengths: list[int], show_progress: bool = False) -> Losses:
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
         run: the run. `data.seq_len` is the number of tokens of the sequences that this rank processes.
         lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
+        show_progress: whether rank 0 shows a progress bar.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
@@ -211,7 +215,10 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int]) -> Losses:
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size
     # Every batch requires communication between all ranks, so all ranks process the same number of batches.
-    for start in until_stopped(run, range(offset, offset + targets.num_sequences, dp.size() * size)):
+    starts = range(offset, offset + targets.num_sequences, dp.size() * size)
+    if show_progress and dist.get_rank() == 0:
+        starts = tqdm(starts, desc="evaluate", unit=" batches")
+    for start in until_stopped(run, starts):
         batch, groups = targets.batch(range(start, start + size))
         mask = Mask.causal(run.config.model.window, batch.documents)
         layout = choose_layout(run.config, run.mesh.shape, mask)

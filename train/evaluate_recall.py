@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from datasets.utils import tqdm
 from torch import Tensor
 
 from ringattn.train.config import Config, ConfigError, DataConfig, check
@@ -45,12 +46,13 @@ def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None
     run = build_for_inference(configs[0], model.path)
     with sync_errors():
         check_vocabulary(run.tokenizer.vocab_size)
-    accuracies = evaluate_recall(run, [config.data.seq_len for config in configs])
+    accuracies = evaluate_recall(run, [config.data.seq_len for config in configs], show_progress=True)
     with sync_errors():
         if dist.get_rank() == 0:
+            title = run.plot_title(model.directory.name, f"{run.config.trainer.eval_tokens:,} tokens per length")
             text = f"Accuracy of {model.path} on the recall task. The accuracy of guesses would be {CHANCE:.1%}.\n\n"
             text += accuracy_table(accuracies) + "\n"
-            write_table_and_plot(model, output, "recall", text, partial(plot_accuracies, accuracies, CHANCE))
+            write_table_and_plot(model, output, "recall", text, partial(plot_accuracies, accuracies, CHANCE, title=title))
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
@@ -77,7 +79,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 # torch.compile would compile the model again for every length.
 @torch.compiler.set_stance("force_eager")
 @torch.no_grad()
-def evaluate_recall(run: InferenceRun, lengths: Iterable[int]) -> Accuracies:
+def evaluate_recall(run: InferenceRun, lengths: Iterable[int], show_progress: bool = False) -> Accuracies:
     """Compute the accuracy of the answers. All ranks call this function together and return the same accuracies.
 
     An answer is correct if its value has the largest logit of all tokens. Each sequence is one document. At each length, at
@@ -86,13 +88,15 @@ def evaluate_recall(run: InferenceRun, lengths: Iterable[int]) -> Accuracies:
     Args:
         run: the run whose model is evaluated.
         lengths: the lengths of the sequences in tokens.
+        show_progress: whether rank 0 shows a progress bar.
 
     Raises:
         StoppedEarly: on every rank, if any rank was asked to stop.
     """
     lengths = list(lengths)
     accuracies: Accuracies = {}
-    for length in until_stopped(run, lengths):  # A length may have only one batch.
+    shown = tqdm(lengths, desc="evaluate", unit=" lengths") if show_progress and dist.get_rank() == 0 else lengths
+    for length in until_stopped(run, shown):  # A length may have only one batch.
         config = replace(run.config, data=replace(run.config.data, seq_len=length))
         # Batches of short sequences have about as many tokens as batches of the longest sequences.
         batch_size = run.config.trainer.batch_size * max(lengths) // length

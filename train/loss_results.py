@@ -101,7 +101,7 @@ def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) 
     return form.format(value) + ("" if errors is None else f" ± {errors[index]:.4f}")
 
 
-def plot_losses(losses: Losses, output: Path) -> None:
+def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
     """Plot the losses and their differences to the first length, with error bars, and save the plot as a PNG file."""
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
@@ -120,7 +120,13 @@ def plot_losses(losses: Losses, output: Path) -> None:
         axes.set_xlabel("sequence length in tokens")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize="medium")
     figure.savefig(output, dpi=150)
+
+
+def label_numbers(axis: Any) -> None:
+    """Label the ticks of an axis of matplotlib with numbers such as 10,000,000, where matplotlib would write 1 and "1e7"."""
+    axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
 
 
 def draw_by_length(axes: Any, lengths: list[int], values: Any, errors: Any = None, **style: Any) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringattn.train.config import Config
-from ringattn.train.loss_results import draw_by_length, from_metrics
+from ringattn.train.loss_results import draw_by_length, from_metrics, label_numbers
 from ringattn.train.model.flops import utilisation
 from ringattn.train.wandb_run import WandbRun
 
@@ -201,7 +201,7 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def plot_loss(path: Path, output: Path) -> None:
+def plot_loss(path: Path, output: Path, title: str = "") -> None:
     """Plot the losses in the metrics.jsonl at `path` and save the plot as a PNG file at `output`.
 
     The x axis of the left panel is the number of tokens, or the number of steps if the numbers of tokens are unknown. If the
@@ -221,6 +221,9 @@ def plot_loss(path: Path, output: Path) -> None:
     panels[0].plot(positions, losses, linewidth=0.6, alpha=0.3, color="C0")
     panels[0].plot(positions, _smooth(losses), linewidth=1.5, color="C0", label="training, smoothed")
     panels[0].set_xlabel("tokens" if x == "total_tokens" else "step")
+    panels[0].locator_params(axis="x", nbins=5)
+    label_numbers(panels[0].xaxis)
+    figure.suptitle(title, fontsize="medium")
     if evaluated:
         losses = [record["eval_loss"] for record in evaluated]
         panels[0].plot([record[x] for record in evaluated], losses, "o-", color="C1", label="held-out text")

@@ -39,8 +39,8 @@ def accuracy_table(accuracies: Accuracies) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def plot_accuracies(accuracies: Accuracies, chance: float, output: Path) -> None:
-    """Draw a heat map of the accuracies, and save it as a PNG file. The title contains `chance`, the accuracy of guesses."""
+def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
+    """Draw a heat map of the accuracies, and save it as a PNG file. `chance`, the accuracy of guesses, is below the title."""
     # The import of matplotlib is slow. Unlike pyplot, Figure needs no display and has no global state.
     from matplotlib.figure import Figure
 
@@ -58,6 +58,7 @@ def plot_accuracies(accuracies: Accuracies, chance: float, output: Path) -> None
     axes.set_xlabel("length of the sequence in tokens")
     axes.set_ylabel("position of the answer")
     axes.set_title(f"accuracy in percent (chance: {100 * chance:.1f})", fontsize="medium")
+    figure.suptitle(title.replace(": ", ":\n"), fontsize="medium")  # The picture is narrow.
     figure.colorbar(colours, label="accuracy")
     figure.savefig(output, dpi=150)
 

@@ -53,6 +53,15 @@ class InferenceRun:
     recomputed_blocks: int  # how many blocks the backward pass recomputes, except for attention
     model: GPT
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def plot_title(self, name: str, tokens: str) -> str:
+        """Return the title of a plot. `name` is the name of the model, and `tokens` states a number of tokens."""
+        ranks = dist.get_world_size()
+        return f"{name}: {self.num_parameters:,} parameters, {tokens}, {ranks} rank{'s' if ranks > 1 else ''}"
+
 
 @dataclass
 class Run(InferenceRun):
@@ -68,10 +77,6 @@ class Run(InferenceRun):
     init_from_changes: str  # the settings in which this run differs from the training of the initial weights
     parent: str | None = None  # the checkpoint of another run from which this run branched
     ready: tuple[int, Any] | None = None  # the latest result of `step.prepare_step`, after the sequences consumed before it
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def uncounted_bytes(self) -> int:

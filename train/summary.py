@@ -59,14 +59,23 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
         records = metrics.read(directory / "metrics.jsonl", until=run.config.trainer.steps)
         summary = summarise(run, records, done)
         log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
-        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+        title = plot_loss(run, directory)
         metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
         wandb_run.log_picture("loss_curve", run.config.trainer.steps, directory / "loss.png")
         if accuracies := from_metrics(records[-1]):
-            plot_accuracies(accuracies, CHANCE, directory / "recall.png")
+            plot_accuracies(accuracies, CHANCE, directory / "recall.png", title)
             wandb_run.log_picture("recall_heat_map", run.config.trainer.steps, directory / "recall.png")
         wandb_run.update_summary(summary)
     return broadcast_object(summary)
+
+
+def plot_loss(run: Run, directory: Path) -> str:
+    """Plot the losses of a run in loss.png, and return the title of the plot."""
+    records = metrics.read(directory / "metrics.jsonl")
+    tokens = records[-1].get("total_tokens") if records else None
+    title = run.plot_title(directory.name, f"{len(records):,} steps" if tokens is None else f"{tokens:,} tokens")
+    metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png", title)
+    return title
 
 
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
@@ -95,6 +104,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     return recall | {
         "seq_len": run.config.data.seq_len,
         "ranks": dist.get_world_size(),
+        "device": run.device.type,
+        "parameters": run.num_parameters,
         "ring": run.mesh.sequence.size(),
         "steps": steps,
         "final_loss": statistics.fmean(record["loss"] for record in last),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ringattn.train.config import Config
-from ringattn.train.loss_results import draw_by_length
+from ringattn.train.loss_results import draw_by_length, label_numbers
 from ringattn.train.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
 
 log = logging.getLogger(__name__)
@@ -158,12 +158,25 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     _plot_entries(
         flops, outcomes, {"mfu": ""} if has_mfu else {"tflops_per_rank": ""}, "MFU" if has_mfu else "TFLOP/s per rank"
     )
-    _plot_entries(memory, outcomes, {"peak_memory_gib": "measured", "estimated_memory_gib": "estimated"}, "peak GiB per rank")
+    # On CPUs, the measured memory includes Python and its libraries, and the estimate does not.
+    results = [each.result for each in outcomes if isinstance(each.result, dict)]
+    estimate = {} if any(each.get("device") == "cpu" for each in results) else {"estimated_memory_gib": "estimated"}
+    _plot_entries(memory, outcomes, {"peak_memory_gib": "measured"} | estimate, "peak GiB per rank")
     _plot_losses(losses, outcomes)
+    figure.suptitle(_sweep_title(outcomes, results), fontsize="medium")
     for axes in (speed, flops, memory, losses):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(output, dpi=120)
+
+
+def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:
+    """Return the name of the sweep, and the numbers that all its complete jobs have in common."""
+    name = next((each.config.name for each in outcomes if each.config is not None), None) or "sweep"
+    units = {"parameters": "parameters", "total_tokens": "tokens per job", "ranks": "ranks"}
+    values = {entry: {each.get(entry) for each in results} - {None} for entry in units}
+    common = [f"{each.pop():,} {units[entry]}" for entry, each in values.items() if len(each) == 1]
+    return f"{name}: {', '.join(common)}".replace(" 1 ranks", " 1 rank") if common else name
 
 
 def _positions(outcomes: list[Outcome]) -> tuple[list[float], list[str], str | None]:
@@ -199,6 +212,7 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
     axes.set_xticks(positions, labels, rotation=0 if name else 30)
     axes.set_xlabel(name or "")
     axes.set_ylim(0, max(heights, default=1) * 1.1)
+    label_numbers(axes.yaxis)
     axes.set_title(title, fontsize="medium")
     if len(entries) > 1:
         axes.legend(frameon=False)

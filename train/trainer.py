@@ -25,7 +25,7 @@ from ringattn.train.profiling import Profiler
 from ringattn.train.recall_results import to_metrics
 from ringattn.train.setup import Run, build, choose_fastest_mesh, find_resources
 from ringattn.train.step import take_step
-from ringattn.train.summary import complete_summary, peak_memory_gib, write_results
+from ringattn.train.summary import complete_summary, peak_memory_gib, plot_loss, write_results
 from ringattn.train.sweep import is_job_of_sweep
 from ringattn.train.token_budget import default_group_size, resolve_token_budget
 from ringattn.train.wandb_run import WandbRun
@@ -186,7 +186,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             except preemption.StoppedEarly:
                 if saved < step - 1:
                     timed_save(run, directory, step - 1, consumed, recorder)
-                end_stopped_run(directory, step - 1, wandb_run)
+                end_stopped_run(run, directory, step - 1, wandb_run)
             seconds = time.perf_counter() - start
             if step == done + 1:
                 startup.end_part("first step")
@@ -218,7 +218,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if stop:
                 if not is_saved:
                     timed_save(run, directory, step, consumed, recorder)
-                end_stopped_run(directory, step, wandb_run)
+                end_stopped_run(run, directory, step, wandb_run)
 
 
 def is_evaluated(run: Run, step: int) -> bool:
@@ -236,7 +236,7 @@ def repeat_evaluation(run: Run, directory: Path, step: int, recorder: metrics.Re
         try:
             recorder.amend(step, **timed_evaluation(run))
         except preemption.StoppedEarly:
-            end_stopped_run(directory, step, wandb_run)
+            end_stopped_run(run, directory, step, wandb_run)
 
 
 def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: metrics.Recorder) -> None:
@@ -246,14 +246,14 @@ def timed_save(run: Run, directory: Path, step: int, consumed: int, recorder: me
     recorder.extend(step, checkpoint_s=time.perf_counter() - start)
 
 
-def end_stopped_run(directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
+def end_stopped_run(run: Run, directory: Path, step: int, wandb_run: WandbRun) -> NoReturn:
     """Plot the losses of a run whose `step`, the last complete one, is saved, and raise TrainingStopped."""
     if storage.latest(directory / "checkpoints") is None:
         log.info(f"{'stopped':<12}on request, before the first step was complete: launch the same command again")
     else:
         log.info(f"{'stopped':<12}on request; step {step} is saved: launch the same name again to resume")
     if dist.get_rank() == 0:
-        metrics.plot_loss(directory / "metrics.jsonl", directory / "loss.png")
+        plot_loss(run, directory)
         wandb_run.log_picture("loss_curve", step, directory / "loss.png")
     raise preemption.TrainingStopped
 

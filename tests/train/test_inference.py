@@ -1,6 +1,7 @@
 """Tests of the commands train/generate.py and train/evaluate.py on a finished run and on a folder in Hugging Face's format."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,18 +89,23 @@ def test_recall_of_a_finished_run_is_evaluated_without_a_change(finished, run_sc
     assert contents(finished) == before
     assert sorted(path.name for path in Path("recall").iterdir()) == ["recall.md", "recall.png"]
     text = Path("recall/recall.md").read_text()
-    assert capfd.readouterr().out == text and "| 64 tokens | 150 tokens |" in text
+    output = capfd.readouterr()
+    assert output.out == text and "| 64 tokens | 150 tokens |" in text and "evaluate: 100%" in output.err
     rows = [row.strip("|").split("|") for row in text.splitlines() if "% |" in row]
     assert [row[0].strip() for row in rows] == [f"{position}%" for position in range(0, 101, 10)]
     # After two steps of training on text, the model cannot recall anything.
     assert all(float(cell.strip(" %")) < 30 for row in rows for cell in row[1:])
 
 
-def test_evaluation_repeats_the_evaluation_of_the_training(finished, run_script, capfd):
+def test_evaluation_repeats_the_evaluation_of_the_training(finished, run_script, capfd, monkeypatch):
+    titles = []
+    monkeypatch.setattr(evaluate, "plot_losses", lambda losses, output, title: titles.append(title))
     assert run_script(evaluate, f"run={finished}/checkpoints/step_00000002", "output=here", DEVICE) == 0
     last = json.loads((finished / "metrics.jsonl").read_text().splitlines()[-1])
     (row,) = [line for line in Path("here/evaluation.md").read_text().splitlines() if line.startswith("| 64 |")]
     assert float(row.split("|")[3].split("±")[0]) == pytest.approx(last["eval_loss"], abs=1e-4)
+    assert "evaluate: 100%" in capfd.readouterr().err
+    assert re.fullmatch(r"done: [\d,]+ parameters, [\d,]+ target tokens, 1 rank", titles[0])
 
 
 def test_finished_run_is_inspected_with_fp8_attention(finished, run_script, capfd):

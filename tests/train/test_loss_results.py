@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ringattn.train.loss_results import Losses, from_metrics, loss_table, plot_losses, to_metrics
 
@@ -41,8 +42,9 @@ def test_metrics():
 
 
 def test_table_and_plot(tmp_path, monkeypatch):
-    bars = []
-    errorbar = Axes.errorbar
+    bars, titles = [], []
+    errorbar, suptitle = Axes.errorbar, Figure.suptitle
+    monkeypatch.setattr(Figure, "suptitle", lambda self, text, **style: titles.append(text) or suptitle(self, text, **style))
     monkeypatch.setattr(Axes, "errorbar", lambda self, *args, **style: bars.append(args) or errorbar(self, *args, **style))
     result = Losses([64, 1024], np.array([1000, 3000]), np.array([[4000.0, 6000.0], [2000.0, 5000.0]]), checksum=7)
     own, differences = result.errors()
@@ -51,8 +53,8 @@ def test_table_and_plot(tmp_path, monkeypatch):
     assert lines[2] == f"| 64 | 4,000 | 2.5000 ± {own[0]:.4f} | - |"
     assert lines[3] == f"| 1,024 | 4,000 | 1.7500 ± {own[1]:.4f} | -0.7500 ± {differences[1]:.4f} |"
     assert "bootstrap over the 2 documents" in lines[-1]
-    plot_losses(result, tmp_path / "evaluation.png")
-    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+    plot_losses(result, tmp_path / "evaluation.png", "a title")
+    assert (tmp_path / "evaluation.png").read_bytes().startswith(b"\x89PNG") and titles == ["a title"]
     assert [[list(each) for each in args[1:]] for args in bars] == [[[2.5, 1.75], list(own)], [[0, -0.75], list(differences)]]
 
 

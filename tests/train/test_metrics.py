@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from ringattn.train import metrics
 from ringattn.train.config import Config, TrainerConfig
@@ -209,6 +210,20 @@ def test_plot_shows_held_out_losses_over_steps_and_by_length(tmp_path, monkeypat
     plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
     assert plotted[-1] == ([3, 6], [2, 1])
     assert bars.call_args.args == ([64, 256], [7 / 6, 5 / 6], [0, 0.25])
+
+
+def test_plot_has_a_title_and_separators_in_large_numbers(tmp_path, monkeypatch):
+    figures: list[Figure] = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **kwargs: (figures.append(self), savefig(self, *args, **kwargs)))
+    recorder = Recorder(config(), tmp_path)
+    for step in range(1, 5):
+        recorder.log(step, tokens=10**7, seconds=1.0, loss=5 / step, total_tokens=step * 10**7)
+    plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png", "a: 2 ranks")
+    axes = figures[0].axes[0].xaxis
+    labels = [label.get_text() for label in axes.get_ticklabels()]
+    assert figures[0].get_suptitle() == "a: 2 ranks" and axes.get_offset_text().get_text() == ""
+    assert {"20,000,000", "40,000,000"} <= set(labels) and len(labels) <= 8
 
 
 def test_smoothed_loss_is_the_mean_over_a_fiftieth_of_the_steps():

@@ -29,7 +29,7 @@ def test_heat_map_shows_the_accuracies(tmp_path: Path, monkeypatch: pytest.Monke
     """The lengths are on the x axis, and the positions on the y axis, from the beginning of the sequence at the top."""
     figures = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append((figure, path)))
-    plot_accuracies(ACCURACIES, 1 / 64, tmp_path / "recall.png")
+    plot_accuracies(ACCURACIES, 1 / 64, tmp_path / "recall.png", "a: 2 ranks")
     ((figure, path),) = figures
     axes = figure.axes[0]
     (colours,) = axes.images
@@ -37,4 +37,4 @@ def test_heat_map_shows_the_accuracies(tmp_path: Path, monkeypatch: pytest.Monke
     assert [text.get_text() for text in axes.texts] == ["75", "2", "100", "50"]
     assert [label.get_text() for label in axes.get_xticklabels()] == ["512", "1,024"]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["0%", "100%"]
-    assert "1.6" in axes.get_title()
+    assert "1.6" in axes.get_title() and figure.get_suptitle() == "a:\n2 ranks"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from ringattn.train import summary
 from ringattn.train.config import Config, ConfigError
@@ -23,7 +24,9 @@ def run(monkeypatch) -> SimpleNamespace:
     needed = {"activations": 2.0**30, "parameters": 2.0**29}
     mesh = SimpleNamespace(sequence=SimpleNamespace(size=lambda: 2))
     sizes = {"tokens_per_step": 1000, "peak_flops": 8e12, "memory_needed": needed, "uncounted_bytes": 0}
-    return SimpleNamespace(config=config, mesh=mesh, device=None, **sizes)
+    return SimpleNamespace(
+        config=config, mesh=mesh, device=torch.device("cpu"), num_parameters=5, plot_title="{}: {}".format, **sizes
+    )
 
 
 def records(first: int) -> list[dict[str, float]]:

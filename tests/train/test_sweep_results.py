@@ -90,6 +90,24 @@ def test_picture_shows_every_job(figure, tmp_path):
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_picture_has_a_title_and_separators_in_large_numbers(figure, tmp_path):
+    """The title contains the numbers that all complete jobs have in common."""
+    common = {"parameters": 12_345_678, "ranks": 4, "tokens_per_s": 3e7}
+    outcomes = jobs_of_lengths(short=SHORT | common, long=LONG | common | {"total_tokens": 7}, failed="failed")
+    plot_sweep(outcomes, tmp_path / "sweep.png")
+    assert figure[0].get_suptitle() == "a: 12,345,678 parameters, 4 ranks"
+    assert "10,000,000" in [label.get_text() for label in figure[0].axes[0].get_yticklabels()]
+    plot_sweep(jobs_of_lengths(failed="failed"), tmp_path / "sweep.png")
+    assert figure[1].get_suptitle() == "a"
+
+
+def test_picture_has_no_estimated_memory_on_cpus(figure, tmp_path):
+    """The estimate would be 0 next to the memory of the process, which includes Python and its libraries."""
+    for device, labels in (("cpu", ["measured"]), ("cuda", ["measured", "estimated"])):
+        plot_sweep(jobs_of_lengths(short=SHORT | {"device": device}), tmp_path / "sweep.png")
+        assert [line.get_label() for line in figure[-1].axes[2].lines] == labels
+
+
 def test_picture_shows_mfu_if_it_is_known(figure, tmp_path):
     plot_sweep(jobs_of_lengths(short=SHORT | {"mfu": 0.4}, long=LONG | {"mfu": 0.3}), tmp_path / "sweep.png")
     assert list(figure[0].axes[1].lines[0].get_ydata()) == [0.4, 0.3]

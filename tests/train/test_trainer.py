@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture
 def settings(corpus, monkeypatch) -> list[str]:
     """The arguments of a small run, which plots no losses, because that would take a large part of the time of the tests."""
-    monkeypatch.setattr(metrics, "plot_loss", lambda path, output: None)
+    monkeypatch.setattr(metrics, "plot_loss", lambda path, output, title: None)
     return [*SMALL, f"data.path={corpus}", "model.layers=1", "data.seq_len=32"]
 
 
@@ -46,13 +46,17 @@ def summary_of(directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
-def test_run_writes_its_files(corpus, outputs, run_command_line, capfd):
+def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, monkeypatch):
+    titles, plot_loss = [], metrics.plot_loss
+    monkeypatch.setattr(metrics, "plot_loss", lambda *arguments: titles.append(arguments[2]) or plot_loss(*arguments))
     assert run_command_line(*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3", "trainer.sample_tokens=5") == 0
     output = capfd.readouterr().out
     assert "step 3/3" in output and "sample" in output
     files = {path.name for path in (outputs / "a").iterdir()}
     assert ".hydra" not in files
     assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
+    summary = summary_of(outputs / "a")
+    assert titles == [f"a: {summary['parameters']:,} parameters, 384 tokens, 1 rank"] and summary["device"] == "cpu"
 
 
 @pytest.mark.slow
