@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ringattn import Mask
+from ringattn import Mask, check_same
 from ringattn.comm import connect
 from ringattn.kernels import dispatch
 from ringattn.planning.cost_model import attention_flops, interconnect
@@ -141,6 +141,14 @@ def find_resources(config: Config, init_from: Path | None = None) -> Resources:
     with sync_errors():
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
+    try:
+        check_same([data.fingerprint, held_out and held_out.fingerprint], dist.group.WORLD)
+    except ValueError as error:
+        ranks = str(error).partition(" of the group")[0]
+        raise ConfigError(
+            f"the text of {config.data.description} differs between the ranks: {ranks} has another one; copy the same files to "
+            "all hosts, and set HF_HOME to a shared directory"
+        ) from None
     parts = device, bf16, kernel, tokenizer, init_from_changes, mesh, compiled, recomputed_blocks, graphed, needed
     return Resources(*parts, data, held_out)
 

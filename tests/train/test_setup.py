@@ -1,7 +1,9 @@
 """Tests of the choices that are made when a run is built: kernels, the number of Ulysses ranks, recomputation, precision."""
 
 import math
+from pathlib import Path
 
+import datasets
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,24 @@ def check_one_choice() -> None:
 
 def test_all_ranks_use_the_number_of_ulysses_ranks_of_rank_0(tmp_path):
     run_ranks(check_one_choice, 2, tmp_path / "store")
+
+
+def check_text_of_ranks(directory: Path) -> None:
+    """On every rank: each host has a cache of its own, and other files with the same names and lengths."""
+    datasets.config.HF_DATASETS_CACHE = directory / f"cache {dist.get_rank()}"
+    corpus = directory / f"host {dist.get_rank()}"
+    corpus.mkdir()
+    for i in range(20):
+        (corpus / f"{i}.txt").write_text(f"{dist.get_rank()}" * 400)
+    with pytest.raises(
+        ConfigError, match="the text of .* differs between the ranks: rank 1 has another one; copy the same files"
+    ):
+        run_setup.find_resources(job(str(corpus), 1, ring=2))
+    run_setup.find_resources(job(str(corpus / ".." / "host 0"), 1, ring=2))
+
+
+def test_text_that_differs_between_hosts_is_an_error(tmp_path):
+    run_ranks(check_text_of_ranks, 2, tmp_path / "store", tmp_path)
 
 
 def check_fastest_mesh() -> None:
