@@ -260,7 +260,7 @@ def test_another_tokenizer_than_in_training_is_rejected(tmp_path):
 
 def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     saved = save_checkpoint(tmp_path / "checkpoints")
-    monkeypatch.setattr(export.json, "dumps", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(export, "_write_json", Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="cannot write .*out: .*No space left on device; check the disk"):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert not (tmp_path / "out").exists()

@@ -175,7 +175,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:
-    """Check that this run has the corpus of the checkpoint, so that the saved position in the corpus is valid.
+    """Check the saved position in the corpus, and that this run has the corpus of the checkpoint.
 
     Args:
         path: the checkpoint.
@@ -184,7 +184,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
         config: the settings of the run, which the error message compares with those of the checkpoint.
 
     Raises:
-        ConfigError: the corpora differ.
+        ConfigError: the corpora differ, or the position is not a number of sequences.
     """
     # If a checkpoint lacks the entry "sequences", its run has read the sequences in the order of the stream.
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
@@ -194,6 +194,11 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
             f"{path} was trained on another corpus: {_describe_corpus_change(meta, saved, current, config)}; its position in "
             "the data is not valid here: resume with the same settings and the same text, or start a new run from its weights "
             "with trainer.init_from"
+        )
+    if not storage.is_count(consumed := meta.get("consumed")):
+        raise ConfigError(
+            f"{path} is damaged: meta.json has consumed={consumed!r:.60}, which must be an integer of at least 0; choose "
+            "another checkpoint"
         )
 
 

@@ -4,8 +4,9 @@
     <directory>/.step_...          a checkpoint that is being written or removed; the next save deletes such directories
 
 Every rank writes its own shards. When a run resumes, every rank reads the parts that it needs, so the number of ranks may
-change. The directory must be visible to all ranks. Checksums are written together with the tensors and the index, and every
-read compares the data with these checksums.
+change. The directory must be visible to all ranks. meta.json contains a checksum of itself and of the index, and the index
+contains a checksum of every shard of a tensor. Every read compares the data with these checksums, so no file can be replaced by
+that of another checkpoint. Checkpoints of earlier versions lack the checksums of meta.json and of the shards.
 
 `save` accepts only tensors, because DCP would store any other object as a pickle, and loading a pickle may run any code. DCP's
 own index is a pickle. Therefore `ringattn.train.checkpoint.index` reads the index with a list of allowed classes.
@@ -23,16 +24,20 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from ringattn.train.checkpoint.index import parse_index
 from ringattn.train.checkpoint.progress import bytes_on_disk, format_size, local_bytes, show_progress
@@ -73,8 +78,8 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
         step: the number of completed steps.
         tensors: the tensors by name. If a tensor is a DTensor, every rank writes its own shard. If a tensor is not a DTensor,
             only one of the ranks that pass this name writes the tensor.
-        meta: additional data that JSON can represent. This function adds `step`, the sizes of the files and the checksum of the
-            index.
+        meta: additional data that JSON can represent. This function adds `step`, the sizes of the files and the checksums of
+            the index and of meta.json itself.
         keep: how many checkpoints to keep, at least 1.
 
     Returns:
@@ -83,7 +88,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
     Raises:
         CheckpointError: on every rank, if a file cannot be written. The error is a DiskFullError if the disk is full.
     """
-    target = directory / f"step_{step:08d}"
+    target = directory / _name(step)
     temporary = target.with_name(f".{target.name}.tmp")
     is_rank_0 = not dist.is_initialized() or dist.get_rank() == 0
     try:
@@ -181,16 +186,26 @@ def read_meta(path: Path) -> dict:
     of the index).
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, or it is damaged.
+        CheckpointError: `path` is not a checkpoint, or its meta.json is damaged, was edited or belongs to another step.
     """
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
         raise CheckpointError(f"{path} is not a checkpoint ({found}): give the path of a step_... directory")
     with _report_damage(path, "meta.json"):
         meta = json.loads((path / "meta.json").read_text())
-        if not isinstance(meta["step"], int) or not all(isinstance(size, int) for size in meta["files"].values()):
-            raise ValueError("step and the sizes of files must be integers")
+        saved = meta.pop("checksum", None)
+        if saved is not None and saved != _meta_checksum(meta):
+            raise ValueError("the checksum is wrong, because the file was edited or damaged")
+        if not all(map(is_count, [meta["step"], *meta["files"].values()])):
+            raise ValueError("step and the sizes of files must be integers of at least 0")
+        if CHECKPOINT_NAME.fullmatch(path.name) and path.name != _name(meta["step"]):
+            raise ValueError(f"the file belongs to step {meta['step']}")
     return meta
+
+
+def is_count(value: object) -> bool:
+    """Return whether `value` is an integer of at least 0."""
+    return type(value) is int and value >= 0
 
 
 def read_tensor_names(path: Path) -> set[str]:
@@ -216,10 +231,17 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     size, own, planner = estimate_size(tensors.values()), local_bytes(tensors.values()), _LoadPlanner(**PLANNER_OPTIONS)
     with _sync_checkpoint_errors(path), show_progress(("loading", "loaded"), path, size, lambda: planner.loaded / max(own, 1)):
         index = _read_index(path)
+        if not all(hasattr(info, "checksum") for info in index.storage_data.values()):
+            _log_missing_checksums(path)
         _check_tensors(path, index.state_dict_metadata, tensors)
         # DCP prints a warning because every rank reads without the other ranks. Reading in this way is intended.
         with warnings.catch_warnings(action="ignore"):
             dcp.load(tensors, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
+
+
+@cache
+def _log_missing_checksums(path: Path) -> None:
+    log.info(f"{'checksums':<12}{path} has none that bind its files to it, because an earlier version has saved it")
 
 
 @contextmanager
@@ -284,7 +306,7 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
     """Write the tensors and their index to `directory`, which DCP creates."""
-    writer = dcp.FileSystemWriter(directory, sync_files=True)
+    writer = _Writer(directory, sync_files=True)
     # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
@@ -293,8 +315,14 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
 def _write_meta(directory: Path, meta: dict) -> None:
     meta["files"] = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     meta["index"] = zlib.crc32((directory / ".metadata").read_bytes())
+    meta["checksum"] = _meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2))
     _fsync(directory / "meta.json")
+
+
+def _meta_checksum(meta: dict) -> int:
+    """Return the checksum of the content of meta.json without the entry `checksum`. The order and the layout do not matter."""
+    return zlib.crc32(json.dumps(json.loads(json.dumps(meta)), sort_keys=True).encode())
 
 
 def _publish(temporary: Path, target: Path) -> None:
@@ -326,7 +354,11 @@ def _list_checkpoints(directory: Path) -> list[Path]:
 
 
 def _later_checkpoints(directory: Path, step: int) -> list[Path]:
-    return [path for path in _list_checkpoints(directory) if path.name > f"step_{step:08d}"]
+    return [path for path in _list_checkpoints(directory) if path.name > _name(step)]
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _remove(directory: Path, checkpoints: list[Path]) -> None:
@@ -343,6 +375,37 @@ def _hide(checkpoint: Path) -> None:
 def _remove_hidden(directory: Path) -> None:
     for path in directory.glob(".step_*"):
         shutil.rmtree(path)
+
+
+class _HashingStream(io.IOBase):
+    """Passes bytes on to another stream, and computes their checksum."""
+
+    def __init__(self, stream: io.IOBase):
+        self._stream, self.hash = stream, xxhash.xxh3_64()
+
+    def write(self, data: bytes) -> int:
+        self.hash.update(data)
+        return self._stream.write(data)
+
+    def flush(self) -> None:  # `close` calls this function, and leaves the other stream open for the next tensor.
+        self._stream.flush()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes tensors, and adds the checksum of each shard of a tensor to its entry in the index, as `checksum`."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.transforms, self._hashes = self, {}
+        results = super().write_data(plan, planner)
+        for result in results.value():
+            result.storage_data.checksum = self._hashes[result.index].hexdigest()
+        return results
+
+    def transform_save_stream(self, entry: WriteItem, stream: io.IOBase) -> tuple[io.IOBase, list[str]]:
+        """DCP calls this function for each shard, and writes the shard to the returned stream."""
+        transformed = _HashingStream(stream)
+        self._hashes[entry.index] = transformed.hash
+        return transformed, []
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -366,16 +429,21 @@ class _Reader(dcp.FileSystemReader):
         return self._index
 
     def _slice_file(self, file: IO[bytes], info: object) -> IO[bytes]:
-        """Read a tensor, which is stored as a zip archive, and check the checksums of the archive.
+        """Read a shard of a tensor and check its checksum.
 
-        torch.load does not check these checksums.
+        If the checkpoint has no checksum of the shard, check those inside the shard, which is stored as a zip archive.
+        torch.load does not check them.
         """
-        content = io.BytesIO(super()._slice_file(file, info).read())
-        with _report_damage(Path(self.path), Path(file.name).name), zipfile.ZipFile(content) as archive:
-            if (name := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
-        content.seek(0)
-        return content
+        content = super()._slice_file(file, info).read()
+        with _report_damage(Path(self.path), Path(file.name).name):
+            if hasattr(info, "checksum"):
+                is_correct = xxhash.xxh3_64(content).hexdigest() == info.checksum
+            else:
+                with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                    is_correct = archive.testzip() is None
+            if not is_correct:
+                raise ValueError("a checksum is wrong, because the file is damaged or belongs to another checkpoint")
+        return io.BytesIO(content)
 
 
 def _read_index(path: Path) -> Metadata:

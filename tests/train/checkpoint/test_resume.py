@@ -225,11 +225,17 @@ CORPUS = {"tokens_per_epoch": 99, "documents": 1, "text": 2, "seq_len": 8, "seed
 
 
 def check_corpus_of(saved: dict | None, current: dict, now: Config | None = None, before: Config | None = None) -> None:
-    check_corpus(PATH, meta_of(before or Config(), corpus=saved), current, now or Config())
+    check_corpus(PATH, meta_of(before or Config(), corpus=saved, consumed=0), current, now or Config())
 
 
 def test_the_same_corpus_is_accepted():
     check_corpus_of(CORPUS, CORPUS)
+
+
+@pytest.mark.parametrize("consumed", [None, "x", -7, 1.5, True, [], {}], ids=repr)
+def test_an_invalid_position_in_the_corpus_is_an_error(consumed):
+    with pytest.raises(ConfigError, match="step_00000005 is damaged: meta.json has consumed=.*at least 0"):
+        check_corpus(PATH, {"corpus": CORPUS, "consumed": consumed}, CORPUS, Config())
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -3,7 +3,10 @@
 import errno
 import json
 import os
+import pickle
 import re
+import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -275,8 +278,34 @@ def test_only_tensors_can_be_saved(value, tmp_path):
 
 
 def edit_meta(path: Path, **changes: object) -> None:
+    """Change entries of meta.json as somebody would who does not know of its checksum."""
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(meta | changes))
+
+
+def write_old_meta(path: Path, **changes: object) -> None:
+    """Change entries of meta.json, which then has no checksum, as in earlier versions."""
+    edit_meta(path, **changes, checksum=None)
+
+
+def remove_checksums(path: Path) -> None:
+    """Turn a checkpoint into one of an earlier version, which has no checksums of its shards and of meta.json."""
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for info in index.storage_data.values():
+        del info.checksum
+    content = pickle.dumps(index)
+    (path / ".metadata").write_bytes(content)
+    files = {name: (path / name).stat().st_size for name in (".metadata", "__0_0.distcp")}
+    write_old_meta(path, files=files, index=zlib.crc32(content))
+
+
+def copy_from_another_step(*files: str) -> Callable[[Path], None]:
+    def copy(path: Path) -> None:
+        another = save(path.parents[1] / "another", 9, {"model.w": WEIGHT + 1})
+        for name in files:
+            shutil.copy(another / name, path / name)
+
+    return copy
 
 
 def truncate(file: Path) -> None:
@@ -300,13 +329,25 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta not JSON": (lambda path: (path / "meta.json").write_text("{"), "meta.json: JSONDecodeError"),
     "meta not a dict": (lambda path: (path / "meta.json").write_text("[1]"), "meta.json: TypeError"),
     "meta not text": (lambda path: (path / "meta.json").write_bytes(b"\xff"), "meta.json: UnicodeDecodeError"),
-    "meta without a step": (lambda path: edit_meta(path, step=None), "meta.json: ValueError"),
+    "meta without a step": (lambda path: write_old_meta(path, step=None), "meta.json: ValueError: step and"),
+    "meta with a negative step": (lambda path: write_old_meta(path, step=-1), "meta.json: ValueError: step and"),
+    "meta with another step": (lambda path: write_old_meta(path, step=3), "meta.json: .*belongs to step 3"),
+    "meta of another step": (copy_from_another_step("meta.json"), "meta.json: .*belongs to step 9"),
+    "edited step": (lambda path: edit_meta(path, step=3), "meta.json: .*checksum is wrong"),
+    "edited position": (lambda path: edit_meta(path, sequences=31), "meta.json: .*checksum is wrong"),
+    "edited setting": (lambda path: edit_meta(path, config={"model": {"rope_theta": 5.0}}), "meta.json: .*checksum is wrong"),
+    "added entry": (lambda path: edit_meta(path, origin="/another"), "meta.json: .*checksum is wrong"),
+    "edited checksum": (lambda path: edit_meta(path, checksum=0), "meta.json: .*checksum is wrong"),
+    "data of another step": (copy_from_another_step("__0_0.distcp"), "__0_0.distcp: .*belongs to another checkpoint"),
+    "data and index of another step": (copy_from_another_step("__0_0.distcp", ".metadata"), r"\.metadata: .*(checksum|size)"),
+    "all files of another step": (copy_from_another_step("__0_0.distcp", ".metadata", "meta.json"), ".*to step 9"),
     "data truncated": (lambda path: truncate(path / "__0_0.distcp"), f"__0_0.distcp: .*{WRONG_SIZE}"),
     "data missing": (lambda path: (path / "__0_0.distcp").unlink(), f"__0_0.distcp: .*{WRONG_SIZE}"),
-    "data with a wrong bit": (flip_bit_of_weight, "__0_0.distcp: BadZipFile: the checksum of archive/data/0 is wrong"),
+    "data with a wrong bit": (flip_bit_of_weight, "__0_0.distcp: .*checksum is wrong"),
+    "padding with a wrong bit": (lambda path: flip_bit(path / "__0_0.distcp", 60), "__0_0.distcp: .*checksum is wrong"),
     "index truncated": (lambda path: truncate(path / ".metadata"), rf"\.metadata: .*{WRONG_SIZE}"),
     "index with a wrong bit": (lambda path: flip_bit(path / ".metadata", 200), r"\.metadata: .*the checksum is wrong"),
-    "file in another directory": (lambda path: edit_meta(path, files={"../x": 1}), r"\.\./x: .*missing"),
+    "file in another directory": (lambda path: write_old_meta(path, files={"../x": 1}), r"\.\./x: .*missing"),
 }
 
 
@@ -330,10 +371,34 @@ def test_a_directory_that_is_not_a_checkpoint_is_named(tmp_path):
 def test_an_index_without_a_checksum_can_be_read(tmp_path):
     """The first versions of ringattn did not write a checksum of the index."""
     path = save(tmp_path)
+    write_old_meta(path)
     meta = json.loads((path / "meta.json").read_text())
     del meta["index"]
     (path / "meta.json").write_text(json.dumps(meta))
     load(path, {"model.w": torch.zeros(6)})
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_and_compared_with_the_checksums_that_it_has(tmp_path, caplog):
+    caplog.set_level("INFO")
+    path, loaded = save(tmp_path), torch.zeros(6)
+    load(path, {"model.w": loaded})
+    assert "checksums" not in caplog.text
+
+    remove_checksums(path)
+    for _ in range(2):
+        load(path, {"model.w": loaded})
+    assert torch.equal(loaded, WEIGHT)
+    assert caplog.text.count(f"{path} has none that bind its files to it") == 1
+    flip_bit_of_weight(path)
+    assert_load_raises(path, "__0_0.distcp: .*checksum is wrong")
+
+
+def test_the_layout_of_meta_does_not_matter(tmp_path):
+    path = save(tmp_path)
+    meta = read_meta(path)
+    file = path / "meta.json"
+    file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items())), indent=7))
+    assert read_meta(path) == meta
 
 
 def test_shapes_are_compared_before_any_tensor_is_read(tmp_path):
