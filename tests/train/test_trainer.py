@@ -419,7 +419,7 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
 
     def write_during_signal(*arguments):
         os.kill(os.getpid(), signal.SIGTERM)
-        write(*arguments)
+        return write(*arguments)
 
     monkeypatch.setattr(storage, "_write_tensors", write_during_signal)
     assert run_command_line(*settings, "name=a", "trainer.checkpoint_every=2", "trainer.steps=9") == 0

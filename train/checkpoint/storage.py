@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import warnings
 import zipfile
 import zlib
@@ -54,6 +55,13 @@ PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 # DCP stores each shard of a tensor as an archive of its own. The archive adds at most this many bytes to the shard.
 ARCHIVE_BYTES = 2048
+
+# The number of seconds after which a file of another host must be visible on a network file system. NFS caches names and sizes
+# for up to 60 s.
+VISIBLE_S = 70.0
+
+# The errors of the operating system if a file system, such as some network file systems, cannot sync a directory.
+NO_DIRECTORY_SYNC = (errno.EINVAL, errno.ENOTSUP)
 
 # The errors of the operating system if the disk is full, or if the user may not store more data on the disk.
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
@@ -100,13 +108,15 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
                 _remove_hidden(directory)
         with _show_save(target, temporary, tensors):
             with _sync_checkpoint_errors(temporary):
-                _write_tensors(temporary, tensors)
+                files = _write_tensors(temporary, tensors)
             with _sync_checkpoint_errors(target):
                 if is_rank_0:
-                    _write_meta(temporary, {**meta, "step": step})
+                    _wait_for_files(temporary, files)
+                    _write_meta(temporary, {**meta, "step": step, "files": files})
                     _publish(temporary, target)
         with _sync_checkpoint_errors(target):
             if is_rank_0:
+                _wait_for_files(target, files)
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError as error:
         with sync_errors():
@@ -304,16 +314,44 @@ def _report_damage(path: Path, name: str) -> AbstractContextManager[None]:
     return _convert_errors(f"{path} is damaged: {name}", "remove the directory to resume from the previous checkpoint")
 
 
-def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
-    """Write the tensors and their index to `directory`, which DCP creates."""
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Write the tensors and their index to `directory`, which DCP creates.
+
+    Returns:
+        On rank 0, the size in bytes of each file that contains the index or a tensor. On other ranks, an empty dict.
+    """
     writer = _Writer(directory, sync_files=True)
     # DCP prints a warning if there is no process group.
     with warnings.catch_warnings(action="ignore"):
         dcp.save(tensors, storage_writer=writer, planner=DefaultSavePlanner(**PLANNER_OPTIONS))
+    return writer.sizes
+
+
+def _find_incomplete(path: Path, files: dict[str, int]) -> str | None:
+    """Return the name of one of the files that is missing in `path` or has another size, or None."""
+    for name, size in files.items():
+        if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
+            return name
+    return None
+
+
+def _wait_for_files(path: Path, files: dict[str, int]) -> None:
+    """Wait until rank 0 sees all files that the ranks have written to a checkpoint, with their sizes.
+
+    Raises:
+        CheckpointError: a file is still missing or incomplete after VISIBLE_S seconds.
+    """
+    deadline = time.monotonic() + VISIBLE_S
+    while (name := _find_incomplete(path, files)) is not None:
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{path / name} is missing or incomplete for rank 0, although a rank has written it: write to a directory that "
+                "all hosts share"
+            )
+        time.sleep(0.1)
 
 
 def _write_meta(directory: Path, meta: dict) -> None:
-    meta["files"] = {file.name: file.stat().st_size for file in sorted(directory.iterdir())}
     meta["index"] = zlib.crc32((directory / ".metadata").read_bytes())
     meta["checksum"] = _meta_checksum(meta)
     (directory / "meta.json").write_text(json.dumps(meta, indent=2))
@@ -341,6 +379,9 @@ def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in NO_DIRECTORY_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -393,6 +434,15 @@ class _HashingStream(io.IOBase):
 
 class _Writer(dcp.FileSystemWriter):
     """Writes tensors, and adds the checksum of each shard of a tensor to its entry in the index, as `checksum`."""
+
+    sizes: dict[str, int] = {}  # on rank 0, after a save: the sizes of the files
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        # The directory is not listed, because the list of a network file system may lack the files of other hosts.
+        self.sizes = {".metadata": (self.path / ".metadata").stat().st_size}
+        for info in metadata.storage_data.values():  # The shards of a file follow each other without gaps.
+            self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.transforms, self._hashes = self, {}
@@ -455,10 +505,9 @@ def _read_index(path: Path) -> Metadata:
         CheckpointError: the index is damaged, or it does not match the files.
     """
     meta = read_meta(path)
-    for name, size in meta["files"].items():
+    if (name := _find_incomplete(path, meta["files"])) is not None:
         with _report_damage(path, name):
-            if Path(name).name != name or not (path / name).is_file() or (path / name).stat().st_size != size:
-                raise ValueError(f"the file is missing, or its size is not {size} bytes")
+            raise ValueError(f"the file is missing, or its size is not {meta['files'][name]} bytes")
     with _report_damage(path, ".metadata"):
         content = (path / ".metadata").read_bytes()
         # If a checkpoint does not contain a checksum of the index, the comparison always succeeds.

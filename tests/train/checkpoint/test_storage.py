@@ -6,9 +6,11 @@ import os
 import pickle
 import re
 import shutil
+import stat
+import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -157,6 +159,70 @@ def test_a_failed_save_does_not_fill_the_disk(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="No space left on device.*check the disk"):
         save(tmp_path)
     assert names(tmp_path) == []
+
+
+def after_writing(act: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `act` with the directory of a checkpoint after its tensors were written."""
+    write = storage._write_tensors
+    monkeypatch.setattr(storage, "_write_tensors", lambda path, tensors: (write(path, tensors), act(path))[0])
+    monkeypatch.setattr(storage, "VISIBLE_S", 0.3)
+
+
+@pytest.mark.parametrize(
+    "act", [lambda path: (path / "__0_0.distcp").unlink(), lambda path: truncate(path / "__0_0.distcp")], ids=["gone", "short"]
+)
+def test_a_checkpoint_that_lacks_a_file_of_another_host_is_not_published(act, tmp_path, monkeypatch):
+    first = save(tmp_path, 1)
+    after_writing(act, monkeypatch)
+    with pytest.raises(CheckpointError, match="/__0_0.distcp is missing or incomplete .*all hosts share"):
+        save(tmp_path, 2, keep=1)
+    assert names(tmp_path) == [first.name]
+    load(first, {"model.w": torch.zeros(6)})
+
+
+def test_a_save_waits_until_a_file_of_another_host_is_visible(tmp_path, monkeypatch):
+    def hide_and_show(path: Path) -> None:
+        hidden = (path / "__0_0.distcp").rename(tmp_path / "hidden")
+        threading.Timer(0.1, hidden.rename, [path / "__0_0.distcp"]).start()
+
+    after_writing(hide_and_show, monkeypatch)
+    load(save(tmp_path / "checkpoints", 1), {"model.w": torch.zeros(6)})
+
+
+def test_a_stale_list_of_files_does_not_matter(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "iterdir", lambda self: iter([self / ".metadata"]))
+    load(save(tmp_path), {"model.w": torch.zeros(6)})
+
+
+def test_older_checkpoints_remain_if_the_new_one_is_incomplete_after_its_renaming(tmp_path, monkeypatch):
+    save(tmp_path, 1)
+    publish = storage._publish
+    monkeypatch.setattr(storage, "_publish", lambda path, target: (publish(path, target), truncate(target / ".metadata")))
+    monkeypatch.setattr(storage, "VISIBLE_S", 0.0)
+    with pytest.raises(CheckpointError, match=r"step_00000002/\.metadata is missing or incomplete"):
+        save(tmp_path, 2, keep=1)
+    assert "step_00000001" in names(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("number", "of_directories", "is_error"),
+    [
+        (errno.EINVAL, True, False),
+        (errno.ENOTSUP, True, False),
+        (errno.EIO, True, True),
+        (errno.EINVAL, False, True),
+        (errno.ENOTSUP, False, True),
+    ],
+)
+def test_only_directories_may_be_impossible_to_sync(number, of_directories, is_error, tmp_path, monkeypatch):
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.stat(file).st_mode) == of_directories:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(CheckpointError, match="step_00000001.*check the disk") if is_error else nullcontext():
+        save(tmp_path, 1)
+    assert names(tmp_path) == ([] if is_error else ["step_00000001"])
 
 
 def free_space(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
