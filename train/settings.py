@@ -125,12 +125,13 @@ def _settings_of_resumed_run(composed: Config, saved: Config, given: set[str], i
     # A run that branches does not start from the initial weights of the other run, but from the checkpoint.
     config.trainer.init_from = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     config.model = _override_model(saved.model, composed.model, given)
+    kept = ["group_size", "eval_fraction"]  # The position in the data is valid only in the same order.
     if not _sets_tokenizer(composed, given):
         config.data.tokenizer = saved.data.tokenizer
-        for name in {"eos_token", "special_tokens"} - {name.removeprefix("data.") for name in given}:
+        kept += ["eos_token", "special_tokens"]
+    for name in kept:
+        if f"data.{name}" not in given:
             setattr(config.data, name, getattr(saved.data, name))
-    if "data.group_size" not in given:
-        config.data.group_size = saved.data.group_size  # The position in the data is valid only in the same order.
     return config
 
 

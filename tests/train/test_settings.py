@@ -63,6 +63,14 @@ def test_an_override_sets_one_setting(override, directory):
     assert (config.trainer.seed, config.trainer.steps, config.data.seq_len) == (4, 30, 99)
 
 
+@pytest.mark.parametrize("overrides", [[], ["data=text"], ["recipe=cpu"]], ids=str)
+def test_a_run_keeps_its_held_out_fraction_unless_the_command_line_sets_it(overrides, tmp_path):
+    """Version 0.2.0 held out no text."""
+    write_checkpoint(tmp_path, config_with(data__eval_fraction=0.0))
+    assert resolve_settings(Config(), overrides, tmp_path).data.eval_fraction == 0.0
+    assert resolve_settings(Config(), [*overrides, "data.eval_fraction=0.01"], tmp_path).data.eval_fraction == 0.01
+
+
 @pytest.mark.parametrize("saved", [None, 4])
 @pytest.mark.parametrize("overrides", [[], ["data=text"], ["experiment=longer"]], ids=str)
 def test_a_run_keeps_its_group_size_unless_the_command_line_sets_it(saved, overrides, tmp_path):

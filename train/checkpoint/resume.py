@@ -1,8 +1,10 @@
 """Find the checkpoint from which a run resumes, and compare the settings and the corpus of the checkpoint and the run."""
 
 import json
+import logging
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.config import Config, ConfigError, ModelConfig, TrainerConfig, resolve_path
 from ringattn.train.literal import literal_settings
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
+
+log = logging.getLogger(__name__)
 
 # The prefixes of settings that must not change within a run. These settings determine what the weights mean.
 FIXED = ("model.", "data.mask_documents")
@@ -33,27 +37,31 @@ GROUPS = (*COMPARED, "logger")
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that did not exist when the checkpoint was saved have their default values.
+    Settings that did not exist when the checkpoint was saved have their default values. Settings that another version has saved
+    and that do not exist in this version are ignored, except for those of the model.
 
     Args:
         meta: the content of the checkpoint's meta.json.
 
     Raises:
-        ConfigError: a setting has an invalid type, or another version of the program has saved a setting that does not exist in
-            this version. A setting that does not exist is ignored if its value is None.
+        ConfigError: a setting has an invalid type, or another version of the program has saved a setting of the model that does
+            not exist in this version, with another value than None.
     """
     stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
         raise ConfigError("meta.json of the checkpoint is damaged: it contains no settings; restore the file")
-    saved = {"name": stored.get("name")}
+    saved, unknown = {"name": stored.get("name")}, []
     for group in GROUPS:
         values, known = stored.get(group, {}), vars(getattr(Config(), group))
         saved[group] = {name: value for name, value in values.items() if name in known}
-        if unknown := [f"{group}.{name}={value}" for name, value in values.items() if name not in known and value is not None]:
-            raise ConfigError(
-                f"the checkpoint was saved with {', '.join(unknown)}, which this version does not know: use the version that "
-                "saved the checkpoint"
-            )
+        unknown += [f"{group}.{name}={value}" for name, value in values.items() if name not in known and value is not None]
+    if any(setting.startswith("model.") for setting in unknown):
+        raise ConfigError(
+            f"the checkpoint was saved with {', '.join(unknown)}, which this version does not know: use the version that saved "
+            "the checkpoint"
+        )
+    if unknown:
+        _log_ignored(", ".join(unknown))
     try:
         config = OmegaConf.to_object(literal_settings(saved))
     except (OmegaConfBaseException, RecursionError) as error:
@@ -68,6 +76,11 @@ def saved_config(meta: dict[str, Any]) -> Config:
         # These settings have no effect without a factor, and earlier versions saved other values of them.
         config.model.rope_trained_len, config.model.rope_scaling = ModelConfig.rope_trained_len, ModelConfig.rope_scaling
     return config
+
+
+@cache  # The settings of a checkpoint are read several times.
+def _log_ignored(settings: str) -> None:
+    log.warning(f"{'settings':<12}of another version are ignored, because this version does not have them: {settings}")
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:

@@ -47,6 +47,11 @@ from ringattn.train.parallel.ranks import sync_errors
 
 log = logging.getLogger(__name__)
 
+# The version of the format of checkpoints. A version that cannot read the checkpoints of the next one must get a new number.
+#   1  ringattn 0.2.0. These checkpoints do not contain the number.
+#   2  meta.json contains a checksum of itself, and the index contains a checksum of every shard.
+FORMAT = 2
+
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
 # With these options, DCP stores every tensor under the name that we give to it. DCP then adds no table of nested names to the
@@ -86,8 +91,8 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
         step: the number of completed steps.
         tensors: the tensors by name. If a tensor is a DTensor, every rank writes its own shard. If a tensor is not a DTensor,
             only one of the ranks that pass this name writes the tensor.
-        meta: additional data that JSON can represent. This function adds `step`, the sizes of the files and the checksums of
-            the index and of meta.json itself.
+        meta: additional data that JSON can represent. This function adds `format`, `step`, the sizes of the files and the
+            checksums of the index and of meta.json itself.
         keep: how many checkpoints to keep, at least 1.
 
     Returns:
@@ -112,7 +117,7 @@ def save(directory: Path, step: int, tensors: dict[str, Tensor], meta: dict, kee
             with _sync_checkpoint_errors(target):
                 if is_rank_0:
                     _wait_for_files(temporary, files)
-                    _write_meta(temporary, {**meta, "step": step, "files": files})
+                    _write_meta(temporary, {**meta, "format": FORMAT, "step": step, "files": files})
                     _publish(temporary, target)
         with _sync_checkpoint_errors(target):
             if is_rank_0:
@@ -192,19 +197,25 @@ def latest(directory: Path) -> Path | None:
 def read_meta(path: Path) -> dict:
     """Return the `meta` that `save` has written to the checkpoint at `path`.
 
-    `save` adds three entries to its argument `meta`: `step`, `files` (the size in bytes of each file) and `index` (the checksum
-    of the index).
+    `save` adds four entries to its argument `meta`: `format`, `step`, `files` (the size in bytes of each file) and `index` (the
+    checksum of the index).
 
     Raises:
-        CheckpointError: `path` is not a checkpoint, or its meta.json is damaged, was edited or belongs to another step.
+        CheckpointError: `path` is not a checkpoint, or its meta.json is damaged, was edited or belongs to another step, or a
+            newer version has saved the checkpoint.
     """
     if not path.is_dir() or not (CHECKPOINT_NAME.fullmatch(path.name) or (path / "meta.json").exists()):
         found = "another directory" if path.is_dir() else "no such directory"
         raise CheckpointError(f"{path} is not a checkpoint ({found}): give the path of a step_... directory")
     with _report_damage(path, "meta.json"):
         meta = json.loads((path / "meta.json").read_text())
+        if is_count(version := meta.get("format", 1)) and version > FORMAT:
+            raise CheckpointError(
+                f"{path} has the format {version} of a newer version of ringattn, but this version reads formats up to "
+                f"{FORMAT}: use the version that saved the checkpoint"
+            )
         saved = meta.pop("checksum", None)
-        if saved is not None and saved != _meta_checksum(meta):
+        if (saved is not None or version != 1) and saved != _meta_checksum(meta):
             raise ValueError("the checksum is wrong, because the file was edited or damaged")
         if not all(map(is_count, [meta["step"], *meta["files"].values()])):
             raise ValueError("step and the sizes of files must be integers of at least 0")

@@ -51,7 +51,8 @@ def replace_index(path: Path, content: bytes) -> None:
     """Replace the index of a checkpoint, with a size and a checksum that agree with it. meta.json then has no checksum."""
     (path / ".metadata").write_bytes(content)
     meta = json.loads((path / "meta.json").read_text())
-    meta["files"][".metadata"], meta["index"], meta["checksum"] = len(content), zlib.crc32(content), None
+    meta["files"][".metadata"], meta["index"] = len(content), zlib.crc32(content)
+    meta["format"], meta["checksum"] = 1, None
     (path / "meta.json").write_text(json.dumps(meta))
 
 

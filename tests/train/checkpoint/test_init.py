@@ -72,7 +72,7 @@ def test_a_path_to_neither_is_an_error(tmp_path):
 
 def test_a_checkpoint_of_another_tokenizer_is_an_error(checkpoint):
     meta = json.loads((checkpoint / "meta.json").read_text())
-    (checkpoint / "meta.json").write_text(json.dumps(meta | {"tokenizer": 7, "checksum": None}))
+    (checkpoint / "meta.json").write_text(json.dumps(meta | {"tokenizer": 7, "format": 1, "checksum": None}))
     with pytest.raises(ConfigError, match="data.tokenizer=bytes, but .*step_00000001 was trained with the tokenizer bytes"):
         init.compare_settings(checkpoint, Config(model=MODEL), BytesTokenizer())
 

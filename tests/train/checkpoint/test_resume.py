@@ -301,9 +301,12 @@ def test_saved_settings_are_read_with_their_types():
     assert (config.name, config.optim.lr, list(config.optim.betas)) == ("a", 0.25, [0.5, 0.6])
 
 
-def test_saved_settings_may_be_incomplete_and_contain_unknown_settings_without_a_value():
-    config = saved_config({"config": {"model": {"dim": 64, "removed": None}}})
+def test_saved_settings_may_be_incomplete_and_contain_unknown_settings(caplog):
+    stored = {"model": {"dim": 64, "removed": None}, "trainer": {"eval_sequences": 16}, "data": {"added": [1]}}
+    for _ in range(2):
+        config = saved_config({"config": stored})
     assert config.model.dim == 64 and config.trainer == TrainerConfig()
+    assert caplog.text.count("this version does not have them: data.added=[1], trainer.eval_sequences=16") == 1
 
 
 @pytest.mark.parametrize(

@@ -350,8 +350,8 @@ def edit_meta(path: Path, **changes: object) -> None:
 
 
 def write_old_meta(path: Path, **changes: object) -> None:
-    """Change entries of meta.json, which then has no checksum, as in earlier versions."""
-    edit_meta(path, **changes, checksum=None)
+    """Change entries of meta.json, which then has neither a format nor a checksum, as in earlier versions."""
+    edit_meta(path, **changes, format=1, checksum=None)
 
 
 def remove_checksums(path: Path) -> None:
@@ -393,7 +393,7 @@ WRONG_SIZE = r"missing, or its size is not \d+ bytes"
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "meta missing": (lambda path: (path / "meta.json").unlink(), "meta.json: FileNotFoundError"),
     "meta not JSON": (lambda path: (path / "meta.json").write_text("{"), "meta.json: JSONDecodeError"),
-    "meta not a dict": (lambda path: (path / "meta.json").write_text("[1]"), "meta.json: TypeError"),
+    "meta not a dict": (lambda path: (path / "meta.json").write_text("[1]"), "meta.json: AttributeError"),
     "meta not text": (lambda path: (path / "meta.json").write_bytes(b"\xff"), "meta.json: UnicodeDecodeError"),
     "meta without a step": (lambda path: write_old_meta(path, step=None), "meta.json: ValueError: step and"),
     "meta with a negative step": (lambda path: write_old_meta(path, step=-1), "meta.json: ValueError: step and"),
