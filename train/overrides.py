@@ -1,5 +1,6 @@
 """Check the command line for mistakes that Hydra would not report, or would report in several lines."""
 
+import os
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from typing import NoReturn
@@ -11,6 +12,37 @@ from ringattn.train.config import Config, ConfigError
 
 # File systems limit a name to 255 bytes. Some files have the name of a run and a suffix, which may take the remaining bytes.
 MAX_NAME_BYTES = 200
+
+# The settings that are paths.
+PATHS = ("trainer.resume", "trainer.init_from", "data.path", "data.eval_path", "data.tokenizer", "hydra.run.dir")
+
+
+def quote_paths(arguments: Iterable[str]) -> list[str]:
+    """Quote paths that Hydra cannot read otherwise, such as that of the job seq_len=64,lr=0.1 of a sweep.
+
+    Args:
+        arguments: the arguments of the command line. In a sweep, a value that is not the path of an existing file is a list of
+            paths. A value that begins with a quote is not changed.
+
+    Returns:
+        The same arguments, in which existing paths and paths that contain "=" are quoted.
+    """
+    arguments = list(arguments)
+    is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
+    return [_quote_path(argument, is_sweep) for argument in arguments]
+
+
+def _quote_path(argument: str, is_sweep: bool) -> str:
+    name, _, value = argument.partition("=")
+    if name.lstrip("+") not in PATHS or value.startswith(("'", '"')):
+        return argument
+
+    def exists(path: str) -> bool:
+        return os.path.exists(os.path.expanduser(path))
+
+    parts = value.split(",") if is_sweep and not exists(value) else [value]
+    quoted = ('"' + part.replace('"', '\\"') + '"' if "=" in part or exists(part) else part for part in parts)
+    return f"{name}={','.join(quoted)}"
 
 
 def check_options() -> None:

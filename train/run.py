@@ -58,7 +58,7 @@ from ringattn.train.errors import (
 )
 from ringattn.train.help import common_settings
 from ringattn.train.literal import literal_settings
-from ringattn.train.overrides import check_options, check_overrides, checked_name
+from ringattn.train.overrides import check_options, check_overrides, checked_name, quote_paths
 from ringattn.train.parallel.memory import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
@@ -253,6 +253,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
     OmegaConf.register_new_resolver("common_settings", lambda *, _root_: common_settings(_root_), replace=True)
+    sys.argv[1:] = quote_paths(sys.argv[1:])
     try:
         check_options()
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="train")(run_job)()
