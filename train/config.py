@@ -36,6 +36,13 @@ def resolve_path(name: str, value: str) -> Path:
     return path
 
 
+def replace_link(path: Path) -> Path:
+    """Remove `path` if it is a link, so that writing to it does not change the file that the link names. Return `path`."""
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
 def round_up(n: int, multiple: int) -> int:
     """Return the smallest multiple of `multiple` that is at least `n`."""
     return -(-n // multiple) * multiple

@@ -27,6 +27,9 @@ accuracy by the length of the sequence and by the position of the answer in the 
 length of the training, half of this length, a quarter, and so on. The command accepts models that were trained on any text.
 """
 
+import ctypes
+import os
+import signal
 import sys
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,6 +40,9 @@ if __name__ == "__main__":
     # The root of the repository replaces the folder of this script on the search path. train/run.py explains the reason.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
+
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # If torchrun dies, this process ends. train/run.py explains the call.
 
 import torch
 import torch.distributed as dist

@@ -9,7 +9,10 @@ example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. train
 trainer.fp8_attention=inference, the prompt is processed with FP8 attention.
 """
 
+import ctypes
 import math
+import os
+import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -21,6 +24,9 @@ if __name__ == "__main__":
     # The root of the repository replaces the folder of this script on the search path. train/run.py explains the reason.
     folder = Path(__file__).resolve().parent
     sys.path[:] = [str(folder.parent) if entry == str(folder) else entry for entry in sys.path]
+
+if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # If torchrun dies, this process ends. train/run.py explains the call.
 
 import torch
 import torch.distributed as dist

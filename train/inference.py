@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ringattn.train.checkpoint import huggingface, storage
 from ringattn.train.checkpoint.resume import saved_config
-from ringattn.train.config import Config, ConfigError, DataConfig, TrainerConfig
+from ringattn.train.config import Config, ConfigError, DataConfig, TrainerConfig, replace_link
 from ringattn.train.errors import USER_ERRORS, report_error, terminate, terminate_on_error
 from ringattn.train.literal import literal_settings
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
@@ -194,7 +194,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
     print(table, end="", flush=True)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.md").write_text(table, encoding="utf-8")
+        replace_link(folder / f"{name}.md").write_text(table, encoding="utf-8")
         plot(folder / f"{name}.png")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ringattn.train.config import replace_link
+
 # The number of times that the bootstrap draws all documents.
 NUM_DRAWS = 1000
 
@@ -121,7 +123,7 @@ def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(output, dpi=150)
+    figure.savefig(replace_link(output), dpi=150)
 
 
 def label_numbers(axis: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.train.config import Config
+from ringattn.train.config import Config, replace_link
 from ringattn.train.loss_results import draw_by_length, from_metrics, label_numbers
 from ringattn.train.model.flops import utilisation
 from ringattn.train.wandb_run import WandbRun
@@ -192,7 +192,7 @@ def _to_json(record: dict[str, float]) -> str:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace the content of a file by `text`. Other processes see either the old content or the complete new content."""
-    temporary = path.with_suffix(".tmp")
+    temporary = replace_link(path.with_suffix(".tmp"))
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
@@ -234,7 +234,7 @@ def plot_loss(path: Path, output: Path, title: str = "") -> None:
         axes.set_ylabel("loss (nats per token)")
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=150)
+    figure.savefig(replace_link(output), dpi=150)
 
 
 def _smooth(losses: list[float]) -> list[float]:

@@ -5,6 +5,8 @@ several micro-steps or an evaluation. It saves a checkpoint and exits. If the ru
 checkpoint, and repeats the step or the evaluation that it has left.
 """
 
+import errno
+import logging
 import os
 import signal
 import time
@@ -16,8 +18,13 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
-from ringattn.train.config import ConfigError
+from ringattn.train.config import ConfigError, replace_link
 from ringattn.train.parallel.ranks import sync_errors
+
+log = logging.getLogger(__name__)
+
+# The errors of the operating system if a file system does not support locks.
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 # The signals that this process has received. No signal is ever removed from the set, because a signal stops the whole launch
 # and not only the current job of a sweep.
@@ -131,18 +138,23 @@ def acquire_run_directory(directory: Path) -> Iterator[None]:
     ranks. The operating system releases the lock when the process of rank 0 ends, even if the process is killed.
 
     Raises:
-        ConfigError: on every rank, if another process holds the lock.
+        ConfigError: on every rank, if another process holds the lock, or if the file `.lock` cannot be used.
     """
     with ExitStack() as lock:
         with sync_errors():
             if dist.get_rank() == 0:
                 directory.mkdir(parents=True, exist_ok=True)
+                path = replace_link(directory / ".lock")
                 try:
                     # On a file system without flock, filelock would otherwise use a marker file. A marker file still exists
                     # after the process is killed.
-                    lock.enter_context(FileLock(directory / ".lock", blocking=False, fallback_to_soft=False))
+                    lock.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
                 except Timeout:
                     raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None
-                except OSError:
-                    pass  # The file system does not support locks. Training must be possible without a lock.
+                except OSError as error:
+                    if error.errno not in NO_LOCKS:
+                        reason = "it is a folder" if path.is_dir() else error.strerror
+                        raise ConfigError(f"{path} cannot be locked ({reason}): remove it, or choose another name") from None
+                    # Training must be possible without a lock.
+                    log.warning(f"{'lock':<12}none, because the file system has no locks: do not launch this run twice")
         yield

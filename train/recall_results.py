@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ringattn.train.config import replace_link
+
 # The accuracy by the length of the sequence in tokens and the position of the answer in percent.
 Accuracies = dict[tuple[int, int], float]
 
@@ -60,7 +62,7 @@ def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: 
     axes.set_title(f"accuracy in percent (chance: {100 * chance:.1f})", fontsize="medium")
     figure.suptitle(title.replace(": ", ":\n"), fontsize="medium")  # The picture is narrow.
     figure.colorbar(colours, label="accuracy")
-    figure.savefig(output, dpi=150)
+    figure.savefig(replace_link(output), dpi=150)
 
 
 def _axes(accuracies: Accuracies) -> tuple[list[int], list[int]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.train import metrics, startup
-from ringattn.train.config import ConfigError
+from ringattn.train.config import ConfigError, replace_link
 from ringattn.train.data.recall import CHANCE
 from ringattn.train.generate import generate
 from ringattn.train.loss_results import from_metrics as losses_from_metrics
@@ -188,7 +188,7 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
     if dist.get_rank() == 0:
         text = run.tokenizer.decode(tokens)
         log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
-        (directory / "sample.txt").write_text(text, encoding="utf-8")
+        replace_link(directory / "sample.txt").write_text(text, encoding="utf-8")
         if wandb_run is not None:
             parts = run.tokenizer.decode(tokens[: len(prompt)]), run.tokenizer.decode(tokens[len(prompt) :])
             wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])

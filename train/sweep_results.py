@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ringattn.train.config import Config
+from ringattn.train.config import Config, replace_link
 from ringattn.train.loss_results import draw_by_length, label_numbers
 from ringattn.train.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
 
@@ -68,7 +68,7 @@ class Jobs:
     def write_results(self) -> None:
         """In a sweep, write the table sweep.md and the picture sweep.png of all jobs so far."""
         if self.directory is not None:
-            (self.directory / "sweep.md").write_text(sweep_table(self.outcomes) + "\n")
+            replace_link(self.directory / "sweep.md").write_text(sweep_table(self.outcomes) + "\n")
             plot_sweep(self.outcomes, self.directory / "sweep.png")
 
     def has_errors(self) -> bool:
@@ -167,7 +167,7 @@ def plot_sweep(outcomes: list[Outcome], output: Path) -> None:
     for axes in (speed, flops, memory, losses):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(output, dpi=120)
+    figure.savefig(replace_link(output), dpi=120)
 
 
 def _sweep_title(outcomes: list[Outcome], results: list[dict[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ringattn.train.config import Config, ConfigError
+from ringattn.train.config import Config, ConfigError, replace_link
 from ringattn.train.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.recall_results import from_metrics
@@ -193,5 +193,5 @@ def run_id(directory: Path) -> str:
     """Return the id in the file wandb_id, which all launches in this directory use. The first launch creates the file."""
     path = directory / "wandb_id"
     if not (path.exists() and path.read_text().strip()):
-        path.write_text(secrets.token_hex(4))
+        replace_link(path).write_text(secrets.token_hex(4))
     return path.read_text().strip()

@@ -107,11 +107,13 @@ def launch(ranks: int, directory: Path, *arguments: str, script: Path | str = SC
 
 
 @contextmanager
-def start(ranks: int, directory: Path, *arguments: str, options: Iterable[str] = ()) -> Iterator[subprocess.Popen]:
+def start(
+    ranks: int, directory: Path, *arguments: str, options: Iterable[str] = (), script: Path = SCRIPT
+) -> Iterator[subprocess.Popen]:
     """Start a job under torchrun whose output goes to output.log. All its processes are killed at the end of the context."""
     with open(directory / "output.log", "w") as output:
         process = subprocess.Popen(
-            command(ranks, SCRIPT, *arguments, options=options),
+            command(ranks, script, *arguments, options=options),
             cwd=directory,
             env=environment(directory),
             stdout=output,

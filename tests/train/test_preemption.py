@@ -6,10 +6,12 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,6 +32,7 @@ from ringattn.train.preemption import (
 )
 from ringattn.train.step import until_stopped
 from tests.distributed import run_ranks
+from tests.train.checkpoint.test_formats import unpack
 from tests.train.jobs import job, one_rank
 from tests.train.launch import ROOT, SMALL, descendants, start, wait_until, write_corpus
 
@@ -314,6 +317,32 @@ def test_signal_to_torchrun_saves_a_checkpoint(number, to_ranks, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("generate.py", ["tokens=1000000"]),
+        ("evaluate.py", ["evaluate=recall", "data.seq_len=64", "trainer.eval_tokens=1000000000"]),
+    ],
+    ids=["generation", "evaluation"],
+)
+def test_worker_of_a_command_ends_if_torchrun_is_killed(script, arguments, tmp_path):
+    model = unpack(2, tmp_path / "run")
+    with start(1, tmp_path, f"run={model}", "trainer.device=cpu", *arguments, script=ROOT / "train" / script) as process:
+        wait_until(lambda: "weights " in (tmp_path / "output.log").read_text(), process, tmp_path)
+        (worker,) = descendants(process.pid)
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 5
+        try:
+            while Path(f"/proc/{worker}").exists():
+                assert time.monotonic() < deadline, "the worker is left"
+                time.sleep(0.05)
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+
+
+@pytest.mark.slow
 def test_second_ctrl_c_ends_the_process_at_once():
     """The process ends even while it waits in a call that never returns to Python."""
     process = multiprocessing.get_context("forkserver").Process(target=ignore_requests)
@@ -379,14 +408,37 @@ def test_lock_is_released_when_its_process_is_killed(tmp_path):
             pass
 
 
-def test_training_does_not_require_a_file_system_with_locks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK], ids=errno.errorcode.get)
+def test_training_does_not_require_a_file_system_with_locks(number, tmp_path, monkeypatch, caplog):
     """Without locks, nothing prevents a second launch. A marker file would, but it would outlive a process that is killed."""
 
     def unsupported(*_):
-        raise OSError(errno.ENOSYS, "Function not implemented")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr("fcntl.flock", unsupported)
     launches = []
     with one_rank(), acquire_run_directory(tmp_path), acquire_run_directory(tmp_path):
         launches.append("second")
-    assert launches == ["second"]
+    assert launches == ["second"] and "do not launch this run twice" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("create", "reason"),
+    [(Path.mkdir, "it is a folder"), (lambda path: socket.socket(socket.AF_UNIX).bind(str(path)), "No such device")],
+    ids=["folder", "socket"],
+)
+def test_lock_that_cannot_be_used_is_reported(create, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # The path of a socket must be short.
+    create(Path(".lock"))
+    with one_rank(), pytest.raises(ConfigError, match=rf"\.lock cannot be locked \({reason}.*remove it"):
+        acquire_run_directory(Path()).__enter__()
+
+
+def test_lock_that_is_a_link_is_replaced(tmp_path):
+    """The lock on the target of the link would not be the lock of this directory."""
+    (tmp_path / "target").write_text("own")
+    (tmp_path / ".lock").symlink_to(tmp_path / "target")
+    with one_rank(), acquire_run_directory(tmp_path):
+        with pytest.raises(ConfigError, match="another process"), acquire_run_directory(tmp_path):
+            pass
+    assert (tmp_path / "target").read_text() == "own"

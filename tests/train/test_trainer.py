@@ -46,7 +46,13 @@ def summary_of(directory: Path) -> dict:
     return json.loads((directory / "summary.json").read_text())
 
 
-def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, monkeypatch):
+def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path, monkeypatch):
+    """If a result of another run is linked in place of a file, the link is replaced, and its target does not change."""
+    links = ("metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock")
+    (outputs / "a").mkdir(parents=True)
+    for name in links:
+        (tmp_path / name).write_text("{}\n")
+        (outputs / "a" / name).symlink_to(tmp_path / name)
     titles, plot_loss = [], metrics.plot_loss
     monkeypatch.setattr(metrics, "plot_loss", lambda *arguments: titles.append(arguments[2]) or plot_loss(*arguments))
     assert run_command_line(*SMALL, f"data.path={corpus}", "name=a", "trainer.steps=3", "trainer.sample_tokens=5") == 0
@@ -57,6 +63,8 @@ def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, monkeypa
     assert {"checkpoints", "loss.png", "metrics.jsonl", "run.log", "sample.txt", "summary.json"} <= files
     summary = summary_of(outputs / "a")
     assert titles == [f"a: {summary['parameters']:,} parameters, 384 tokens, 1 rank"] and summary["device"] == "cpu"
+    assert {(tmp_path / name).read_text() for name in links} == {"{}\n"}
+    assert not [path.name for path in (outputs / "a").iterdir() if path.is_symlink()]
 
 
 @pytest.mark.slow

@@ -426,7 +426,7 @@ def _hide(checkpoint: Path) -> None:
 
 def _remove_hidden(directory: Path) -> None:
     for path in directory.glob(".step_*"):
-        shutil.rmtree(path)
+        path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 class _HashingStream(io.IOBase):

@@ -101,6 +101,15 @@ def test_checkpoints_of_later_steps_are_deleted(tmp_path):
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
+def test_only_the_link_to_a_checkpoint_is_deleted(tmp_path):
+    target = save(tmp_path / "elsewhere", 1)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / target.name).symlink_to(target)
+    save(tmp_path / "checkpoints", 2, keep=1)
+    assert names(tmp_path / "checkpoints") == ["step_00000002"]
+    load(target, {"model.w": torch.zeros(6)})
+
+
 def test_a_new_run_has_no_latest_checkpoint(tmp_path):
     assert latest(tmp_path) is None
     assert latest(tmp_path / "missing") is None
