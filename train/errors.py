@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, InterpolationResolutionError, OmegaConfBaseException
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from ringattn.comm.watchdog import RingFault
 from ringattn.train.checkpoint.storage import FULL_DISK
@@ -128,7 +130,8 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
     Other ranks may be waiting in a collective for this rank, and would wait forever. When this process exits, torchrun
     terminates the other ranks.
     """
-    reason = describe_external_error(error) or "".join(traceback.format_exception(error))
+    described = describe_compile_error(error) if isinstance(error, BackendCompilerFailed) else describe_external_error(error)
+    reason = described or "".join(traceback.format_exception(error))
     terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)
 
 
@@ -145,6 +148,18 @@ def describe_external_error(error: Exception) -> str | None:
     if isinstance(error, dist.DistError) or "gloo/transport" in str(error):
         return f"another rank has exited; see the output of that rank for the reason: {str(error).splitlines()[0]}"
     return None
+
+
+def describe_compile_error(error: BackendCompilerFailed) -> str:
+    """Describe an error of torch.compile: in one line if a library in its cache is damaged, and otherwise with a traceback.
+
+    If a process is killed while the C++ compiler writes a library to the cache, the library remains incomplete.
+    """
+    advice = f"if an earlier launch was killed while it compiled, remove {cache_dir()}; otherwise set trainer.compile=false"
+    cause = error.inner_exception
+    if isinstance(cause, ImportError | OSError):
+        return f"torch.compile failed: {cause}; {advice}"
+    return "".join(traceback.format_exception(error)) + advice
 
 
 def terminate(store: dist.Store, text: str, status: int) -> NoReturn:

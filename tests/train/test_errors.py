@@ -7,6 +7,8 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
+from torch._inductor.exc import CppCompileError, InductorError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from ringattn.comm import watchdog
@@ -113,3 +115,24 @@ def test_last_lines_of_torchrun_contain_the_error(tmp_path):
 )
 def test_unknown_option_names_the_nearest_setting(name, setting):
     assert errors.nearest_setting(name) == setting
+
+
+@pytest.mark.parametrize(
+    ("cause", "is_one_line"),
+    [
+        (ImportError("/cache/wu/a.main.so: file too short"), True),
+        (OSError("/cache/wu/a.so: invalid ELF header"), True),
+        (CppCompileError(["g++"], "error: at::vec has not been declared"), False),
+        (RuntimeError("Failed to import /cache/3z/a.py"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_error_of_a_compilation_names_the_cache_to_remove(cause, is_one_line, monkeypatch):
+    """A library that a killed compiler left incomplete makes every later launch fail."""
+    printed = Mock()
+    monkeypatch.setattr(errors, "terminate", printed)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    errors.terminate_on_error(None, InductorError(cause, None))
+    text = printed.call_args.args[1]
+    assert text.startswith("rank 0 failed: ") and str(cause).splitlines()[0] in text
+    assert f"remove {cache_dir()}" in text.splitlines()[-1] and (len(text.splitlines()) == 1) == is_one_line
