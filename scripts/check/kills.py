@@ -3,18 +3,18 @@
     python -m scripts.check.kills --kills 100 --seed 1
 
 The script first runs a reference without interruptions. Every further run is killed and restarted, until it has been killed
-`--kills-per-run` times. A kill comes at a random moment, or while the run saves a checkpoint. Afterwards the run finishes, and
-its results are compared with the reference. The script kills and restarts runs in four ways:
+`--kills-per-run` times. A kill comes at a random moment, while the run saves a checkpoint, or while it evaluates its model.
+Afterwards the run finishes, and its results are compared with the reference. The script kills and restarts runs in four ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
     restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
     two launchers  like "restart", with two torchruns that each start half of the workers
 
-Every run must take the same steps as the reference, with the same loss in every step. The last checkpoint must contain the same
-bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest complete checkpoint, so it
-repeats only the steps after this checkpoint. All processes of a run must have ended 20 seconds after the end of the run. The
-exit status is 1 if a run fails one of these checks.
+Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
+checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
+complete checkpoint, so it repeats only the steps after this checkpoint. All processes of a run must have ended 20 seconds after
+the end of the run. The exit status is 1 if a run fails one of these checks.
 """
 
 import hashlib
@@ -38,6 +38,9 @@ from scripts import command
 WAYS = ("worker", "torchrun", "restart", "two launchers")
 RANKS = 2
 STEPS = 120
+EVAL_EVERY = 10  # steps
+# The moments of kills, and the probability of each.
+MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # If a run has not finished after this many seconds, the script reports an error.
 TIMEOUT = 180
 # All processes of a run must end within this many seconds after their torchrun has ended.
@@ -46,7 +49,8 @@ MAX_SECONDS_LEFT = 20
 MARKER = "RINGATTN_CHECK_KILLS"
 SETTINGS = (
     *("model.layers=1", "model.dim=32", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=64"),
-    *("data.eval_split=null", "trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7"),
+    *("data.eval_fraction=0.1", f"trainer.eval_every={EVAL_EVERY}", "trainer.eval_tokens=4096"),
+    *("trainer.batch_size=2", f"trainer.steps={STEPS}", "trainer.checkpoint_every=7"),
     *("trainer.log_every=1000", "trainer.sample_tokens=0", "trainer.device=cpu", "logger=off"),
 )
 
@@ -121,22 +125,35 @@ def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
     return all(launcher.returncode == 0 for launcher in launchers)
 
 
-def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, inside_save: bool) -> None:
-    """Wait until the moment of a kill. The moment is random, or it is a moment at which the run writes a checkpoint.
+def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, moment: str) -> None:
+    """Wait until the moment of a kill, which is one of MOMENTS.
 
     If the run ends before this moment, return when the run ends.
     """
     start = time.monotonic()
-    delay, saves = rng.uniform(0.0, seconds), rng.randint(1, 5)
+    delay, number = rng.uniform(0.0, seconds), rng.randint(1, 5)
     seen: set[str] = set()
     while any(launcher.poll() is None for launcher in launchers):
-        if not inside_save and time.monotonic() - start > delay:
-            return
-        if inside_save:
-            seen |= {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
-            if len(seen) >= saves:
+        if moment == "at a random moment":
+            if time.monotonic() - start > delay:
                 return
-        time.sleep(0.001 if inside_save else 0.05)
+            time.sleep(0.05)
+            continue
+        seen |= saves(run) if moment == "inside a save" else evaluations(run)
+        if len(seen) >= number:
+            return
+        time.sleep(0.001)
+
+
+def saves(run: Run) -> set[str]:
+    """Return the names of the checkpoints that the run is writing."""
+    return {path.name for path in (run.directory / "checkpoints").glob(".step_*.tmp")}
+
+
+def evaluations(run: Run) -> set[str]:
+    """Return the step whose evaluation is running. Its record does not contain the result yet."""
+    *_, last = [{"step": 1}, *metrics.read(run.directory / "metrics.jsonl")]
+    return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
 def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) -> bool:
@@ -176,11 +193,12 @@ def check_no_process_left(run: Run) -> float:
 
 
 def results(run: Run) -> tuple[list, dict[str, str]]:
-    """Return the losses and the gradient norms of all steps, and the checksums of the tensors in the last checkpoint."""
+    """Return the losses and gradient norms of all steps and evaluations, and the checksums of the last checkpoint's tensors."""
     records = metrics.read(run.directory / "metrics.jsonl")
     last = run.directory / "checkpoints" / run.checkpoints()[-1]
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(last.glob("*.distcp"))}
-    return [(record["step"], record["loss"], record["grad_norm"], record["lr"]) for record in records], files
+    names = ("step", "loss", "grad_norm", "lr", "eval_loss")
+    return [[record.get(name) for name in names] for record in records], files
 
 
 def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, counts: Counter) -> None:
@@ -188,14 +206,14 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
     launchers, done, newest = run.launch(), 0, None
     position = 0
     while done < kills:
-        inside_save = rng.random() < 0.3
-        wait_for_moment(run, launchers, rng, seconds, inside_save)
+        (moment,) = rng.choices(list(MOMENTS), list(MOMENTS.values()))
+        wait_for_moment(run, launchers, rng, seconds, moment)
         before = run.checkpoints()
         if not kill_one(run, launchers, rng):
             break  # The run has finished before the next kill.
         done += 1
         counts[run.way] += 1
-        counts["inside a save"] += inside_save
+        counts[moment] += 1
         if run.way in ("worker", "torchrun"):
             wait(launchers, run)
             counts["longest wait for processes, s"] = max(counts["longest wait for processes, s"], check_no_process_left(run))

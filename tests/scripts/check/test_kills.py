@@ -39,3 +39,14 @@ def test_a_run_that_starts_again_in_spite_of_a_checkpoint_is_noticed(tmp_path) -
     for log in ("resumed     outputs/a/checkpoints/step_00000007\nstep 8/20", "step 1/20"):
         with pytest.raises(AssertionError, match="step_00000014 was complete"):
             kills.check_resumed_steps(run, log, "step_00000014")
+
+
+@pytest.mark.parametrize(
+    ("lines", "running"),
+    [("", set()), ('{"step": 9}', set()), ('{"step": 10}', {"10"}), ('{"step": 10, "eval_loss": 1.0}', set())],
+)
+def test_a_running_evaluation_is_found(lines, running, tmp_path) -> None:
+    run = kills.Run(tmp_path, "a", "worker")
+    run.directory.mkdir(parents=True)
+    (run.directory / "metrics.jsonl").write_text(lines)
+    assert kills.evaluations(run) == running

@@ -58,6 +58,30 @@ def test_a_newer_format_is_reported_in_one_line(entries, tmp_path, corpus, run_c
     assert f"step_00000002 has the format {entries['format']} of a newer version of ringattn" in only_error()
 
 
+@pytest.mark.parametrize(
+    ("version", "entries", "message"),
+    [
+        (1, {"step": 1}, "the file belongs to step 1"),
+        (1, {"step": "2"}, "step and the sizes of files must be integers"),
+        (1, {"consumed": "x"}, "consumed='x'"),
+        (1, {"consumed": -7}, "consumed=-7"),
+        (1, {"consumed": None}, "consumed=None"),
+        (2, {"step": 1}, "the checksum is wrong"),
+        (2, {"consumed": 3}, "the checksum is wrong"),
+    ],
+    ids=str,
+)
+def test_an_edited_meta_is_reported_in_one_line(version, entries, message, tmp_path, corpus, run_command_line, only_error):
+    """The checkpoint, whose meta.json may claim to belong to an earlier step, is not removed."""
+    saved = unpack(version, tmp_path / "run")
+    meta = json.loads((saved / "meta.json").read_text())
+    (saved / "meta.json").write_text(json.dumps(meta | entries))
+    files = {path: path.read_bytes() for path in saved.iterdir()}
+    assert run_command_line(*DATA, f"hydra.run.dir={tmp_path}/run", "trainer.steps=3") == 1
+    assert message in only_error()
+    assert {path: path.read_bytes() for path in saved.iterdir()} == files
+
+
 @pytest.mark.parametrize("entries", [{"checksum": None}, {"format": None}, {"format": "2"}, {"format": 1}], ids=str)
 def test_the_checksum_of_the_current_format_is_required(entries, tmp_path):
     saved = unpack(2, tmp_path)

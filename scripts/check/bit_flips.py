@@ -1,0 +1,135 @@
+"""Check that a flipped bit in a checkpoint never changes a training run without a message.
+
+    python -m scripts.check.bit_flips --flips 300 --seed 1
+
+Two ranks train a few steps and save a checkpoint. For every flip, the script copies this checkpoint, flips one random bit of
+one of its files, and resumes the run from the copy. A third of the flips are in the shards of the tensors, a third in meta.json
+and a third in the index. Either the launch must report the damage in one line, without a change of any file of the checkpoint,
+or the flip must change nothing that the run uses: the run then finishes with the same losses and the same tensors as from the
+original checkpoint. The exit status is 1 if a flip has another effect.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from ringattn.train import metrics, run
+from scripts import command
+from scripts.check.kills import write_corpus
+
+SETTINGS = (
+    *("model.layers=1", "model.dim=8", "model.heads=2", "model.kv_heads=1", "data=text", "data.seq_len=32", "logger=off"),
+    *("data.eval_fraction=0", "trainer.batch_size=1", "trainer.sample_tokens=0", "trainer.device=cpu"),
+)
+STEPS = 2  # the steps of the checkpoint
+KINDS = {"shards": "*.distcp", "meta.json": "meta.json", "index": ".metadata"}
+
+
+def train(directory: Path, *arguments: str) -> tuple[int, str]:
+    """Run the training command in a fork of this process. Return its exit status and its output."""
+    with tempfile.TemporaryFile() as output:
+        if (child := os.fork()) == 0:
+            for stream in (1, 2):
+                os.dup2(output.fileno(), stream)
+            sys.argv = ["train/run.py", *arguments, f"hydra.run.dir={directory}"]
+            run.main()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        return status, output.read().decode(errors="replace")
+
+
+def resume(checkpoint: Path, directory: Path) -> tuple[int, str]:
+    """Take two more steps from a checkpoint of the run in `directory`, where plots are left out."""
+    metrics.plot_loss = lambda path, output: None
+    return train(directory, f"trainer.steps={STEPS + 2}", f"trainer.resume={checkpoint}")
+
+
+def results(directory: Path) -> tuple[list, dict[str, str]]:
+    """Return the losses of all steps, and the checksums of the files of the last checkpoint that contain tensors."""
+    records = metrics.read(directory / "metrics.jsonl")
+    return [(record["step"], record["loss"], record["grad_norm"]) for record in records], checksums(
+        directory / "checkpoints" / f"step_{STEPS + 2:08d}", "*.distcp"
+    )
+
+
+def checksums(checkpoint: Path, pattern: str = "*") -> dict[str, str]:
+    """Return the checksums of the files of a checkpoint whose names match a pattern."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(checkpoint.glob(pattern))}
+
+
+def flip(checkpoint: Path, kind: str, rng: random.Random) -> str:
+    """Flip a random bit of the files of one kind, and return its position as text."""
+    files = sorted(checkpoint.glob(KINDS[kind]))
+    (file,) = rng.choices(files, [path.stat().st_size for path in files])
+    content = bytearray(file.read_bytes())
+    position = rng.randrange(8 * len(content))
+    content[position // 8] ^= 1 << position % 8
+    file.write_bytes(content)
+    return f"bit {position % 8} of byte {position // 8} of {file.name}"
+
+
+def effect(original: Path, directory: Path, kind: str, rng: random.Random, expected: tuple[list, dict[str, str]]) -> str:
+    """Flip a bit in a copy of a checkpoint, resume from the copy, and return the effect.
+
+    Raises:
+        AssertionError: the effect is neither a message of one line nor none.
+    """
+    checkpoint = directory / "checkpoints" / original.name
+    shutil.copytree(original, checkpoint)
+    position = flip(checkpoint, kind, rng)
+    before = checksums(checkpoint)
+    status, output = resume(checkpoint, directory)
+    errors = [line for line in output.splitlines() if line.startswith("error: ")]
+    if status == 1 and len(errors) == 1 and str(checkpoint) in errors[0] and "Traceback" not in output:
+        if checksums(checkpoint) != before:
+            raise AssertionError(f"{position}: the launch has changed {checkpoint}")
+        return "reported"
+    if status != 0:
+        raise AssertionError(f"{position}: the launch failed without a message of one line:\n{output}")
+    if results(directory) != expected:
+        raise AssertionError(f"{position}: silent change of the run in {directory}")
+    return "without effect"
+
+
+def main(argv: list[str]) -> int:
+    parser = command.new_parser(__doc__)
+    parser.add_argument("--flips", type=command.at_least(1), default=30, help="how many bits to flip (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the positions (default: 0)")
+    args = parser.parse_args(argv)
+    folder = Path(tempfile.mkdtemp(prefix="ringattn-bit-flips-"))
+    os.environ["HF_HOME"] = str(folder / "cache")
+    settings = [*SETTINGS, f"data.path={write_corpus(folder / 'corpus')}", f"trainer.steps={STEPS}"]
+    script = [str(command.ROOT / "train" / "run.py"), *settings, f"hydra.run.dir={folder}/original"]
+    subprocess.run(command.torchrun(2, *script), check=True, env=command.child_environment(), stdout=subprocess.DEVNULL)
+    (original,) = (folder / "original" / "checkpoints").iterdir()
+    reference = folder / "reference"
+    shutil.copytree(original, reference / "checkpoints" / original.name)
+    status, output = resume(reference / "checkpoints" / original.name, reference)
+    if status != 0:
+        print(f"the run without a flip failed:\n{output}", file=sys.stderr)
+        return 1
+    expected, rng, counts, failures = results(reference), random.Random(args.seed), Counter(), 0
+    for number in range(args.flips):
+        kind = list(KINDS)[number % len(KINDS)]
+        try:
+            counts[kind, effect(original, folder / f"run{number}", kind, rng, expected)] += 1
+            shutil.rmtree(folder / f"run{number}")
+        except AssertionError as error:
+            print(error, file=sys.stderr)
+            failures += 1
+    for (kind, result), count in sorted(counts.items()):
+        print(f"{kind}: {count} {result}")
+    print(f"{args.flips} flips, {failures} failures")
+    if not failures:
+        shutil.rmtree(folder)  # After a failure, the runs are kept.
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
