@@ -46,7 +46,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ringattn.train import startup
 from ringattn.train.checkpoint import storage
-from ringattn.train.config import Config, ConfigError
+from ringattn.train.config import Config, ConfigError, replace_link
 from ringattn.train.errors import (
     USER_ERRORS,
     describe_error,
@@ -142,6 +142,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         overrides = OmegaConf.to_container(context.overrides.task, resolve=False)
         outcome = Outcome(overrides, varied_settings(overrides, params))
         jobs.outcomes.append(outcome)
+        replace_link(directory / "run.log")
         try:
             check_name(settings.name, context)
             if is_sweep and jobs.rejected is None:

@@ -48,7 +48,7 @@ def summary_of(directory: Path) -> dict:
 
 def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path, monkeypatch):
     """If a result of another run is linked in place of a file, the link is replaced, and its target does not change."""
-    links = ("metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock")
+    links = ("metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock", "run.log")
     (outputs / "a").mkdir(parents=True)
     for name in links:
         (tmp_path / name).write_text("{}\n")
