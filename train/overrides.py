@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import NoReturn
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from ringattn.train.config import Config, ConfigError
 
@@ -25,7 +27,7 @@ def quote_paths(arguments: Iterable[str]) -> list[str]:
             paths. A value that begins with a quote is not changed.
 
     Returns:
-        The same arguments, in which existing paths and paths that contain "=" are quoted.
+        The same arguments. Existing paths and paths that contain "=" are quoted if Hydra cannot read them otherwise.
     """
     arguments = list(arguments)
     is_sweep = not {"-m", "--multirun"}.isdisjoint(arguments)
@@ -40,9 +42,13 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
     def exists(path: str) -> bool:
         return os.path.exists(os.path.expanduser(path))
 
-    parts = value.split(",") if is_sweep and not exists(value) else [value]
-    quoted = ('"' + part.replace('"', '\\"') + '"' if "=" in part or exists(part) else part for part in parts)
-    return f"{name}={','.join(quoted)}"
+    def quote(path: str) -> str:
+        with suppress(HydraException):
+            if OverridesParser.create().parse_override(f"{name}={path}").value() == path:
+                return path  # The names of the jobs of a sweep contain the quotes, so they must not change.
+        return '"' + path.replace('"', '\\"') + '"' if "=" in path or exists(path) else path
+
+    return f"{name}={','.join(map(quote, value.split(',') if is_sweep and not exists(value) else [value]))}"
 
 
 def check_options() -> None:

@@ -83,5 +83,8 @@ def test_other_values_are_read_as_before(argument, values):
     assert read(argument) == values
 
 
-def test_a_sweep_over_paths_needs_no_quotes():
+def test_a_sweep_over_paths_needs_no_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
     assert read("trainer.init_from=s/lr=1,s/lr=2,null", "-m") == ['"s/lr=1"', '"s/lr=2"', "null"]
+    assert read("data.path=a.txt,b.txt", "-m") == ["a.txt", "b.txt"]  # The directories of the jobs have these names.
