@@ -4,12 +4,14 @@
 
 The script first runs a reference without interruptions. Every further run is killed and restarted, until it has been killed
 `--kills-per-run` times. A kill comes at a random moment, while the run saves a checkpoint, or while it evaluates its model.
-Afterwards the run finishes, and its results are compared with the reference. The script kills and restarts runs in four ways:
+Afterwards the run finishes, and its results are compared with the reference. The script kills and restarts runs in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
     restart        one worker is killed, and torchrun restarts all workers (--max-restarts)
     two launchers  like "restart", with two torchruns that each start half of the workers
+    fork           all ranks are killed, and the same command is launched again. The ranks are forked from this script instead
+                   of started by torchrun. They start within a second, so a check of many kills takes minutes instead of hours.
 
 Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
 checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
@@ -33,9 +35,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ringattn.train import metrics
+from ringattn.train import run as command_line
 from scripts import command
 
-WAYS = ("worker", "torchrun", "restart", "two launchers")
+WAYS = ("worker", "torchrun", "restart", "two launchers", "fork")
 RANKS = 2
 STEPS = 120
 EVAL_EVERY = 10  # steps
@@ -55,6 +58,30 @@ SETTINGS = (
 )
 
 
+class ForkedRank:
+    """A rank of the training command that was forked from this process, with the interface of subprocess.Popen."""
+
+    def __init__(self, arguments: list[str], folder: Path, log: Path, **variables: str) -> None:
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.chdir(folder)
+                for stream in (1, 2):
+                    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+                os.environ |= variables
+                sys.argv = arguments
+                command_line.main()
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+
 @dataclass
 class Run:
     """One training run, which may be launched several times."""
@@ -71,14 +98,19 @@ class Run:
     def log(self) -> Path:
         return self.folder / f"{self.name}.log"
 
-    def launch(self) -> list[subprocess.Popen]:
-        """Start torchrun, or both torchruns, in the background."""
+    def launch(self) -> list[subprocess.Popen | ForkedRank]:
+        """Start torchrun, both torchruns, or the ranks in the background."""
         script = [
             str(command.ROOT / "train" / "run.py"),
             *SETTINGS,
             f"data.path={self.folder}/corpus/*.txt",
             f"name={self.name}",
         ]
+        if self.way == "fork":
+            shared = {"WORLD_SIZE": f"{RANKS}", "LOCAL_WORLD_SIZE": f"{RANKS}", "MASTER_ADDR": "localhost"}
+            shared |= {"MASTER_PORT": f"{free_port()}"}
+            ranks = range(RANKS)
+            return [ForkedRank(script, self.folder, self.log, RANK=f"{i}", LOCAL_RANK=f"{i}", **shared) for i in ranks]
         restarts = ["--max-restarts=1000"] if self.way in ("restart", "two launchers") else []
         if self.way == "two launchers":
             rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", f"--rdzv-id={self.name}"]
@@ -86,7 +118,7 @@ class Run:
             torchrun = [sys.executable, "-m", "torch.distributed.run", *options, *script]
         else:
             torchrun, launchers = command.torchrun(RANKS, *restarts, *script), 1
-        environment = command.child_environment(OMP_NUM_THREADS="1", **{MARKER: self.name})
+        environment = command.child_environment(OMP_NUM_THREADS="1", **{MARKER: str(self.directory)})
         with open(self.log, "a") as log:
             return [
                 subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log) for _ in range(launchers)
@@ -97,7 +129,7 @@ class Run:
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
-                is_member = f"{MARKER}={self.name}".encode() in (path / "environ").read_bytes().split(b"\0")
+                is_member = f"{MARKER}={self.directory}".encode() in (path / "environ").read_bytes().split(b"\0")
                 is_dead = (path / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
             except OSError:  # The process has ended, or it belongs to another user.
                 continue
@@ -115,7 +147,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
+def wait(launchers: list[subprocess.Popen | ForkedRank], run: Run) -> bool:
     """Wait until all launchers have ended. Return whether all of them have exited with status 0."""
     deadline = time.monotonic() + TIMEOUT
     while any(launcher.poll() is None for launcher in launchers):
@@ -125,7 +157,9 @@ def wait(launchers: list[subprocess.Popen], run: Run) -> bool:
     return all(launcher.returncode == 0 for launcher in launchers)
 
 
-def wait_for_moment(run: Run, launchers: list[subprocess.Popen], rng: random.Random, seconds: float, moment: str) -> None:
+def wait_for_moment(
+    run: Run, launchers: list[subprocess.Popen | ForkedRank], rng: random.Random, seconds: float, moment: str
+) -> None:
     """Wait until the moment of a kill, which is one of MOMENTS.
 
     If the run ends before this moment, return when the run ends.
@@ -156,15 +190,16 @@ def evaluations(run: Run) -> set[str]:
     return {str(last["step"])} if last["step"] % EVAL_EVERY == 0 and "eval_loss" not in last else set()
 
 
-def kill_one(run: Run, launchers: list[subprocess.Popen], rng: random.Random) -> bool:
-    """Kill one worker or torchrun. Return False if there was no process to kill."""
+def kill_one(run: Run, launchers: list[subprocess.Popen | ForkedRank], rng: random.Random) -> bool:
+    """Kill one worker, torchrun or all forked ranks. Return False if there was no process to kill."""
     torchruns = {launcher.pid for launcher in launchers}
     workers = [pid for pid in run.processes() if pid not in torchruns]
-    targets = sorted(torchruns) if run.way == "torchrun" else sorted(workers)
+    targets = sorted(torchruns) if run.way in ("torchrun", "fork") else sorted(workers)
     if not targets or all(launcher.poll() is not None for launcher in launchers):
         return False
     try:
-        os.kill(rng.choice(targets), signal.SIGKILL)
+        for target in targets if run.way == "fork" else [rng.choice(targets)]:
+            os.kill(target, signal.SIGKILL)
     except ProcessLookupError:
         return False
     return True
@@ -214,7 +249,7 @@ def run_with_kills(run: Run, kills: int, rng: random.Random, seconds: float, cou
         done += 1
         counts[run.way] += 1
         counts[moment] += 1
-        if run.way in ("worker", "torchrun"):
+        if run.way in ("worker", "torchrun", "fork"):
             wait(launchers, run)
             counts["longest wait for processes, s"] = max(counts["longest wait for processes, s"], check_no_process_left(run))
             newest = max([*before, *run.checkpoints()], default=None)
@@ -248,10 +283,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
-    reference = Run(folder, "reference", "worker")
     # The first launch fills the cache of tokens, so that the second launch takes a typical time. The second launch is timed.
     for name in ("warm-up", "reference"):
-        start, reference = time.monotonic(), Run(folder, name, "worker")
+        start, reference = time.monotonic(), Run(folder, name, args.ways[0])
         if not wait(reference.launch(), reference):
             print(f"the run without kills failed, see {reference.log}", file=sys.stderr)
             return 1

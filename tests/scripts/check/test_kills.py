@@ -15,13 +15,17 @@ from scripts.check import kills
 @pytest.mark.timeout(1200)
 def test_runs_survive_kills(capsys: pytest.CaptureFixture) -> None:
     """Runs that torchrun restarts. In test_killed_run.py and test_preemption.py, runs are killed and launched again."""
-    assert kills.main(["--kills", "2", "--kills-per-run", "1", "--seed", "1", "--ways", "restart", "two launchers"]) == 0
-    assert "2 of 2 kills" in capsys.readouterr().out
+    assert (
+        kills.main(["--kills", "3", "--kills-per-run", "1", "--seed", "1", "--ways", "restart", "two launchers", "fork"]) == 0
+    )
+    assert "3 of 3 kills" in capsys.readouterr().out
 
 
 def test_processes_of_a_run_are_found_and_killed(tmp_path) -> None:
     run = kills.Run(tmp_path, "test-of-kills", "worker")
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {kills.MARKER: run.name})
+    process = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env=os.environ | {kills.MARKER: str(run.directory)}
+    )
     launcher = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         assert run.processes() == [process.pid]
