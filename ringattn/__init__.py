@@ -5,15 +5,6 @@ mask = Mask.causal()
 out = ring_attention(q, k, v, layout=layout, mask=mask, group=group)
 """
 
-from pathlib import Path
-
-# An installed package contains the folders kernels/, train/ and configs/. In a clone of the repository, these three folders are
-# siblings of this folder. Adding the parent folder to the package path makes `ringattn.kernels` importable in a clone, even if
-# only the dependencies are installed.
-_HERE = Path(__file__).resolve().parent
-if not (_HERE / "kernels").is_dir():
-    __path__.append(str(_HERE.parent))
-
 from ringattn.attention import plan_ahead, ring_attention
 from ringattn.checkpointing import keep_attention, save_attention
 from ringattn.comm.connect import check_same

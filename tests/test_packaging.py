@@ -49,7 +49,7 @@ def copy_sources(directory: Path) -> Path:
     """Copy the files of a clone. Building a package writes into the folder of its sources."""
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, directory / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, directory / name)
     return directory

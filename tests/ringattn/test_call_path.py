@@ -8,14 +8,14 @@ import torch
 
 from ringattn import Layout, Mask, ring_attention, simulate
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 MAX_FILES_ON_THE_STACK = 12  # between ring_attention and the kernel
 MAX_FILES_ENTERED = 21  # with everything that is called on the way: validation, plan, transport, packing of messages
 
 
 def relative_path(frame: FrameType) -> str:
     """The path of the source file of a frame in this repository, or an empty string."""
-    path = Path(frame.f_code.co_filename)
+    path = Path(frame.f_code.co_filename).resolve()
     path = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path(".")
     return str(path) if path.parts and path.parts[0] in ("kernels", "ringattn") else ""
 
