@@ -63,7 +63,7 @@ def test_losses_equal_those_of_plain_pytorch(mask_documents, config, monkeypatch
             assert losses.tokens.sum() == 32
 
 
-@pytest.mark.parametrize("mask_documents", [True, False])
+@pytest.mark.parametrize("mask_documents", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_documents, config, tmp_path, monkeypatch):
     """A model of one layer with a window of 32 tokens ignores all other context, so its losses depend only on the targets."""
     monkeypatch.setattr(targets, "MIN_BLOCK", 64)
@@ -79,7 +79,9 @@ def test_lengths_beyond_the_window_of_the_model_have_the_same_loss(mask_document
     assert losses.means == pytest.approx(losses.means[0], abs=1e-4)
 
 
-@pytest.mark.parametrize(("eval_tokens", "expected"), [(300, 300), (10_000, 4359)], ids=["a part", "all"])
+@pytest.mark.parametrize(
+    ("eval_tokens", "expected"), [(300, 300), pytest.param(10_000, 4359, marks=pytest.mark.slow)], ids=["a part", "all"]
+)
 def test_runs_of_different_lengths_have_the_same_targets(eval_tokens, expected, config):
     """The runs also have different batch sizes. The model is the same, so the losses are equal as well."""
     config.trainer.eval_tokens = eval_tokens

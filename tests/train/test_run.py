@@ -229,6 +229,7 @@ def test_sweep_over_lengths_has_the_same_tokens_per_step(corpus, run_command_lin
             ["would need about", "the corpus has", "would need about"],
             64,
             id="too little memory",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             "optim.lr=0.1,1000 data.seq_len=48", ["optim.lr=1000.0: must be"], 96, id="one length", marks=pytest.mark.slow
