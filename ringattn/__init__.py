@@ -7,7 +7,7 @@ out = ring_attention(q, k, v, layout=layout, mask=mask, group=group)
 
 from ringattn.attention import plan_ahead, ring_attention
 from ringattn.checkpointing import keep_attention, save_attention
-from ringattn.comm.connect import check_same
+from ringattn.comm.same_batch import check_same
 from ringattn.comm.simulated import simulate
 from ringattn.decode import KVCache, decode_attention
 from ringattn.explain import explain

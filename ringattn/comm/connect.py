@@ -1,4 +1,4 @@
-"""Choose the transport for a process group, and compare the first calls and the batches of its ranks.
+"""Choose the transport for a process group, and compare the first calls of its ranks.
 
 The first call for a group starts a handshake over the job's key-value store. Every rank publishes its host, its GPU, its speed
 and the settings of its call. Then all ranks read the same information, so all ranks choose the same transport. If the calls of
@@ -13,16 +13,13 @@ import socket
 import threading
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from numbers import Number
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group, _world
 
 from ringattn.comm.all_to_all import AllToAll, PointToPointAllToAll
@@ -62,66 +59,6 @@ def rank_and_size(group: Group | None) -> tuple[int, int]:
             "DeviceMesh use mesh.get_group(dim)), or None for this process alone"
         )
     return group.rank(), group.size()
-
-
-def check_same(batch: object, group: Group | None) -> None:
-    """Check that a batch is the same on all ranks of a group. All ranks of the group must call this function.
-
-    Ranks that share a sequence need the same tokens and the same documents. If their tokens differ, the loss looks plausible
-    and training is wrong. Call this function in the first steps of a training loop. It hashes the batch on the CPU, and makes
-    one all-reduce of 8 bytes per rank. The host therefore waits for the GPU.
-
-    Args:
-        batch: a tensor of any shape and dtype, or dicts, lists and tuples of tensors, numbers, strings and None, nested in any
-            way. Names, types, shapes and bits are compared, but not devices.
-        group: the process group of the ranks that share a sequence, for example `mesh.get_group()`.
-
-    Raises:
-        ValueError: on all ranks, if the batches differ; the message names the ranks. Or `batch` contains another type, or
-            `group` is None although there are several ranks.
-    """
-    rank, size = rank_and_size(group)
-    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError("group=None would compare nothing: pass the process group of the ranks that share a sequence")
-    digest = hashlib.sha256()
-    _add_to_hash(digest, batch)
-    if size == 1 or isinstance(group, SimulatedRank):  # simulated ranks share one process, and therefore one batch
-        return
-    hashes = torch.zeros(size, dtype=torch.int64, device="cpu" if backend_name(group, "cpu") else "cuda")
-    hashes[rank] = int.from_bytes(digest.digest()[:8], signed=True)
-    dist.all_reduce(hashes, group=group)
-    found = hashes.tolist()
-    common = found.index(Counter(found).most_common(1)[0][0])
-    different = [other for other, value in enumerate(found) if value != found[common]]
-    if different:
-        raise ValueError(
-            f"rank {', '.join(map(str, different))} of the group has another batch than rank {common}: ranks that share a "
-            "sequence need the same batch; use a data loader that does not depend on the rank (accelerate and Trainer give "
-            "every rank other batches), or broadcast the batch"
-        )
-
-
-def _add_to_hash(digest: "hashlib._Hash", value: object) -> None:
-    if isinstance(value, Tensor):
-        if value.layout is not torch.strided or value.is_nested or hasattr(value, "to_local"):
-            raise ValueError(
-                "batch contains a sparse or nested tensor or a DTensor: pass the dense tensors that it consists of"
-            )
-        digest.update(f"{value.dtype} {tuple(value.shape)};".encode())
-        digest.update(value.detach().cpu().resolve_conj().resolve_neg().flatten().contiguous().view(torch.uint8).numpy())
-    elif isinstance(value, Mapping):
-        digest.update(f"dict {len(value)};".encode())
-        for name in sorted(value, key=repr):
-            digest.update(f"{name!r};".encode())
-            _add_to_hash(digest, value[name])
-    elif isinstance(value, list | tuple):
-        digest.update(f"list {len(value)};".encode())
-        for entry in value:
-            _add_to_hash(digest, entry)
-    elif value is None or isinstance(value, Number | str):
-        digest.update(f"{value!r};".encode())
-    else:
-        raise ValueError(f"batch contains a {type(value).__name__}: it must consist of tensors, dicts, lists and tuples")
 
 
 def connect(
