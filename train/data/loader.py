@@ -142,7 +142,6 @@ class Loader:
 
     def __init__(self) -> None:
         self._preparation: Preparation | None = None
-        self._ready: tuple[int | None, list[MicroStep]] = None, []
 
     def begin(self, preparation: Preparation) -> None:
         """Set how steps are prepared. Call this method before `get`."""
@@ -151,23 +150,16 @@ class Loader:
     def get(self, consumed: int) -> list[MicroStep]:
         """Return the micro-steps of the step before which `consumed` sequences are consumed.
 
-        A second call with the same number returns the same micro-steps. A call in advance therefore prepares the next step.
-
         Raises:
             LoaderError: the loader process failed.
         """
-        if self._ready[0] != consumed:
-            self._ready = consumed, self._load(consumed)
-        return self._ready[1]
+        return self._preparation.prepare(consumed)
 
     def learn(self, requests: Requests) -> None:
         """Record which schedules and tables the calls of a step request from its plan. Later steps need the same ones."""
 
     def close(self) -> None:
         """End the loader process, if there is one."""
-
-    def _load(self, consumed: int) -> list[MicroStep]:
-        return self._preparation.prepare(consumed)
 
 
 class AheadLoader(Loader):
@@ -204,7 +196,8 @@ class AheadLoader(Loader):
         """End the loader process."""
         self._end()
 
-    def _load(self, consumed: int) -> list[MicroStep]:
+    def get(self, consumed: int) -> list[MicroStep]:
+        """See `Loader.get`."""
         # All requested steps are dropped if this step does not follow the previous one.
         while self._pending and self._pending[0] != consumed:
             self._receive()

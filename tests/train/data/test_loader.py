@@ -118,7 +118,7 @@ def test_a_process_prepares_the_same_steps() -> None:
     planned = []
     for consumed in (0, 4, 8, 12, 16, 20, 100, 104):
         expected, found = inline.get(consumed), ahead.get(consumed)
-        assert found is ahead.get(consumed) and len(found) == 2
+        assert len(found) == 2
         for a, b in zip(expected, found, strict=True):
             assert b.batch.tokens.numpy().flags.aligned
             assert torch.equal(a.batch.tokens, b.batch.tokens) and torch.equal(a.batch.labels, b.batch.labels)
