@@ -345,6 +345,7 @@ def test_checkpoint_without_a_newer_setting(settings, outputs, run_command_line,
         del meta["config"]["model"][name]
     # Without a factor, this setting has no effect.
     meta["config"]["model"]["rope_trained_len"] = 8192
+    meta |= {"format": 1, "checksum": None}  # Such checkpoints had no checksum.
     path.write_text(json.dumps(meta))
     assert run_command_line(*settings, "trainer.steps=2", "model.rope_factor=8", "model.rope_trained_len=64") == 1
     assert "model.rope_factor=None (now 8.0)" in only_error()
