@@ -240,9 +240,9 @@ def check(mutants: list[Mutant], whole_suite: bool, jobs: int) -> Iterator[Resul
 def copy_repository(directory: Path) -> Path:
     """Copy all files that git tracks, in the state of the working tree."""
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-        if (ROOT / name).is_file():
+        if (ROOT / name).is_file() or (ROOT / name).is_symlink():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, directory / name)
+            shutil.copy(ROOT / name, directory / name, follow_symlinks=False)
     return directory
 
 

@@ -71,3 +71,10 @@ def test_listed_mutants_fit_the_source() -> None:
         assert mutant.old != mutant.new and mutant.tests
         for test in mutant.tests:
             assert (mutants.ROOT / test.partition("::")[0]).exists(), test
+
+
+def test_a_copy_of_the_repository_contains_its_links(tmp_path):
+    """Without the links, the tests of a mutant would import the modules of the original, and every mutant would survive."""
+    copy = mutants.copy_repository(tmp_path / "copy")
+    for name in ("kernels", "train", "configs"):
+        assert (copy / "ringattn" / name).resolve() == copy / name
