@@ -72,8 +72,8 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, head, labels, vocab_size, chunk, compiled, with_gradients):
-        losses, *gradients = _compute(hidden, head, labels, vocab_size, chunk, compiled, with_gradients)
-        ctx.save_for_backward(*gradients)
+        losses, dhidden, dhead = _compute(hidden, head, labels, vocab_size, chunk, compiled, with_gradients)
+        ctx.save_for_backward(dhidden, dhead)
         ctx.dtype = head.dtype
         # Groups of tokens are summed separately, because one fp32 sum over all tokens of a long sequence would be less
         # accurate.
@@ -89,28 +89,27 @@ class _CrossEntropy(torch.autograd.Function):
 
 def _compute(
     hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int, chunk: int, compiled: bool, with_gradients: bool = False
-) -> list[Tensor]:
-    """Return the loss of every token, fp32 (N,), and with `with_gradients` the gradients of `hidden` and `head` for their sum.
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss of every token, fp32 (N,), and the gradients of the sum of the losses for `hidden` and `head`.
 
-    Only the logits of one chunk exist at a time.
+    Only the logits of one chunk exist at a time. Without `with_gradients`, the gradients are None.
     """
     compute = _compiled(_losses) if compiled else _losses
     losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
-    results = [losses]
-    if with_gradients:
-        # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
-        results += torch.empty_like(hidden), torch.zeros_like(head, dtype=torch.float32)
+    dhidden = torch.empty_like(hidden) if with_gradients else None
+    # The gradient of the head is summed in fp32, because a bf16 sum over many chunks would lose small contributions.
+    dhead = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
     for start in range(0, len(labels), chunk):
         rows = slice(start, start + chunk)
-        losses[rows], *dlogits = compute(hidden[rows] @ head.T, labels[rows], vocab_size, with_gradients)
+        losses[rows], dlogits = compute(hidden[rows] @ head.T, labels[rows], vocab_size, with_gradients)
         if with_gradients:
-            results[1][rows] = dlogits[0] @ head
-            results[2] += dlogits.pop().T @ hidden[rows]
-    return results
+            dhidden[rows] = dlogits @ head
+            dhead += dlogits.T @ hidden[rows]
+    return losses, dhidden, dhead
 
 
-def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> list[Tensor]:
-    """Return the loss of every token in fp32, and with `with_gradients` the gradient of the logits in their dtype.
+def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the loss of every token in fp32, and the gradient of the logits in their dtype, or None.
 
     The loss of an ignored token is 0.
     """
@@ -120,10 +119,10 @@ def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: boo
     picked = padded.gather(1, label) - lse
     losses = torch.where(is_valid, -picked, 0.0)[:, 0]
     if not with_gradients:
-        return [losses]
+        return losses, None
     gradients = (padded - lse).exp_().mul_(is_valid).to(logits.dtype)
     # Without torch.compile, subtracting a whole one-hot matrix would almost double the time.
-    return [losses, gradients.scatter_(1, label, ((picked.exp() - 1) * is_valid).to(logits.dtype))]
+    return losses, gradients.scatter_(1, label, ((picked.exp() - 1) * is_valid).to(logits.dtype))
 
 
 def _without_padding(logits: Tensor, vocab_size: int) -> Tensor:
