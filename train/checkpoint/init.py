@@ -7,12 +7,12 @@ replaces the random weights.
 from pathlib import Path
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.resume import compare_model_settings, read_run_meta
 from ringattn.train.config import Config, ConfigError, resolve_path
 from ringattn.train.data.tokenizer import Tokenizer, check_tokenizer, fingerprint
+from ringattn.train.optim import local_shard
 from ringattn.train.parallel.ranks import sync_errors
 
 
@@ -65,7 +65,6 @@ def load(path: Path, model: nn.Module) -> None:
         storage.load(path, state_dict.model_state(model))
     with sync_errors():
         for name, weight in model.state_dict().items():
-            own = weight.to_local() if isinstance(weight, DTensor) else weight
-            if not own.isfinite().all():
+            if not local_shard(weight).isfinite().all():
                 shown = huggingface.hugging_face_name(name) if huggingface.is_model(path) else name
                 raise ConfigError(f"{path}: {shown} contains NaN or infinity: download or export the model again")
