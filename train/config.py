@@ -112,9 +112,9 @@ class DataConfig:
     # document per row), "hub" (a dataset of the Hugging Face hub) or "recall" (a generated task, whose answers lie far back in
     # the sequence).
     source: str = "stdlib"
-    # A file, a folder or a glob pattern, or the name of a dataset for "hub". A folder stands for all files in it and in its
-    # subfolders. For "jsonl" and "parquet", it stands only for files with a name such as *.jsonl or *.parquet. None: no path.
-    # All sources except "stdlib", "packages" and "recall" require a path.
+    # A file, a folder or a glob pattern, or the name of a dataset for "hub". If it is a folder, all files in it and in its
+    # subfolders are read. Of these, "jsonl" and "parquet" read only files with a name such as *.jsonl or *.parquet. None: no
+    # path. All sources except "stdlib", "packages" and "recall" require a path.
     path: str | None = None
     # The configuration to use, if a dataset of the hub has several configurations. None: the default configuration.
     subset: str | None = None

@@ -128,7 +128,7 @@ def test_unknown_option_names_the_nearest_setting(name, setting):
     ids=lambda value: type(value).__name__,
 )
 def test_error_of_a_compilation_names_the_cache_to_remove(cause, is_one_line, monkeypatch):
-    """A library that a killed compiler left incomplete makes every later launch fail."""
+    """A killed compiler leaves an incomplete library, and every later launch fails."""
     printed = Mock()
     monkeypatch.setattr(errors, "terminate", printed)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
